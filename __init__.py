@@ -1,7 +1,7 @@
 """Weft: an RLHF and post-training orchestrator. One graph, any placement, any schedule.
 
-The names below are what a program needs; each is imported from its module when it is first used, so that
-`import weft` loads neither torch nor Ray nor vLLM and a bad configuration is reported at once.
+These names are the public API. Each is imported when it is first used, so `import weft` does not
+load torch, Ray or vLLM, and a configuration error is reported at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _MODULES: dict[str, str] = {
 
 _FOLDERS = ("algorithms", "commands", "controllers", "dashboard", "dataflow", "resharding", "workers")
 
-if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packaging.py keeps the two equal
+if (
+    TYPE_CHECKING
+):  # the same names for editors and type checkers; tests/test_packaging.py compares the two
     from . import algorithms as algorithms
     from . import commands as commands
     from . import controllers as controllers

@@ -1,4 +1,4 @@
-"""The command `weft`, which is also `python -m weft`."""
+"""Entry point of the command `weft`, and of `python -m weft`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of `commands/`; returns the exit code."""
+    """Run a command of `commands/`, and return its exit code."""
     from .commands import command_line
 
     return command_line.main(arguments)

@@ -1,6 +1,7 @@
-"""Advantages of sampled responses from their rewards, relative to the other responses to the same prompt.
+"""Advantages of responses, from their rewards relative to other responses to the same prompt.
 
-An estimator is a function or a value `(outcomes) -> advantages [B]`; `group_advantages` makes a node of a graph of it.
+An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph
+node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What an estimator knows of B responses; nothing of it has a gradient.
+    """The input of an estimator for B responses. No tensor has a gradient.
 
     >>> Outcomes.of([1.0, 0.0], groups=[0, 0]).lengths.tolist()
     [1, 1]
@@ -35,15 +36,15 @@ class Outcomes:
     rewards: Tensor
     """[B]; compared as float32."""
     groups: Tensor
-    """[B] int64, which group each row is of, 0 to the number of groups - 1; rows of a group in any order."""
+    """[B] int64, group index of each row, from 0 to the number of groups - 1; in any order."""
     lengths: Tensor
     """[B] int64, trained tokens of each response."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B] each: what an estimator names in its attribute `reads`."""
+    """[B] each: the columns that the estimator names in its attribute `reads`."""
 
     @classmethod
     def of(cls, rewards: object, groups: object, lengths: object = None, **columns: object) -> Outcomes:
-        """From tensors or lists; without lengths, every response has one token."""
+        """Create outcomes from tensors or lists. Without lengths, every response has one token."""
         values = torch.as_tensor(rewards)
         index = torch.as_tensor(groups, dtype=torch.int64)
         counts = (
@@ -62,20 +63,22 @@ class Outcomes:
 
 
 Estimator: TypeAlias = "Callable[[Outcomes], Tensor]"
-"""An estimator that looks at further columns names them in an attribute `reads`; the graph is then checked for them."""
+"""An estimator that needs more columns names them in an attribute `reads`."""
 
 
 def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
-    The deviation is the sample's (divided by n - 1), as in the implementations that followed the paper.
+    std is the sample deviation (division by n - 1), as in the implementations that followed the
+    paper.
 
     Args:
         outcomes: B rows.
         epsilon: keeps a group of nearly equal rewards from exploding.
 
     Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards, never NaN; empty for no rows.
+        [B] float32; exactly 0 for a group of one row or of equal rewards, never NaN; empty for no
+        rows.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]
@@ -86,10 +89,7 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
 
 
 def group_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1): no division, so no bias to easy or hard prompts.
-
-    Args:
-        outcomes: B rows.
+    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1).
 
     Returns:
         [B] float32; exactly 0 for a group of one row or of equal rewards; empty for no rows.
@@ -101,13 +101,12 @@ def group_centred(outcomes: Outcomes) -> Tensor:
 
 
 def leave_one_out(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - mean of the others' rewards in i's group (RLOO, arXiv:2402.14740, eq. 7): n / (n - 1) (r_i - mean(r)).
-
-    Args:
-        outcomes: B rows.
+    """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
+    arXiv:2402.14740, eq. 7).
 
     Returns:
-        [B] float32; exactly 0 for a group of one row (it has no others) or of equal rewards; empty for no rows.
+        [B] float32; exactly 0 for a group of one row (it has no others) or of equal rewards; empty
+        for no rows.
 
     >>> leave_one_out(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.75, -0.75, 0.0, 0.0]
@@ -117,60 +116,58 @@ def leave_one_out(outcomes: Outcomes) -> Tensor:
 
 
 def length_weighted(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - sum(L r) / sum(L) over i's group, with the lengths L (OPO's optimal baseline, arXiv:2505.23585).
+    """A_i = r_i - sum(L r) / sum(L) over i's group, with the lengths L (OPO's optimal baseline,
+    arXiv:2505.23585).
 
-    It is the baseline of least variance where the squared norm of a response's gradient is proportional to its length.
-
-    Args:
-        outcomes: B rows with their lengths.
+    This baseline minimizes the variance if the squared norm of a response's gradient is
+    proportional to its length.
 
     Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards; r_i less a plain mean in a group whose rows are all
-        empty; empty for no rows.
+        [B] float32; exactly 0 for a group of one row or of equal rewards; r_i minus a plain mean in
+        a group of empty rows; empty for no rows.
 
     >>> length_weighted(Outcomes.of([1.0, 0.0], groups=[0, 0], lengths=[3, 1])).tolist()
     [0.25, -0.75]
     """
     centred, sizes = _centred(outcomes)
     lengths = outcomes.lengths.double()
+    # Avoid a division by 0 in groups of empty rows.
     totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
     return (centred - offsets.index_select(0, outcomes.groups)).float()
 
 
 def valid_groups_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = B / (B - M) (r_i - mean(r)), M rows being in groups of equal rewards (GPG, arXiv:2504.02546, with F_norm = 1).
+    """A_i = B / (B - M) (r_i - mean(r)), with M rows in groups of equal rewards (GPG,
+    arXiv:2504.02546, with F_norm = 1).
 
-    Rows of equal rewards teach nothing but count in the mean that the loss becomes; the factor makes up for them. It is over all
-    rows given at once: the step's under `Synchronous`, the groups that happen to be ready under the other schedules.
-
-    Args:
-        outcomes: B rows.
+    Rows in groups of equal rewards have no gradient but count in the mean of the loss; the factor
+    compensates for them. It covers all rows of one call: the whole step under `Synchronous`, or the
+    groups that are ready under other schedules.
 
     Returns:
-        [B] float32; all 0 where no group has unequal rewards; empty for no rows.
+        [B] float32; all 0 if no group has unequal rewards; empty for no rows.
 
     >>> valid_groups_centred(Outcomes.of([1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
     centred, sizes = _centred(outcomes)
     spread = _sums(centred.abs(), outcomes.groups, len(sizes))
+    # Only groups with different rewards have a gradient.
     num_valid = float(sizes[spread > 0].sum())
     return (centred * (len(centred) / max(num_valid, 1.0))).float()
 
 
 def best_of_group(outcomes: Outcomes) -> Tensor:
-    """A_i = max(r) - max of the others' rewards in i's group (max@k, pass@k for rewards of 0 and 1; arXiv:2503.19595).
+    """A_i = max(r) - max of the other rewards in i's group (max@k, or pass@k for rewards of 0 and
+    1; arXiv:2503.19595).
 
-    The group is the k: the objective is the best reward of k samples, and what counts is how much a row adds to it.
-    Only a single best row has an advantage.
-
-    Args:
-        outcomes: B rows.
+    The group size is k. The objective is the best reward of k samples, so only a unique best row
+    has an advantage: its lead.
 
     Returns:
-        [B] float32, never negative; exactly 0 for a group of one row (it has no others) or of several best rows; empty for no
-        rows.
+        [B] float32, never negative; exactly 0 for a group of one row (it has no others) or with
+        several best rows; empty for no rows.
 
     >>> best_of_group(Outcomes.of([1.0, 0.25, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [0.75, 0.0, 0.0, 0.0]
@@ -183,6 +180,7 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
         return of_group.scatter_reduce_(0, groups, values, "amax").index_select(0, groups)
 
     best = rewards == largest(rewards)
+    # With several best rows, removing one leaves the maximum unchanged, so none has an advantage.
     alone = (_sums(best.double(), groups, len(sizes)) == 1) & (sizes > 1)
     lead = rewards - largest(torch.where(best, -torch.inf, rewards))
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
@@ -192,15 +190,16 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 class GreedyBaseline:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
-    The graph samples twice: `greedy = reward.score(rollout.generate(prompts, sampling=Sampling(temperature=0)),
-    into="baseline_reward")`, then `rollout.generate(greedy, n=...)`, whose rows carry the columns of their parents.
+    The graph samples twice: `greedy = reward.score(rollout.generate(prompts,
+    sampling=Sampling(temperature=0)), into="baseline_reward")`, then `rollout.generate(greedy,
+    n=...)`, whose rows inherit the columns of their parents.
 
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
 
     column: str = str(BASELINE_REWARD)
-    """[B] the greedy response's reward, at each row of its prompt."""
+    """[B] the greedy response's reward, on each row of its prompt."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -225,38 +224,40 @@ GROUP_RELATIVE = (
 
 
 def is_group_relative(estimator: object) -> bool:
-    """Whether an estimator is one of `GROUP_RELATIVE`, perhaps with some of its arguments given.
+    """Whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound.
 
     >>> import functools
     >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)), is_group_relative(greedy_baseline)
     (True, False)
     """
+    # `functools.partial` keeps the estimator in `func`.
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
 
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
-    """[groups] bool, in the order of `samples.groups()`: whether all rewards of a group are equal. A reward that is not a number is
-    equal to none.
+    """[groups] bool, in the order of `samples.groups()`: whether rewards are equal. NaN never is.
 
     >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]
     """
     rewards, (groups, index) = samples.numpy(reward), samples.groups()
     first = np.zeros(len(groups), dtype=rewards.dtype)
-    first[index] = rewards  # of each group some row's
+    first[index] = rewards  # any row of the group
     return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
 
 
 def _columns_of(estimator: Estimator) -> tuple[str, ...]:
-    """Columns that an estimator reads beside the rewards."""
+    """Columns that an estimator reads besides the rewards."""
     return getattr(estimator, "reads", ())
 
 
 def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
-    """The share of groups whose rewards are all equal: relative to each other their rows have an advantage of 0. There is no such
-    share where the estimator compares with something else.
+    """Measure the share of groups with equal rewards, whose advantages are all 0.
+
+    Empty if the estimator reads other columns, since equal rewards then do not imply zero
+    advantages.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
@@ -282,15 +283,17 @@ def group_advantages(
     reward: str = str(REWARD),
     whiten: bool = False,
 ) -> Batch:
-    """Advantages relative to the rest of the group, the same for every token of a response.
+    """Compute advantages relative to the rest of the group, equal for all tokens of a response.
 
     Args:
-        samples: whole groups. In a run their share without signal (`groups_without_signal`) is among the metrics.
-        estimator: advantages of rows from their outcomes.
-        reward: the column that is compared.
-        whiten: bring the advantages of all trained tokens given at once to mean 0 and deviation 1. With
-            `estimator=group_centred` it is REINFORCE++'s baseline form (arXiv:2501.03262). What is "at once" is the step under
-            `Synchronous`, and the groups that happen to be ready under the other schedules.
+        samples: whole groups. A run reports the share of groups without signal
+            (`groups_without_signal`).
+        estimator: computes the advantages of rows from their outcomes.
+        reward: column to compare.
+        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
+            1. With `estimator=group_centred` this is REINFORCE++'s baseline form
+            (arXiv:2501.03262). One call covers the step under `Synchronous`, and the groups that
+            are ready under other schedules.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
@@ -310,10 +313,11 @@ def group_advantages(
 
 
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
-    """Rewards less their group's mean [B], and the groups' sizes [groups], in float64.
+    """Return rewards minus their group's mean [B], and group sizes [groups], in float64.
 
-    Sums of equal float32 numbers are exact in float64, and so is their mean: equal rewards give exact zeros. Otherwise the
-    rounding of a mean, divided by a deviation of the same size, would make an advantage out of nothing.
+    Sums of equal float32 numbers are exact in float64, and so are their means, so equal rewards
+    give exact zeros. Otherwise, rounding errors divided by a deviation of the same size would
+    become an advantage.
     """
     rewards, groups = outcomes.rewards.float().double(), outcomes.groups
     sizes = torch.bincount(groups).double()

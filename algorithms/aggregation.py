@@ -1,5 +1,8 @@
-"""Aggregation: how per-token losses become one number. Each is a value that gives the weight of every token and the
-count to divide by, so that loss = sum_t w_t l_t / sum of counts, whatever the microbatches and ranks."""
+"""Aggregation: reduces per-token losses to one number, loss = sum_t w_t l_t / sum of counts.
+
+An aggregation gives the weight of each token and a count. The result does not depend on
+microbatches or ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Aggregation(Protocol):
-    """Weights of tokens and the count that their weighted sum is divided by."""
+    """Token weights, and the count that divides the weighted sum."""
 
     def weights(self, rows: PackedRows) -> Tensor:
-        """[T] float32, 0 where a token is masked."""
+        """[T] float32, 0 for masked tokens."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Local denominator; the engine sums it over all rows of the step."""
+        """Local denominator. The engine sums it over all rows of the step."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8): long responses weigh more.
+    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8).
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
     >>> token_mean.weights(rows).tolist(), token_mean.count(rows)
@@ -44,9 +47,9 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Mean over responses of the mean over each one's trained tokens (GRPO, arXiv:2402.03300, eq. 3).
+    """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3).
 
-    A row without a trained token weighs nothing and is not counted.
+    Rows without a trained token are not counted.
 
     >>> rows = PackedRows.of([2, 1, 1], response_mask=[1, 1, 1, 0])
     >>> sequence_mean.weights(rows).tolist(), sequence_mean.count(rows)
@@ -62,17 +65,18 @@ class SequenceMean:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783, §3.1).
+    """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO,
+    arXiv:2503.20783, §3.1).
 
-    Unlike `SequenceMean` it does not favour short right answers and long wrong ones. A row without a trained token is
-    not counted.
+    Unlike `SequenceMean`, it does not favor short correct and long wrong responses. Rows without a
+    trained token are not counted.
 
     >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
     ([0.125, 0.125], 1.0)
     """
 
     max_tokens: int
-    """The constant: the longest response that sampling allows."""
+    """[tokens] The constant, usually the longest response that sampling allows."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -91,11 +95,11 @@ fixed_length = FixedLength
 
 
 class AggregatedLoss(FrozenLoss):
-    """A loss of each token, aggregated over them."""
+    """A per-token loss with an aggregation."""
 
     aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`. Choose another where long responses should weigh less than short ones,
-    or as much, for each of their tokens."""
+    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`. The default weighs all tokens
+    equally. Choose `sequence_mean` to weigh all responses equally."""
 
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)

@@ -1,5 +1,8 @@
-"""Evaluation: responses to held-out prompts, scored. `eval/avg@N` is the mean reward and `eval/pass@K` the share of solved prompts, with
-intervals over prompts."""
+"""Evaluation: sample responses to held-out prompts and score them.
+
+`eval/avg@N` is the mean reward and `eval/pass@K` the share of solved prompts, both with intervals
+over prompts.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,17 @@ from .sampling import Sampling
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples solves a prompt: 1 - C(n - c, k) / C(n, k)
-    (arXiv:2107.03374, eq. 1).
+    """Estimate the probability that one of k samples solves a prompt (arXiv:2107.03374, eq. 1).
+
+    pass@k = 1 - C(n - c, k) / C(n, k), which is unbiased.
 
     Args:
         num_samples: n, samples of the prompt.
-        num_solved: c, how many of them solve it.
+        num_solved: c, the number of samples that solve it.
         k: at most n.
 
     Returns:
-        0 where none solves it; 1 where fewer than k do not.
+        0 if no sample solves the prompt; 1 if fewer than k samples fail.
 
     Raises:
         ValueError: k is not between 1 and n, or c not between 0 and n.
@@ -56,16 +60,16 @@ def score_prompts(
     reward: str = str(REWARD),
     verdict: str = str(REWARD),
 ) -> Metrics:
-    """The mean reward of each prompt's samples (avg@n), and pass@k for each k. All are means over prompts, so that a metric knows how
-    prompts scatter: samples of one prompt are not independent of each other.
+    """Compute avg@n and pass@k over prompts, because samples of one prompt are not independent.
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
-        n: samples of each prompt that were asked for. Where some were dropped, their prompt counts with those that are left.
-        k: of each pass@k. Prompts with fewer samples are left out of it.
-        solved: a sample solves its prompt if its verdict is at least this.
+        n: requested samples per prompt. A prompt with dropped samples counts with the remaining
+            ones.
+        k: the k of each pass@k. Prompts with fewer samples are excluded from it.
+        solved: lowest verdict of a solving sample.
         reward: column of the reward.
-        verdict: column that says whether a sample is right, which may be a part of the reward.
+        verdict: column that marks correct samples, possibly one component of the reward.
 
     Returns:
         `avg@N` and `pass@K` (estimates over prompts), and `prompts`.
@@ -101,22 +105,23 @@ def evaluate(
     solved: float | None = None,
     verdict: str | None = None,
 ) -> Any:
-    """Generate n responses to each prompt, score them, and measure avg@n and pass@k with their 95 % intervals over prompts.
+    """Score n responses to each prompt, and measure avg@n and pass@k with 95 % intervals.
 
-    avg@n is the mean reward. pass@k counts right responses. A response is right by the grader among the reward functions, such as `Math`,
-    whatever else is rewarded. Without a grader it is right if its reward is at least `solved`; then pass@k is measured if `solved` or `k`
-    is given, or `n` is above 1.
+    avg@n is the mean reward. pass@k counts correct responses, by the grader among the reward
+    functions, such as `Math`. Without a grader, a response is correct if its reward is at least
+    `solved`; pass@k is then measured if `solved` or `k` is given, or `n` is above 1.
 
-    Greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`.
+    For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
     Args:
         prompts: held-out rows.
         rollout, reward: worker groups.
-        sampling: of the responses.
+        sampling: sampling of the responses.
         n: responses to each prompt.
-        k: of each pass@k, at most n; default: 1 and n.
-        solved: a response is right if its verdict is at least this; default: 1.
-        verdict: name of the reward function that says whether a response is right; default: the only grader among them.
+        k: the k of each pass@k, at most n; default: 1 and n.
+        solved: lowest verdict of a correct response; default: 1.
+        verdict: name of the reward function that marks correct responses; default: the only grader
+            among them.
 
     Raises:
         UserError: a k is below 1 or above n.
@@ -128,6 +133,7 @@ def evaluate(
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     found = f"{REWARD}/{verdict}" if verdict is not None else _verdict_of(reward)
+    # A single sample without a grader or threshold has no notion of a correct response.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
@@ -141,26 +147,30 @@ def evaluate(
 
 
 def _verdict_of(reward: Rewarder) -> str | None:
-    """The column of a reward group's grader, or None if it has no grader."""
+    """Return the verdict column of a reward group's grader, or None if it has no grader."""
     find = getattr(getattr(reward, "config", None), "verdict", None)
     return None if find is None else find(str(REWARD))
 
 
 Z = 1.959964
-"""Standard deviations of a normal distribution within which 95 % of it lie."""
+"""Half-width of the central 95 % of a normal distribution, in standard deviations."""
 
 
 def interval(mean: float, std: float, number: float) -> tuple[float, float] | None:
-    """The 95 % interval of a mean over things that are independent of each other, such as prompts.
+    """Return the 95 % interval of a mean over independent values, such as prompts.
 
-    Where all values are 0 or 1 it is Wilson's score interval (JASA 22, 1927), which does not shrink to nothing where all are equal; of
-    others Student's t interval. Values from 0 to 1 are all 0 or 1 just when their variance is mean (1 - mean). For several samples of
-    each prompt give it the means of the prompts: an interval over all samples would be too narrow (clustered errors, arXiv:2411.00640).
+    For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide
+    even if all values are equal. For other values it is Student's t interval. The two cases are
+    told apart by the variance: values in [0, 1] are all 0 or 1 exactly if it equals mean (1 -
+    mean).
+
+    With several samples per prompt, pass the means of the prompts. An interval over all samples
+    would be too narrow (clustered errors, arXiv:2411.00640).
 
     Args:
-        mean: of the values.
-        std: their standard deviation, not an estimate for others.
-        number: of them.
+        mean: mean of the values.
+        std: their population standard deviation.
+        number: number of values.
 
     Returns:
         Lower and upper end; None for fewer than two values.
@@ -176,13 +186,16 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
         middle = (mean + Z**2 / (2 * number)) / (1 + Z**2 / number)
         half = Z / (1 + Z**2 / number) * math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
         return max(0.0, middle - half), min(1.0, middle + half)
+    # Population deviation / sqrt(n - 1) equals sample deviation / sqrt(n), the standard error.
     half = student_t(number - 1) * std / math.sqrt(number - 1)
     return mean - half, mean + half
 
 
 def student_t(freedom: float) -> float:
-    """The number of standard errors within which 95 % of Student's t distribution lie, by its expansion around the normal distribution
-    (Abramowitz and Stegun, 26.7.5); within 0.2 % from 3 degrees of freedom on, and exact for 1 and 2.
+    """Return the half-width of the central 95 % of Student's t distribution, in standard errors.
+
+    Uses the expansion around the normal distribution (Abramowitz and Stegun, 26.7.5): within 0.2 %
+    from 3 degrees of freedom, and exact for 1 and 2.
 
     Args:
         freedom: degrees of freedom, at least 1.

@@ -1,4 +1,4 @@
-"""GRPO and its family, as one graph: Dr. GRPO, DAPO, GSPO, RLOO and ReMax are other values of `advantages` and `loss`."""
+"""GRPO as a graph. `advantages` and `loss` turn it into Dr. GRPO, DAPO, GSPO, RLOO or ReMax."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer
 from .sampling import Sampling
 
-# Remax
-#
 # ReMax's baseline: the reward of the greedy response to the same prompt.
 
 
@@ -26,10 +24,10 @@ from .sampling import Sampling
 def greedy_baselines(
     prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
 ) -> Any:
-    """The greedy response to each prompt, with its reward as `baseline_reward` (ReMax, arXiv:2310.10505, algorithm 1).
+    """Sample greedy responses, with their reward as `baseline_reward` (ReMax, arXiv:2310.10505).
 
-    What is generated from these rows carries it: the estimator `greedy_baseline` takes it off the reward. `grpo` has this node
-    where its estimator reads the column.
+    Responses generated from these rows inherit the column, and the estimator `greedy_baseline`
+    subtracts it from their reward. `grpo` includes this node if its estimator reads the column.
     """
     greedy = rollout.generate(prompts, n=1, sampling=sampling.greedy)
     return reward.score(greedy, into=str(BASELINE_REWARD))
@@ -51,11 +49,14 @@ def grpo(
     minibatches: int = 1,
     entropies: bool = False,
 ) -> Any:
-    """Group-relative policy optimisation (arXiv:2402.03300): n responses to a prompt are each other's baseline.
+    """Group-relative policy optimization (arXiv:2402.03300), with n responses per prompt.
 
-    The actor makes `epochs` passes of `minibatches` steps each. Its own log-probabilities from before the update are computed where
-    the loss needs them, and greedy responses are sampled where the estimator compares with their reward (ReMax). `entropies` adds the
-    entropy of each token to the samples, from the pass that computes those log-probabilities (it is made for this alone if need be).
+    The actor makes `epochs` passes of `minibatches` steps each. If the loss needs them, the actor's
+    log-probabilities are computed before the update. If the estimator compares with the reward of
+    greedy responses (ReMax), these are sampled as well.
+
+    `entropies` adds the entropy of each token to the samples. It comes from the same forward pass
+    as the log-probabilities, which runs for the entropies alone if necessary.
     """
     if str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
         prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
@@ -69,47 +70,46 @@ def grpo(
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 
-# Filters
-#
-# Filters: nodes that decide which rows go on.
+# Filters: nodes that select rows.
 
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=Quorum)
 def first_of_group(
     samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
 ) -> Batch:
-    """The first `n` rows of each group that have the column `by`; the others are cancelled and counted as over-issued.
+    """Keep the first `n` rows of each group that have the column `by`, and cancel the others.
 
-    Generate more samples than are needed, and no group waits for its slowest: `rollout.generate(prompts, n=10)`, then
-    `first_of_group(samples, 8)`. Work on a cancelled row that has not begun is left undone, a late result is let go.
+    Generate more samples than needed so that no group waits for its slowest:
+    `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Work on a canceled row is
+    skipped if it has not begun, and a late result is discarded.
 
     Args:
-        n: rows of a group that go on; fewer when the group has fewer.
-        by: the column that makes a row count as finished.
-        deadline_s: seconds after a group's first finished row when those that are there go on without the others; None
-            waits for `n`.
+        n: rows to keep of each group; fewer if the group has fewer.
+        by: column that marks a row as finished.
+        deadline_s: seconds after a group's first finished row when the group continues with the
+            rows it has; None waits for `n`.
 
     >>> first_of_group(Batch.of(sample_id=[1, 2], reward=[0.0, 1.0]), 2).numpy("sample_id").tolist()
     [1, 2]
     """
+    # The buffer applies the quorum when it claims rows, so every row that arrives here is kept.
     return samples
 
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drops groups whose rewards are all equal: relative to each other their rows have an advantage of 0, and no gradient
-    (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
 
-    In training other prompts are issued in their place, so that a step keeps its size; where all groups are alike it goes on
-    sampling and does not end.
+    In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
+    have equal rewards, sampling never ends.
 
     Args:
         samples: whole groups.
-        by: the column that is compared, exactly.
+        by: column to compare, exactly.
 
     Returns:
-        The other groups, and `zero_variance_groups`: how many were dropped; groups of one row are among them. A group with a
-        reward that is not a number is kept.
+        The remaining groups, and `zero_variance_groups`, the number of dropped groups. Groups of
+        one row are dropped; groups with a NaN reward are kept.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> kept, metrics = drop_zero_variance(samples)

@@ -1,8 +1,8 @@
-"""Loss: what a training engine asks of any loss, and the packed rows that it hands over.
+"""Loss: the interface of losses for a training engine, and the packed rows that they get.
 
-A loss is a *sum* over tokens and says how many things it should be divided by (tokens, sequences). The engine adds the
-counts of all rows on all ranks and divides once. So the gradient depends neither on how the rows were cut into
-microbatches nor on how many ranks share them.
+A loss returns a *sum* over tokens and the number to divide it by (tokens, sequences). The engine
+adds the counts of all rows on all ranks and divides once, so the gradient does not depend on
+microbatches or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Response tokens of B rows laid end to end, with the columns that a loss reads.
+    """Response tokens of B rows, concatenated, with the columns that a loss reads.
 
     >>> rows = PackedRows.of([2, 1], advantages=[1.0, 1.0, -1.0], response_mask=[1, 0, 1])
     >>> len(rows), rows.num_tokens, rows.row_of_token.tolist()
@@ -41,16 +41,17 @@ class PackedRows:
     cu_seqlens: Tensor
     """[B + 1] int64; row i is tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name: [T] for a column with one value a token, [B] for a column with one value a row."""
+    """By name: [T] for columns with one value per token, [B] for columns with one value per row."""
     counted_tokens: int | None = None
-    """T, if the host knows it; None: the device is asked."""
+    """T, if the host knows it; None reads it from the device."""
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
-        """Rows from their lengths and columns given as tensors or lists."""
+        """Create rows from their lengths and from columns given as tensors or lists."""
         lengths_B = torch.as_tensor(
             lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64
         )
+        # Prepend 0: row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
 
@@ -73,7 +74,7 @@ class PackedRows:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B] int64, masked tokens included."""
+        """[B] int64, including masked tokens."""
         return self.cu_seqlens.diff()
 
     @cached_property
@@ -84,7 +85,7 @@ class PackedRows:
 
     @cached_property
     def trained(self) -> Tensor:
-        """[T] float32, 1 where a token is trained on: `response_mask`, or all of them where there is none."""
+        """[T] float32, 1 for trained tokens: `response_mask`, or all tokens without one."""
         if RESPONSE_MASK in self:
             return self[RESPONSE_MASK].to(torch.float32)
         return torch.ones(self.num_tokens, dtype=torch.float32, device=self.cu_seqlens.device)
@@ -96,12 +97,16 @@ class PackedRows:
 
     @cached_property
     def counted(self) -> Tensor:
-        """[B] bool: rows with a trained token. The others count for nothing."""
+        """[B] bool: rows with a trained token. Losses ignore the others."""
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """[T] the values of trained tokens, 0 at the others, which may hold anything: nan would survive a weight of 0, forwards and
-        backwards. Differentiable."""
+        """[T] the values of trained tokens, and 0 for other tokens. Differentiable.
+
+        Other tokens may hold any value: multiplying NaN by a weight of 0 would keep it, forwards
+        and backwards.
+        """
+        # `where` rather than a product, because 0 * NaN is NaN.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
@@ -115,12 +120,12 @@ class PackedRows:
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Columns of a batch laid end to end, with the `response_mask` where it has one. Without a copy: do not write to them.
+    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
 
     Args:
         samples: B rows.
-        ragged: the column that says how long the rows are.
-        columns: further ones, ragged of the same lengths or one value a row.
+        ragged: column that determines the lengths of the rows.
+        columns: more columns, ragged with the same lengths or with one value per row.
 
     >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()
@@ -139,45 +144,52 @@ def _tensor_of(samples: Batch, column: str) -> Tensor:
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. A value: equal settings, equal loss; it travels to the workers as it is.
+    """A loss over response tokens. Losses with equal settings are equal.
 
-    One of your own can have `FrozenLoss` as its parent, which answers for it, and need not: an engine asks for this alone.
+    Custom losses can inherit from `FrozenLoss`, which has default answers, but need not: engines
+    only use this protocol.
     """
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that it needs, beside the tokens themselves."""
+        """Columns that it needs, besides the tokens."""
         ...
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that it uses where they are present."""
+        """Columns that it uses if they are present."""
         ...
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. Without one, rows that are trained on have
-        it wherever it costs nothing."""
+        """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. Trained
+        rows have it without a gradient if it costs nothing."""
         ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it compares the rows of a group (`rows["group_id"]`, if it reads that): then they are never parted, neither
-        over ranks nor over microbatches or minibatches."""
+        """Whether it compares the rows of a group (by `rows["group_id"]`, if it reads that). Groups
+        then stay together in ranks, microbatches and minibatches."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """What the sum over these rows is to be divided by. Additive: the engine sums it over microbatches and ranks."""
+        """Return the divisor for these rows. The engine adds it over microbatches and ranks."""
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
-        """The undivided loss of these rows (a scalar with gradient to `logprobs` [T]), and what is worth watching."""
+        """Return the undivided loss of these rows (a scalar), and metrics.
+
+        Args:
+            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
+            rows: rows with the columns of `reads`, which get no gradient.
+        """
         ...
 
 
 class FrozenLoss(Config):
-    """A loss of frozen settings, with the usual answers: it reads the mask, no other column and no entropy, and takes each row by
-    itself. A loss says what it answers otherwise, its `count`, and what it is.
+    """A frozen loss with defaults: it reads only the mask, and treats rows independently.
+
+    Subclasses define `count`, `__call__`, and any answers that differ.
 
     >>> class Brevity(FrozenLoss):
     ...     weight: float = 0.5
@@ -224,7 +236,7 @@ class FrozenLoss(Config):
 
 
 class Observed(Mapping[str, Metric]):
-    """Metrics whose numbers stay on the device until one of them is read, so that a backward pass does not wait for a loss's metrics.
+    """Metrics that stay on the device until first read, so that the backward pass does not wait.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)
@@ -234,7 +246,8 @@ class Observed(Mapping[str, Metric]):
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
         """
         Args:
-            pieces: [1 + names], how many things count, and a number for each name; the kind of each metric by name.
+            pieces: [1 + names] the number of counted things, then one number per name; and the kind
+                of each metric by name.
         """
         self._pieces = pieces
 
@@ -270,12 +283,12 @@ def observed(
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
 ) -> Observed:
-    """What a loss reports of N things (tokens, rows, pairs), without a gradient; one transfer from the device, when it is read.
+    """Create a loss's metrics over N things (tokens, rows, pairs), without a gradient.
 
     Args:
-        over: [N] bool, which of them count; the values of the others may be anything, even nan.
-        means: [N] by name; the mean over those that count, of weight 0 where there are none.
-        largest: [N] by name; the largest of those that count, and at least 0; left out where N is 0.
+        over: [N] bool, the things that count. Other things may hold any value, even NaN.
+        means: [N] by name; mean over the things that count, with weight 0 if there are none.
+        largest: [N] by name; largest value that counts, at least 0. Omitted if N is 0.
         counts: bool, of any shape, by name.
 
     >>> observed(torch.tensor([True, False]), {"gap": torch.tensor([0.5, float("nan")])})
@@ -286,6 +299,7 @@ def observed(
         tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
         tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
         tensors += [values.sum() for values in counts.values()]
+        # One tensor, so that reading all metrics takes one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
     return Observed((numbers, kinds))

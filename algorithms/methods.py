@@ -1,4 +1,4 @@
-"""Methods by name: a graph, and the values that make a method of it. A new method is a line of `METHODS`."""
+"""Methods by name: graphs with their arguments. To add a method, add a line to `METHODS`."""
 
 from __future__ import annotations
 
@@ -30,30 +30,28 @@ from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, S
 from .protocols import Trainable
 from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
 
-# Supervised
-#
 # Supervised fine-tuning: one node.
 
 
 @graph
 def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
-    """Make the given responses (`prompt_ids`, `response_ids`) more likely."""
+    """Train on given responses (`prompt_ids`, `response_ids`), making them more likely."""
     return actor.update(rows, loss=loss)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A graph as one method uses it."""
+    """A graph with the settings of one method."""
 
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the graph that make the method."""
+    """Arguments of the graph that define the method."""
     learning_rate: float = 1e-6
-    """For all weights of a model of 0.5B to 8B; a tiny model or an adapter wants more."""
+    """For full-parameter training of models of 0.5B to 8B. Tiny models and adapters need more."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The worker groups that it needs, by the names of the graph's parameters.
+        """Worker groups of the method, by the graph's parameter names.
 
         >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
         (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
@@ -61,21 +59,22 @@ class Method:
         parameters = inspect.signature(self.graph).parameters
         needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
         loss = self.settings.get("loss", parameters["loss"].default)
+        # A reference group is needed only if a loss or a KL penalty reads its log-probabilities.
         compares = str(REFERENCE_LOGPROBS) in loss.reads or bool(self.settings.get("kl"))
         return (*needed, "reference") if compares else tuple(needed)
 
     @property
     def samples(self) -> bool:
-        """Whether it trains on responses that the model gives, which are rewarded."""
+        """Whether it trains on the model's own rewarded responses."""
         return "rollout" in self.groups
 
     @property
     def compares(self) -> bool:
-        """Whether it trains on pairs of responses."""
+        """Whether it trains on given pairs of responses."""
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """The same method with a penalty for leaving the reference: in the loss, or, for PPO, in the reward.
+        """Return the method with a penalty for leaving the reference.
 
         Raises:
             UserError: the method has no such penalty, or the coefficient is not allowed.
@@ -86,12 +85,13 @@ class Method:
         loss = self.settings.get("loss", inspect.signature(self.graph).parameters["loss"].default)
         if not isinstance(loss, PolicyLoss):
             raise UserError(
-                f"kl={coefficient}: only methods that train by a policy gradient have it; preference methods have "
-                "`beta` of their loss, which a program can set (explain=True prints one)"
+                f"kl={coefficient}: only policy-gradient methods have a KL penalty; preference methods have "
+                "`beta` of their loss instead; set it in a program (explain=True prints one)"
             )
         penalty = KlPenalty(coefficient=coefficient)
         added = (
             {"kl": coefficient}
+            # PPO takes the penalty as an argument of its graph; other methods take it in the loss.
             if self.graph is ppo
             else {"loss": loss.model_copy(update={"kl": penalty})}
         )
@@ -151,14 +151,14 @@ METHODS: Mapping[str, Method] = {
     "kto": Method(kto, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }
-"""Name -> method. docs/algorithms.md and docs/preferences.md have the papers."""
+"""Name -> method. For papers, see docs/algorithms.md and docs/preferences.md."""
 
 
 def method_of(name: str) -> Method:
-    """A method by its name.
+    """Return a method by its name.
 
     Raises:
-        UserError: there is none; the nearest is offered.
+        UserError: no method has this name. The message suggests the nearest one.
 
     >>> method_of("grop")
     Traceback (most recent call last):

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class PolicyLoss(AggregatedLoss):
     """Policy gradient: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
 
-    s is the surrogate, by default -min(r A, clip(r) A); r = current / old; w = 1, or what `correction` makes of
-    trainer / generator. Variants are values of its parts, not branches.
+    s is the surrogate, by default -min(r A, clip(r) A). r = current / old is the ratio. w is 1, or
+    the weight of `correction` for trainer / generator.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
     >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
@@ -53,42 +53,45 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `PlainPolicyGradient()`. Choose what keeps the ratio
-    from running away where a batch is trained on more than once or late."""
+    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or
+    `PlainPolicyGradient()`. Choose one that bounds the ratio if batches are stale or trained on
+    more than once."""
     ratio: Callable[..., Any] = token_ratio
-    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`. Choose one of sequences where the
-    reward is of the whole response (GSPO)."""
+    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or
+    `sequence_product`. Choose a sequence ratio if the reward is for the whole response (GSPO)."""
     kl: KlPenalty | None = None
-    """Penalty for leaving the reference; the graph must then write `reference_logprobs`. Set it where the policy exploits the reward."""
+    """Penalty for leaving the reference; the graph must then write `reference_logprobs`. Set it if
+    the policy exploits the reward."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """[loss/nat] Bonus for entropy. Raise it where entropy collapses; above 0 its gradient costs one more pass over the logits."""
+    """[loss/nat] Entropy bonus. Raise it if entropy collapses; above 0 its gradient costs one more
+    pass over the logits."""
     old: str | None = None
-    """Column with the log-probabilities under the policy that the ratio compares with. None: of single tokens the generator's own,
-    `response_logprobs`. A ratio of whole responses, in which the small gaps between two engines add up, and one beside a correction that
-    weighs, which has the generator in it already, compare with the trainer's own: `old_logprobs` where the rows have it, otherwise the
-    policy as it stands (r = 1: a plain policy gradient, right for one optimizer step an update, and without a pass of its own). Set it
-    where another node of the graph computes them."""
+    """Column with the old policy's log-probabilities, which the ratio compares with. By default
+    (None), token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios
+    combined with a weighing correction, use the trainer's `old_logprobs` if the rows have it,
+    otherwise the current policy (r = 1: a plain policy gradient, correct for one optimizer step per
+    update). Set it if another node of the graph computes the column."""
     correction: Correction | tuple[Correction, ...] = ()
-    """What to do about tokens that the generator drew from another distribution than the trainer's; several are multiplied. It acts on
-    the policy gradient, not on the KL penalty nor the entropy bonus. Set it for stale rows, and where the gap of log-probabilities is
-    large."""
+    """Correction for tokens that the generator sampled from another distribution than the
+    trainer's; several are multiplied. It applies to the policy gradient, but not to the KL penalty
+    or the entropy bonus. Set it for stale rows, or if the log-probability gap is large."""
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
             raise ValueError(
-                f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}"
+                f"only one correction may weigh with the ratio to the generator, not {' and '.join(weighing)}"
             )
         if weighing and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
-                f"{weighing[0]} weighs with the ratio to the generator, which is in the clipped ratio already when "
+                f"{weighing[0]} weighs with the ratio to the generator, which the clipped ratio already includes when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
         if self._of_responses and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
-                f"a ratio of whole responses adds up the gaps between trainer and generator over their tokens, and clips rows "
-                f"that are on-policy when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
+                f"a sequence ratio adds up the gaps between trainer and generator over all tokens, and clips "
+                f"on-policy rows when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
                 f"old={str(OLD_LOGPROBS)!r}"
             )
         return self
@@ -126,11 +129,15 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def _compares_with_trainer(self) -> bool:
-        """Whether the ratio, where `old` does not say with whom, compares with the trainer and never with the generator."""
+        """Whether the ratio, without `old`, compares with the trainer and never with the generator.
+
+        Gaps between the engines add up over a response, and a weighing correction already includes
+        the generator.
+        """
         return self._of_responses or self._weighs
 
     def _old_column(self, rows: PackedRows) -> str | None:
-        """The column that the ratio compares with; None: the policy as it stands."""
+        """Return the column that the ratio compares with; None for the current policy."""
         if self.old or not self._compares_with_trainer:
             return self.old or str(RESPONSE_LOGPROBS)
         return str(OLD_LOGPROBS) if OLD_LOGPROBS in rows else None
@@ -140,26 +147,31 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: with the columns of `reads`, none of which gets a gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 when every token is masked. A ratio counts as e^20 at most, without a
-            gradient beyond, so that one token of no probability does not make the loss infinite. Means over trained tokens:
-            `clip_fraction`, `approx_kl` (k3 from the old policy), where asked for `kl`, and where the rows have it `entropy`
-            (nats, -sum_v p_v log p_v of the distribution that predicts the token, at its temperature). Where the rows
-            have `response_logprobs`, of the generator against the trainer (the old policy; where that is the generator
-            itself, or none, the policy as it stands): `generator_kl_k1` and `generator_kl_k3` (nats, estimates of
-            KL(generator || trainer)), `mean_generator_ratio` and `max_generator_ratio` (trainer / generator, of single
-            tokens). With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`, and the counts
-            `masked_tokens` and `masked_rows` (with every trained token left out).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Ratios
+            are capped at e^20, without a gradient beyond, so that one token of probability 0 does
+            not make the loss infinite.
+
+            Means over trained tokens: `clip_fraction`; `approx_kl` (k3 from the old policy); with a
+                penalty `kl`; and `entropy`, if the rows have it (nats, -sum_v p_v log p_v of the
+                distribution that predicts the token, at its temperature).
+
+            If the rows have `response_logprobs`, the generator is compared with the trainer: the
+            old policy, or the current policy if the old one is missing or is the generator.
+            `generator_kl_k1` and `generator_kl_k3` (nats) estimate KL(generator || trainer).
+            `mean_generator_ratio` and `max_generator_ratio` are trainer / generator, of single
+            tokens.
+
+            With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`,
+                and the counts `masked_tokens` and `masked_rows` (rows without a remaining trained
+                token).
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
         old = logprobs.detach() if old_column is None else rows[old_column]
+        # Masked tokens may hold NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         surrogated = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
@@ -171,6 +183,7 @@ class PolicyLoss(AggregatedLoss):
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
+            # If the old policy is the generator itself, compare it with the current policy instead.
             trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
             off = only(trainer - rows[RESPONSE_LOGPROBS]).detach()
             ratio = off.clamp(max=MAX_LOG_RATIO).exp()
@@ -194,6 +207,7 @@ class PolicyLoss(AggregatedLoss):
             watched["entropy"] = only(rows["entropy"])
         if self.needs_entropy:
             losses = losses - self.entropy_coefficient * watched["entropy"]
+        # Undivided: the engine divides by the counts of all ranks.
         loss_sum = (self.aggregation.weights(rows) * losses).sum()
         return loss_sum, observed(trained, watched, largest=largest, counts=counted)
 
@@ -207,38 +221,40 @@ class NegativeLogLikelihood(AggregatedLoss):
     """
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss (0 when every token is masked), and, where the rows have it, the mean `entropy` of trained tokens."""
+        """Return the undivided loss, and the mean `entropy` if the rows have it."""
         watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
         metrics = observed(rows.trained > 0, watched) if watched else {}
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
 
 
-# Diagnostics
-#
-# Diagnostics: numbers about what a step was trained on, beside those of its loss.
+# Diagnostics: metrics of a step's training data, in addition to its loss.
 
 
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
-    """Whether what was trained on is shorter or longer than what was sampled: the ratio of their mean lengths.
+    """Measure whether trained responses are shorter than sampled ones.
 
-    Short responses finish first. A run that trains on the first that are ready, cancels the slowest, or drops what has become too
-    old trains on short ones more often than they are sampled, and the policy learns to be short for no reason of the task.
+    Short responses finish first. A run that trains on the first finished responses, cancels the
+    slowest, or drops stale ones trains on short responses more often than it samples them. The
+    policy then learns to be short for no reason of the task.
 
-    `length_ratio` is tokens trained on over tokens expected, had as many responses been drawn evenly from the finished ones.
-    Kept as these two sums, it merges over windows and ranks without mixing one window's long prompts with another's short
-    ones (an observed-to-expected ratio, as in indirect standardisation).
+    `length_ratio` is the number of trained tokens over the number expected if as many responses
+    were drawn evenly from the finished ones. Stored as these two sums, it merges over windows and
+    ranks without mixing windows with different prompts (an observed-to-expected ratio, as in
+    indirect standardization).
 
     Args:
-        trained_lengths: [B] tokens of each response that was trained on in a window (a step, say).
-        finished_lengths: [N] tokens of each response that was finished in it (or issued, where that is the question),
-            the trained ones among them.
+        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
+            step.
+        finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
+            including the trained ones.
 
     Returns:
-        `length_ratio` (1: no bias; below 1: short ones were favoured), `mean_trained_length` and `mean_finished_length`
-        (tokens). Each has weight 0, and the value NaN, where its window is empty; it then changes nothing when merged.
+        `length_ratio` (1: no bias; below 1: short responses are favored), `mean_trained_length` and
+        `mean_finished_length` (tokens). For an empty window, each has weight 0 and value NaN, and
+        changes nothing when merged.
 
     Raises:
-        ValueError: for a negative length.
+        ValueError: a length is negative.
 
     >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
     {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
@@ -249,6 +265,7 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     if min(trained.min(initial=0), finished.min(initial=0)) < 0:
         raise ValueError("a response has a negative length")
     total, number = float(trained.sum()), len(trained)
+    # Tokens that the same number of responses would have if drawn evenly from the finished ones.
     expected = number * float(finished.mean()) if len(finished) else 0.0
     return {
         "length_ratio": Mean(total if expected else 0.0, expected),
@@ -257,23 +274,21 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     }
 
 
-# Old policy
-#
 # The old policy: the actor before its update, which the ratios of a loss compare with.
 
 
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
-    """Adds `old_logprobs`: what the actor itself, and not the generator, says of the samples' tokens before their update. To be
-    called inside a `@graph` function, where it is a node.
+    """Add `old_logprobs`: the actor's log-probabilities before the update. For `@graph` functions.
 
-    It costs a forward pass. `PolicyLoss` takes them for a ratio of whole responses and beside a correction that weighs, and
-    otherwise with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641). `grpo` and `ppo` have this node
-    where their loss needs it.
+    It costs a forward pass. `PolicyLoss` uses the column for sequence ratios, next to a correction
+    that weighs, and with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641).
+    `grpo` and `ppo` include this node if their loss needs it.
 
     Args:
         samples: rows with `prompt_ids` and `response_ids`.
         actor: the policy.
-        entropies: add `entropies`, too, the entropy of each token's distribution, as a dashboard colours tokens by it.
+        entropies: also add `entropies`, the entropy of each token's distribution (shown in the
+            dashboard).
     """
     if entropies:
         return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
@@ -281,10 +296,11 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
 
 
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
-    """Whether an update with this loss must be given `old_logprobs`.
+    """Whether an update with this loss needs `old_logprobs`.
 
-    It must where the loss reads them; and where it may, and would otherwise compare with the policy as it stands, if the
-    update takes several optimizer steps: after the first of them the policy is no longer the old one.
+    It does if the loss reads the column. It also does if the loss may read it and the update takes
+    several optimizer steps: without it, the loss compares with the current policy, which is no
+    longer the old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio

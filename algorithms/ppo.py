@@ -1,4 +1,4 @@
-"""PPO with a critic, as one graph of four models: actor, critic, reference, and what rewards."""
+"""PPO with a critic, as one graph of four models: actor, critic, reference and reward."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ def ppo(
     epochs: int = 1,
     minibatches: int = 1,
 ) -> Any:
-    """Proximal policy optimisation (arXiv:1707.06347) with generalised advantages (arXiv:1506.02438), of responses (arXiv:2203.02155).
+    """Proximal policy optimization (arXiv:1707.06347), for responses (arXiv:2203.02155).
 
-    With a reference the policy is kept near it by the reward (`kl`: reward lost for a nat, or an `AdaptiveKlWorker`, which steers
-    that) or by the loss (`PolicyLoss(kl=KlPenalty(...))`). Critic and actor make `epochs` passes of `minibatches` steps each;
-    values and advantages are those from before the update. The actor's own log-probabilities from before it are computed where the
-    loss needs them; then the divergence is between them and the reference's.
+    A reference keeps the policy near it, through the reward (`kl`: reward lost per nat, or an
+    `AdaptiveKlWorker` that adjusts it) or through the loss (`PolicyLoss(kl=KlPenalty(...))`).
+    Critic and actor make `epochs` passes of `minibatches` steps each, with values and
+    generalized advantages (arXiv:1506.02438) from before the update.
+
+    If the loss needs the actor's own log-probabilities from before the update, they are computed,
+    and the divergence is measured between them and the reference.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)

@@ -1,12 +1,12 @@
-"""Preference optimisation: pairs of responses, and the graphs that train on them.
+"""Preference optimization: pairs of responses, and the graphs that train on them.
 
 dpo(pairs, actor=actor, reference=reference)                                        DPO; other losses: `preference_loss.py`
 dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))         without a reference: SimPO, ORPO
 online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
 kto(responses, actor=actor, reference=reference)                                    single responses, good or bad
 
-A pair is a group of two rows, `preferred` 1 and 0. So its responses are packed, scored and kept as all others are, and what
-compares them says so (`Loss.whole_groups`).
+A pair is a group of two rows, with `preferred` 1 and 0. Its responses are packed, scored and stored
+like all others, and losses that compare them set `Loss.whole_groups`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .sampling import Sampling
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED),
 )
 def pairs(preferences: Batch) -> Batch:
-    """Two rows of each preference: the chosen response, and the rejected one.
+    """Expand each preference into two rows: the chosen response and the rejected one.
 
     >>> rows = pairs(Batch.of(sample_id=[7], chosen_ids=[[1, 2]], rejected_ids=[[3]]))
     >>> rows["response_ids"].to_pylist(), rows["preferred"].to_pylist(), rows["parent_id"].to_pylist()
@@ -70,7 +70,7 @@ def pairs(preferences: Batch) -> Batch:
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED, REFERENCE_LOGPROBS),
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
-    """The same of preferences whose reference log-probabilities are known already (graph `reference_of_pairs`)."""
+    """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
     reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
     return _two_of_each(
         preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference}
@@ -79,11 +79,11 @@ def pairs_with_reference(preferences: Batch) -> Batch:
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
-    """A pair of each group: its samples of the highest and of the lowest reward; groups of equal rewards are dropped.
+    """Keep the best and the worst sample of each group, and drop groups of equal rewards.
 
     Returns:
-        The rows that are kept, and `tied_groups`: how many groups had no best one. A reward that is not a number has no rank: its
-        group is dropped, too.
+        The kept rows, and `tied_groups`, the number of groups without a best sample. This includes
+        groups with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -91,9 +91,11 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     ([3, 2], [1, 0], 1.0)
     """
     rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
+    # Sort by group, then reward. Sample ids break ties, so the result does not depend on row order.
     order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
     worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
+    # False for ties, and for NaN.
     apart = rewards[best] > rewards[worst]
     rows = np.stack([best, worst], axis=1)[apart].ravel()
     kept = samples.take(rows).with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(rows) // 2))
@@ -102,7 +104,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
 
 @node(reads=lambda by: (by,), writes=(PREFERRED,))
 def labelled(responses: Batch, *, by: str = "label") -> Batch:
-    """Single responses with `preferred`, from a column that says whether they are good (true or false, or above 0).
+    """Add `preferred` to single responses, from a label column (true, or above 0).
 
     >>> labelled(Batch.of(label=[True, False]))["preferred"].to_pylist()
     [1, 0]
@@ -112,17 +114,19 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
 
 @node(reads=(RESPONSE_IDS,), may_read=(RESPONSE_MASK,), writes=(MISMATCHED_IDS, MISMATCHED_MASK))
 def mismatched(rows: Batch) -> Batch:
-    """Put beside each prompt the response to another one, and which of its tokens count.
+    """Add to each row the response to another prompt, and its mask.
 
-    With the N rows of this call in order of their groups, and m rows in the largest of these, a row gets the response m places
-    further on, in a circle: that is past its own group. Each response stands beside one prompt. A group of more than half of
-    the rows takes all the others' responses in turn, some of them several times; a group alone keeps its own.
+    The N rows of this call are ordered by group. A row gets the response m places further,
+    cyclically, where m is the size of the largest group, so the response belongs to another group.
+    Each response is used once. A group with more than half of the rows reuses the responses of the
+    others; a single group keeps its responses.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
     [[2], [3], [1]]
     """
     groups, number = rows.numpy(GROUP_ID), len(rows)
+    # Sample ids make the assignment independent of row order.
     order = np.lexsort((rows.numpy(SAMPLE_ID), groups))
     starts = np.searchsorted(groups[order], groups[order])
     largest = int(np.bincount(starts).max(initial=0))
@@ -145,8 +149,8 @@ def mismatched(rows: Batch) -> Batch:
     writes=(REFERENCE_POINT,),
 )
 def reference_point(rows: Batch) -> Batch:
-    """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log p_ref(y'_t)), of the responses to other
-    prompts; the same in all rows of this call.
+    """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log
+    p_ref(y'_t)), of mismatched responses. Equal in all rows of this call.
 
     >>> columns = {"mismatched_logprobs": [[-1.0, -1.0], [-3.0]], "mismatched_reference_logprobs": [[-3.0, -2.0], [-2.0]]}
     >>> rows = Batch.of(**columns, mismatched_mask=[[1, 1], [1]])
@@ -166,8 +170,10 @@ def reference_point(rows: Batch) -> Batch:
     may_read=lambda against: (against, RESPONSE_MASK) if against else (RESPONSE_MASK,),
 )
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
-    """How often the preferred response of a pair has the higher score: the sum over trained tokens of the column `score` (or its
-    value, where there is one a row), less that of `against`.
+    """Measure how often the preferred response of a pair has the higher score.
+
+    The score is the sum of the column `score` over trained tokens (or its value, for one value per
+    row), minus that of the column `against`.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value
@@ -188,10 +194,11 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
 def dpo(
     preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()
 ) -> Any:
-    """Preference optimisation on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`); DPO (arXiv:2305.18290) by default.
+    """Preference optimization on given pairs; by default DPO (arXiv:2305.18290).
 
-    The reference's log-probabilities are computed for the rows of each step; from columns of the source that have them
-    (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`) they are only read.
+    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
+    log-probabilities for the rows of each step, unless the source has them
+    (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`).
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -202,7 +209,7 @@ def dpo(
 
 @graph
 def reference_of_pairs(preferences: Any, *, reference: Scorer) -> Any:
-    """The reference's log-probabilities of both responses, for `weft.precompute`: once for all epochs."""
+    """Compute the reference's log-probabilities of both responses, for `weft.precompute`."""
     chosen = reference.logprobs(preferences, of=str(CHOSEN_IDS), into=str(CHOSEN_REFERENCE_LOGPROBS))
     return reference.logprobs(chosen, of=str(REJECTED_IDS), into=str(REJECTED_REFERENCE_LOGPROBS))
 
@@ -219,8 +226,10 @@ def online_dpo(
     sampling: Sampling = Sampling(),
     loss: Loss = PreferenceLoss(),
 ) -> Any:
-    """Preference optimisation on the policy's own samples: the best of n against the worst (online DPO, arXiv:2402.04792, with a
-    reward in the place of an annotator)."""
+    """Preference optimization on the policy's own samples: the best of n against the worst.
+
+    This is online DPO (arXiv:2402.04792) with a reward instead of an annotator.
+    """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     samples = best_and_worst(samples)
@@ -233,11 +242,12 @@ def online_dpo(
 def kto(
     responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
 ) -> Any:
-    """KTO (arXiv:2402.01306) on single responses (`prompt_ids`, `response_ids`, and a column that says whether they are good), or on
-    pairs, whose responses are then taken for themselves.
+    """KTO (arXiv:2402.01306) on single labeled responses, or on pairs as single responses.
 
-    The reference point is estimated over the rows of a step, before its update, from the responses to other prompts: two forward
-    passes more. Under a schedule that runs nodes on parts of a step it is the estimate of the part.
+    Single responses have `prompt_ids`, `response_ids` and a label column. The reference point is
+    estimated over the rows of a step, before its update, from responses to other prompts. This
+    takes two extra forward passes. A schedule that runs nodes on parts of a step estimates it for
+    each part.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -249,8 +259,11 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """An evaluation: how often the actor gives the preferred response the higher likelihood, or, with a reference, the higher
-    implicit reward. Its metrics are `preference_accuracy` and `preference_margin` (nats)."""
+    """Evaluate how often the actor prefers the preferred response.
+
+    It compares likelihoods, or implicit rewards if there is a reference. Its metrics are
+    `preference_accuracy` and `preference_margin` (nats).
+    """
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")
@@ -259,10 +272,11 @@ def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | 
 
 
 def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:
-    """Rows 2i and 2i + 1 are the chosen and the rejected response of preference i."""
+    """Interleave: rows 2i and 2i + 1 are the chosen and the rejected response of preference i."""
     number = len(preferences)
     if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
         columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
+    # 0, number, 1, number + 1, ...: interleaves the two concatenated columns.
     order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
     made = {
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
@@ -280,8 +294,8 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
-    """[rows] float64: of a column with one value a token the sums of those that the mask, if there is one, does not leave out (which
-    may hold anything); of another one the values."""
+    """[rows] float64: sums over the unmasked tokens of a per-token column, or the values of a
+    per-row column. Masked tokens may hold any value."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

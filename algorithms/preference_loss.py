@@ -1,4 +1,4 @@
-"""Losses on preferences: which of two responses to a prompt is better, or whether a response is good.
+"""Losses on preferences: pairs of a better and a worse response, or single good and bad responses.
 
 PreferenceLoss()                                                                    DPO
 PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                            conservative DPO (cDPO)
@@ -11,8 +11,10 @@ PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)               
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
 
-A pair is a group of two rows, one of them `preferred`. With s_w and s_l the scores of the preferred response and of the other one,
-every loss on pairs is  weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the preferred one).
+A pair is a group of two rows, one of them `preferred`. s_w and s_l are the scores of the preferred
+and of the other response. Every loss on pairs is
+
+    weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the preferred one)
 """
 
 from __future__ import annotations
@@ -34,20 +36,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Score(Protocol):
-    """One number for each response, of which the preferred one is to have more. A value: equal settings, equal score."""
+    """A score per response; the preferred response should have the higher one."""
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it needs."""
-        ...
+    def reads(self) -> tuple[str, ...]: ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B] scores, with gradient to `logprobs` [T]; masked tokens count for nothing, whatever they hold."""
+        """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""
         ...
 
 
 class LogRatio(Config):
-    """s = sum_t log p(y_t) - log p_ref(y_t): DPO's implicit reward over beta (arXiv:2305.18290, eq. 5, without log Z).
+    """s = sum_t log p(y_t) - log p_ref(y_t): DPO's implicit reward over beta (arXiv:2305.18290, eq.
+    5, without log Z).
 
     >>> rows = PackedRows.of([2, 1], reference_logprobs=[-1.0, -1.0, -3.0])
     >>> logprobs = torch.tensor([-0.5, -0.5, -1.0])
@@ -56,7 +57,8 @@ class LogRatio(Config):
     """
 
     per_token: bool = False
-    """The mean over the trained tokens instead of the sum. Set it where long responses are to weigh as much as short ones."""
+    """Use the mean over trained tokens instead of the sum. Set it if long and short responses
+    should weigh the same."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -68,7 +70,8 @@ class LogRatio(Config):
 
 
 class LogLikelihood(Config):
-    """s = sum_t log p(y_t), without a reference; per token it is SimPO's reward over beta (arXiv:2405.14734).
+    """s = sum_t log p(y_t), without a reference; per token it is SimPO's reward over beta
+    (arXiv:2405.14734).
 
     >>> rows = PackedRows.of([2, 1])
     >>> LogLikelihood(per_token=True)(torch.tensor([-0.5, -1.5, -1.0]), rows).tolist()
@@ -76,7 +79,8 @@ class LogLikelihood(Config):
     """
 
     per_token: bool = False
-    """The mean over the trained tokens instead of the sum (SimPO). Set it where longer responses win by their length alone."""
+    """Use the mean over trained tokens instead of the sum (SimPO). Set it if longer responses win
+    by length alone."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -88,9 +92,10 @@ class LogLikelihood(Config):
 
 
 class LogOdds(Config):
-    """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO, arXiv:2403.07691, eq. 3 and 4).
+    """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO,
+    arXiv:2403.07691, eq. 3 and 4).
 
-    P is taken to be at most 1 - 1e-6: a certain response has infinite odds, and no gradient.
+    P is capped at 1 - 1e-6, without a gradient beyond, because the odds of P = 1 are infinite.
 
     >>> LogOdds()(torch.tensor([0.5]).log(), PackedRows.of([1])).tolist()
     [0.0]
@@ -101,14 +106,15 @@ class LogOdds(Config):
         return ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; that of P = 1 - 1e-6 for a row without a trained token."""
+        """[B]; the value for P = 1 - 1e-6 for a row without a trained token."""
+        # At log P = 0 the odds are infinite.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
 
 
 @runtime_checkable
 class Comparison(Protocol):
-    """A loss of each pair, from how far its preferred response is ahead. A value: equal settings, equal losses."""
+    """A loss per pair, from the lead of its preferred response."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         """[P] losses of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows."""
@@ -116,17 +122,19 @@ class Comparison(Protocol):
 
 
 class Logistic(Config):
-    """l = -(1 - e) log sigmoid(z) - e log sigmoid(-z): DPO (arXiv:2305.18290, eq. 7); with smoothing, conservative DPO.
+    """l = -(1 - e) log sigmoid(z) - e log sigmoid(-z): DPO (arXiv:2305.18290, eq. 7); with
+    smoothing, conservative DPO.
 
-    With e the probability that a label is the wrong way round, this is the cross-entropy to it (E. Mitchell, "A note on DPO with
-    noisy preferences", 2023); its least value is at z = log (1 - e) / e and not at infinity.
+    If e is the probability of a swapped label, this is the cross-entropy to the labels (E.
+    Mitchell, "A note on DPO with noisy preferences", 2023). Its minimum is at z = log (1 - e) / e
+    instead of infinity.
 
     >>> Logistic()(torch.tensor([0.0])).tolist(), Logistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
     ([0.6931...], [0.6269...])
     """
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """[share] e: how many pairs are taken to have their label the wrong way round. Raise it where annotators disagree."""
+    """[share] e: assumed share of swapped labels. Raise it if annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         log_sigmoid = torch.nn.functional.logsigmoid
@@ -140,14 +148,15 @@ class Logistic(Config):
 class RobustLogistic(Config):
     """l = (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e): robust DPO (arXiv:2403.00409).
 
-    When a share e of the labels is the wrong way round, its expectation is the loss of `Logistic()` on right labels.
+    If a share e of the labels is swapped, its expectation is the loss of `Logistic()` on correct
+    labels.
 
     >>> RobustLogistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
     [-0.8730...]
     """
 
     label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
-    """[share] e: how many pairs have their label the wrong way round. Set it to what is known of the labels."""
+    """[share] e: share of swapped labels. Set it to the known error rate of the labels."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         log_sigmoid = torch.nn.functional.logsigmoid
@@ -158,26 +167,27 @@ class RobustLogistic(Config):
 
 
 class Squared(Config):
-    """l = (z - 1 / (2 tau))^2: IPO (arXiv:2310.12036, eq. 17). Its least value is at a finite z, so it does not overfit to pairs
-    that all agree. Here tau has beta's place: leave `PreferenceLoss.beta` at 1.
+    """l = (z - 1 / (2 tau))^2: IPO (arXiv:2310.12036, eq. 17).
 
-    The paper writes z as a difference of sums; its authors used means over tokens, for which tau does not depend on the length:
-    `LogRatio(per_token=True)`.
+    Its minimum is at a finite z, so it does not overfit to pairs that all agree. tau replaces beta:
+    leave `PreferenceLoss.beta` at 1. In the paper, z is a difference of sums. Its authors used
+    means over tokens, which make tau independent of the length: `LogRatio(per_token=True)`.
 
     >>> Squared(tau=0.5)(torch.tensor([3.0])).tolist()
     [4.0]
     """
 
     tau: float = Field(default=0.1, gt=0)
-    """[1/nat] Strength of the pull to the reference: the preferred response is to be ahead by 1 / (2 tau). Raise it to stay nearer to the
-    reference."""
+    """[1/nat] Strength of the pull to the reference: the target lead of the preferred response is 1
+    / (2 tau). Raise it to stay nearer to the reference."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         return (ahead - 1 / (2 * self.tau)).square()
 
 
 class Hinge(Config):
-    """l = max(0, 1 - z): the hinge of SLiC (arXiv:2305.10425); on log-ratios as in RSO (arXiv:2309.06657).
+    """l = max(0, 1 - z): the hinge of SLiC (arXiv:2305.10425); on log-ratios as in RSO
+    (arXiv:2309.06657).
 
     >>> Hinge()(torch.tensor([0.25, 2.0])).tolist()
     [0.75, 0.0]
@@ -188,8 +198,7 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss of pairs: groups of two rows, one of them `preferred`. A pair is left out if one of its responses has no trained token, and
-    not counted."""
+    """A loss on pairs: groups of two rows, one `preferred`. Masked responses do not count."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -200,10 +209,10 @@ class PairLoss(FrozenLoss):
         return True
 
     def count(self, rows: PackedRows) -> float:
-        """Pairs with a trained token in both responses.
+        """Return the number of pairs with a trained token in both responses.
 
         Raises:
-            UserError: when a group is no pair.
+            UserError: a group is not a pair.
         """
         groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
         sizes = torch.bincount(index, minlength=len(groups))
@@ -218,10 +227,13 @@ class PairLoss(FrozenLoss):
         return float(self._sides(rows)[2].sum())
 
     def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Row numbers of preferred responses and of the others, and which of these are pairs; all [max(0, B - 1)].
+        """Return row indices of preferred and other responses, and whether they form pairs.
 
-        In order of groups, and in each the preferred row first, pairs are neighbours; what else stands side by side is left out. So no
-        shape depends on a value, which the host would wait for.
+        All have the shape [max(0, B - 1)].
+
+        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
+        not pairs are masked. No shape depends on a value, which would make the host wait for the
+        device.
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
@@ -234,17 +246,17 @@ class PairLoss(FrozenLoss):
         )
 
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
-        """Means over pairs: of their rewards, of how far one is ahead, and of what more there is."""
+        """Return metrics over pairs: means of their rewards, leads, and `more`."""
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
         return observed(paired, {**watched, "preference_accuracy": ahead > 0, **more})
 
 
 class PreferenceLoss(PairLoss):
-    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs; f and s are values, not branches.
+    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs.
 
-    The pairs are the groups of the rows: two rows each, one of them `preferred`. A pair of which a response has no trained token is
-    left out, and not counted.
+    The pairs are the groups of the rows: two rows each, one of them `preferred`. Pairs with a
+    response without trained tokens are not counted.
 
     >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
     >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
@@ -253,40 +265,43 @@ class PreferenceLoss(PairLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward for a nat of score; of DPO the strength of the pull to the reference. Raise it to stay nearer to the
-    reference."""
+    """[reward/nat] Reward per nat of score; in DPO, the strength of the pull to the reference.
+    Raise it to stay nearer to the reference."""
     score: Score = LogRatio()
-    """What is compared: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to do without a reference."""
+    """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to
+    train without a reference."""
     comparison: Comparison = Logistic()
-    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all
-    agree."""
+    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy
+    labels, `Squared` for pairs that all agree."""
     margin: float = 0.0
-    """[reward] By how much of beta (s_w - s_l) the preferred response must be ahead to count as level (SimPO's gamma). Raise it to push
+    """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push
     pairs further apart."""
     weight: float = Field(default=1.0, gt=0)
-    """[factor] It multiplies the comparison (ORPO's lambda). Lower it where the likelihood should count more."""
+    """[factor] Weight of the comparison (ORPO's lambda). Lower it to give the likelihood more
+    weight."""
     likelihood: float = Field(default=0.0, ge=0)
-    """[factor] It multiplies the preferred response's negative log-likelihood, a mean over its trained tokens (arXiv:2404.19733; ORPO:
-    1). Raise it where preferred responses become less likely, too."""
+    """[factor] Weight of the preferred response's negative log-likelihood, a mean over its trained
+    tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely as
+    well."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: with the columns of `reads`, none of which gets a gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 without a pair. Means over pairs: `chosen_reward` and `rejected_reward` (beta
-            times score), `reward_margin` (their difference), `preference_accuracy` (how often it is above 0), `chosen_logprob` and
-            `rejected_logprob` (nats, of whole responses), and, where it is asked for, `chosen_nll` (nats a token).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
+            pairs: `chosen_reward` and `rejected_reward` (beta times score), `reward_margin` (their
+            difference), `preference_accuracy` (share of positive margins), `chosen_logprob` and
+            `rejected_logprob` (nats per response), and with `likelihood` `chosen_nll` (nats per
+            token).
         """
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
+        # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
+        # it.
         ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
         losses = self.weight * self.comparison(ahead - self.margin)
         sums = _of_rows(logprobs, rows, per_token=False)
@@ -300,12 +315,14 @@ class PreferenceLoss(PairLoss):
 
 
 class DesirabilityLoss(FrozenLoss):
-    """KTO (arXiv:2402.01306, eq. 7): l = w_D (1 - sigmoid(beta (s - z0))) of a good response, w_U (1 - sigmoid(beta (z0 - s))) of a bad
-    one, with s the log-ratio to the reference; the mean over responses.
+    """KTO's loss (arXiv:2402.01306, eq. 7), the mean over responses.
 
-    Responses stand alone: `preferred` says whether one is good. z0, the divergence from the reference that every response is held
-    against, is the column `reference_point` (nats, the same in all rows that are compared): the graph `kto` estimates it once a
-    step, before the update, so that it depends neither on microbatches nor on ranks.
+    l = w_D (1 - sigmoid(beta (s - z0))) for a good response, and w_U (1 - sigmoid(beta (z0 - s)))
+    for a bad one. `preferred` marks good responses, without pairs.
+
+    z0 is the divergence from the reference that all responses are compared with, the column
+    `reference_point` (nats, equal in all rows that are compared). The graph `kto` estimates it once
+    per step before the update, so it does not depend on microbatches or ranks.
 
     >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
     >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
@@ -314,31 +331,29 @@ class DesirabilityLoss(FrozenLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward for a nat of log-ratio. Raise it to stay nearer to the reference; a larger one saturates sooner."""
+    """[reward/nat] Reward per nat of log-ratio. Raise it to stay nearer to the reference; a larger
+    one saturates sooner."""
     desirable_weight: float = Field(default=1.0, gt=0)
-    """[factor] w_D, of good responses. Raise it where there are fewer of them: the paper wants w_D times their number to be near w_U
-    times that of bad ones."""
+    """[factor] w_D, weight of good responses. Raise it if there are fewer of them: the paper
+    recommends that w_D times their number is near w_U times the number of bad ones."""
     undesirable_weight: float = Field(default=1.0, gt=0)
-    """[factor] w_U, of bad responses. Raise it where there are fewer of them."""
+    """[factor] w_U, weight of bad responses. Raise it if there are fewer of them."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
     def count(self, rows: PackedRows) -> float:
-        """Responses with a trained token."""
+        """Return the number of responses with a trained token."""
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: with the columns of `reads`, none of which gets a gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 without a trained token. Means over good and over bad responses:
-            `chosen_reward` and `rejected_reward` (beta times log-ratio); over all: `reference_point` (nats).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 without a trained token. Means
+            over good and over bad responses: `chosen_reward` and `rejected_reward` (beta times
+            log-ratio); over all: `reference_point` (nats).
         """
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
@@ -357,12 +372,13 @@ class DesirabilityLoss(FrozenLoss):
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Loss of a reward model on pairs: l = -log sigmoid(r_w - r_l - m) (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
+    """Return the loss of a reward model on pairs: l = -log sigmoid(r_w - r_l - m)
+    (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
         chosen: [P] rewards of the preferred responses; gradient flows.
         rejected: [P] rewards of the others; gradient flows.
-        margin: [P] or a number; how far the preferred one is to be ahead. No gradient.
+        margin: [P] or a number; the required lead of the preferred response. No gradient.
 
     Returns:
         [P] losses; never infinite for finite rewards; empty for no pairs.

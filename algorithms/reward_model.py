@@ -1,12 +1,13 @@
-"""Reward models: learned from pairs of responses, or from labels of the steps of a response (process rewards).
+"""Reward models, trained on pairs of responses or on step labels of a response (process rewards).
 
 reward_model(preferences, model=critic)                       Bradley-Terry on pairs; critic = group(CriticWorker, head="rewards")
-reward_model(preferences, model=critic, loss=RewardLoss(margin="margin"))       with a margin that each pair says
+reward_model(preferences, model=critic, loss=RewardLoss(margin="margin"))       with a margin per pair
 process_reward_model(responses, model=critic, separator=13)   labels of steps, which end with a token
 reward_accuracy(preferences, model=critic)                    an evaluation
 
-A reward model's head says one number for each response token: the reward of the sequence up to it, with it. The last is that of the
-response, and those at the ends of its steps are logits of these being right.
+A reward model's head outputs one number per response token: the reward of the sequence up to and
+including that token. The last one is the reward of the response. The outputs at the ends of steps are
+logits of the probability that the step is correct.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
 
 
 class RewardLoss(PairLoss):
-    """A reward model's loss on pairs: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, the mean over pairs.
+    """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, mean over pairs.
 
-    The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2), which only differences
-    enter. The second, if any, keeps the rewards around 0 (arXiv:2312.09244). The pairs are the groups of the rows: two rows each,
-    one of them `preferred`. A reward is that of the last token, masked or not; a pair of which a response has no trained token is
-    left out, and not counted.
+    The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq.
+    2), which depends only on differences. The optional second term keeps the rewards around 0
+    (arXiv:2312.09244).
+
+    The pairs are the groups of the rows: two rows each, one of them `preferred`. The reward of a
+    row is the one at its last token, masked or not. Pairs with a response without trained tokens
+    are not counted.
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1
@@ -53,28 +57,30 @@ class RewardLoss(PairLoss):
     """
 
     margin: float | str = 0.0
-    """[reward] How far the preferred response is to be ahead; or the column that says it of each pair (its two rows say the same). Give
-    the column where annotators said how much better a response is."""
+    """[reward] Required lead of the preferred response, or a column with the lead of each pair
+    (equal in its two rows). Give a column if annotators rated how much better a response is."""
     centring: float = Field(default=0.0, ge=0)
-    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) where rewards drift."""
+    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) against drift."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (*super().reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
+        """Return the undivided loss, and metrics.
 
         Args:
-            rewards: [T] of each token, that of the sequence up to it; gradient flows, from the last of each row.
-            rows: with the columns of `reads`, none of which gets a gradient.
+            rewards: [T] reward of the sequence up to each token; gradient flows from the last token
+                of each row.
+            rows: as for `Loss`.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 without a pair. Means over pairs: `chosen_reward`, `rejected_reward`,
-            `reward_margin` (their difference) and `preference_accuracy` (how often that is above 0).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
+            pairs: `chosen_reward`, `rejected_reward`, `reward_margin` (their difference) and
+            `preference_accuracy` (share of positive margins).
         """
         chosen, rejected, paired = self._sides(rows)
-        last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # of an empty row anything
+        last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # arbitrary for an empty row
         above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
         margin = rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
         losses = bradley_terry(above, below, margin) + self.centring * (above + below).square()
@@ -82,8 +88,10 @@ class RewardLoss(PairLoss):
 
 
 class StepLoss(FrozenLoss):
-    """A process reward model's loss: l_t = -y_t log sigmoid(r_t) - (1 - y_t) log sigmoid(-r_t) at the end of each step
-    (arXiv:2305.20050), the mean over steps; y_t is the step's label.
+    """A process reward model's loss at the end of each step: l_t = -y_t log sigmoid(r_t) - (1 -
+    y_t) log sigmoid(-r_t) (arXiv:2305.20050).
+
+    y_t is the label of the step. The loss is the mean over steps.
 
     >>> rows = PackedRows.of([3], step_labels=[float("nan"), 1.0, 0.0])
     >>> loss_sum, metrics = StepLoss()(torch.tensor([9.0, 0.0, 0.0]), rows)
@@ -96,19 +104,20 @@ class StepLoss(FrozenLoss):
         return (str(STEP_LABELS),)
 
     def count(self, rows: PackedRows) -> float:
-        """Steps that end with a trained token."""
+        """Return the number of steps that end with a trained token."""
         return float(self._ends(rows).sum())
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
+        """Return the undivided loss, and metrics.
 
         Args:
             rewards: [T] logits; gradient flows.
-            rows: with `step_labels`, which get no gradient.
+            rows: rows with `step_labels`, which get no gradient.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 without a step. Means over steps: `step_reward` (the probability of being
-            right) and `step_accuracy` (probability and label are on the same side of a half).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 without a step. Means over
+            steps: `step_reward` (predicted probability that a step is correct) and `step_accuracy`
+            (share of steps whose probability and label are on the same side of one half).
         """
         ends = self._ends(rows)
         logits, labels = (
@@ -125,15 +134,16 @@ class StepLoss(FrozenLoss):
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """The labels of the steps of each response at the last tokens of these.
+    """Place the labels of each response's steps at the last tokens of the steps.
 
     Args:
         rows: any rows.
-        separator: the token id that ends a step; the last step ends with the response, whatever its last token is.
-        labels: the column with a list of labels for each row, 0 to 1.
+        separator: token id that ends a step. The last step ends with the response, whatever its
+            last token is.
+        labels: column with a list of labels per row, 0 to 1.
 
     Raises:
-        UserError: a row has another number of labels than of steps.
+        UserError: the numbers of labels and steps of a row differ.
 
     >>> rows = Batch.of(response_ids=[[5, 9, 6, 7]], labels=[[1.0, 0.0]])
     >>> label_steps(rows, separator=9)["step_labels"].to_pylist()
@@ -156,12 +166,12 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
 
 @node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
-    """A process reward model's rewards: at the last token of each step the probability that it is right, 0 at the others.
+    """Compute token rewards: the probability of a correct step at its last token, 0 elsewhere.
 
     Args:
         samples: any rows.
         separator: as for `label_steps`.
-        scores: the column with the model's logits.
+        scores: column with the model's logits.
 
     >>> samples = Batch.of(response_ids=[[5, 9, 6]], token_scores=[[7.0, 0.0, 0.0]])
     >>> step_rewards(samples, separator=9)["token_rewards"].to_pylist()
@@ -176,7 +186,7 @@ def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCOR
 
 @graph
 def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss()) -> Any:
-    """Train a reward model on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`, and the column of a margin)."""
+    """Train a reward model on pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`)."""
     return model.update(pairs(preferences), loss=loss)
 
 
@@ -184,14 +194,16 @@ def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss(
 def process_reward_model(
     responses: Any, *, model: Trainable, separator: int, labels: str = "labels", loss: Loss = StepLoss()
 ) -> Any:
-    """Train a reward model on labels of steps (`prompt_ids`, `response_ids`, and a column with a list of labels for each row)."""
+    """Train a reward model on step labels (`prompt_ids`, `response_ids`, and a list per row)."""
     return model.update(label_steps(responses, separator=separator, labels=labels), loss=loss)
 
 
 @graph
 def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
-    """An evaluation: how often a reward model gives the preferred response the higher reward. Its metrics are
-    `preference_accuracy` and `preference_margin`."""
+    """Evaluate how often a reward model gives the preferred response the higher reward.
+
+    Its metrics are `preference_accuracy` and `preference_margin`.
+    """
     return compare(model.score(pairs(preferences)), score=str(REWARD))
 
 
@@ -199,5 +211,6 @@ def _step_ends(rows: Batch, separator: int) -> np.ndarray:
     """[T] bool: tokens that end a step."""
     ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)
     ends = ids == separator
+    # The last token ends a step even if it is not the separator; empty rows have none.
     ends[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = True
     return ends

@@ -1,4 +1,4 @@
-"""Rewards: what is taken off the reward of a response before anything is compared, and how it is spread over its tokens."""
+"""Rewards: penalties on a response's reward, and the distribution of a reward over tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """0 for a response that ends before the buffer, then falling linearly to -1 at the limit (DAPO, arXiv:2503.14476, eq. 13).
+    """Return a penalty that falls linearly from 0 at the start of the buffer to -1 at the limit
+    (DAPO, arXiv:2503.14476, eq. 13).
 
     Args:
         lengths: [B] tokens of each response.
-        max_tokens: the limit, where the penalty is -1; longer responses have no more than that.
-        buffer_tokens: how long before the limit the penalty begins, 1 to `max_tokens`.
+        max_tokens: limit, with a penalty of -1, the lowest value.
+        buffer_tokens: length of the buffer before the limit, 1 to `max_tokens`.
 
     Returns:
         [B] float32, -1 to 0; empty for no rows.
 
     Raises:
-        UserError: for a buffer of another length.
+        UserError: the buffer has another length.
 
     >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -49,16 +50,19 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
 
 def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
-    """r_t = -coefficient KL_t, and the reward of the response on top at its last trained token (arXiv:1909.08593, §2, eq. 2).
+    """r_t = -coefficient KL_t, plus the response's reward at its last trained token.
+
+    This is the shaped reward of arXiv:1909.08593, §2, eq. 2.
 
     Args:
         rewards: [B] of the responses; no gradient.
-        kl: [T] nats, of each token, such as `k1` of the sampling policy and the reference; no gradient.
-        rows: the rows that the tokens belong to.
-        coefficient: reward lost for a nat.
+        kl: [T] nats per token, such as `k1` of the sampling policy and the reference; no gradient.
+        rows: rows of the tokens.
+        coefficient: reward lost per nat.
 
     Returns:
-        [T] float32; 0 at masked tokens, whatever `kl` holds there. A row without a trained token has no place for its reward.
+        [T] float32; 0 at masked tokens, whatever `kl` holds there. The reward of a row without
+        trained tokens is dropped.
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
     >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
@@ -69,9 +73,10 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
 
 
 def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
-    """[T] float32: the reward [B] of each row at its last trained token, 0 at the others."""
+    """[T] float32: the reward [B] of each row at its last trained token, 0 elsewhere."""
     trained = rows.trained > 0
     seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
+    # A trained token is the last one if its count equals the count at the end of its row.
     last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
@@ -86,15 +91,15 @@ def penalize_overlong(
     reward: str = str(REWARD),
     into: str = "shaped_reward",
 ) -> Batch:
-    """The reward less a penalty for coming near the limit: `group_advantages(samples, reward="shaped_reward")` compares it.
+    """Subtract a penalty for approaching the length limit, before `group_advantages`.
 
     Args:
         samples: any rows.
-        max_tokens: the longest response that sampling allows.
-        buffer_tokens: how long before the limit the penalty begins.
+        max_tokens: longest response that sampling allows.
+        buffer_tokens: length of the buffer before the limit.
         factor: reward lost at the limit.
-        reward: the column that it is taken off.
-        into: the column that is written.
+        reward: column with the reward.
+        into: column to write.
 
     >>> samples = Batch.of(response_ids=[[1, 2], [1, 2, 3, 4]], reward=[1.0, 1.0])
     >>> penalize_overlong(samples, max_tokens=4, buffer_tokens=2)["shaped_reward"].to_pylist()
@@ -118,14 +123,14 @@ def token_rewards(
     reward: str = str(REWARD),
     old: str = str(RESPONSE_LOGPROBS),
 ) -> Batch:
-    """The reward of the response at its last trained token, less a penalty at each token for leaving the reference.
+    """Compute token rewards: the response's reward at its end, minus a KL penalty per token.
 
     Args:
         samples: any rows.
-        coefficient: reward lost for a nat; an `AdaptiveCoefficient` counts as it stands.
+        coefficient: reward lost per nat; for an `AdaptiveCoefficient`, its current value.
         estimator: `k1`, `k2`, `k3` or `absolute`.
-        reward: the column with the reward of the response.
-        old: the column with the log-probabilities of the policy that sampled.
+        reward: column with the reward of the response.
+        old: column with the log-probabilities of the sampling policy.
 
     >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]], reference_logprobs=[[-1.5, -1.0]])
     >>> token_rewards(samples, coefficient=0.5)["token_rewards"].to_pylist()
@@ -141,11 +146,11 @@ def token_rewards(
 
 @node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
-    """The reward of the response at its last trained token, and 0 at the others.
+    """Compute token rewards: the response's reward at its last trained token, 0 elsewhere.
 
     Args:
         samples: any rows.
-        reward: the column with the reward of the response.
+        reward: column with the reward of the response.
 
     >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
     >>> outcome_rewards(samples)["token_rewards"].to_pylist()

@@ -1,4 +1,4 @@
-"""Sampling: how the tokens of a response are drawn."""
+"""Sampling: settings for drawing the tokens of a response."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from ..dataflow.config import Config
 from ..dataflow.prompts.files import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM draws at this temperature whatever is asked for between 0 and it."""
+"""Lowest positive temperature. vLLM uses it in place of lower ones."""
 
 
 class Sampling(Config):
-    """How tokens are drawn, which decides the distribution that their log-probabilities belong to.
+    """Settings for drawing tokens, which define the distribution of their log-probabilities.
 
-    A trainer knows the whole distribution at a temperature. What draws from another one (`top_p`, `top_k`, `min_tokens`) leaves
-    the column `response_logprobs` out: a ratio of the trainer's probabilities to them would compare two distributions and not
-    two policies.
+    The trainer knows the whole distribution at a temperature. Settings that sample from a part of
+    it (`top_p`, `top_k`, `min_tokens`) leave out the column `response_logprobs`, because a ratio to
+    the trainer's probabilities would compare two distributions instead of two policies.
 
     >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
     (('response_logprobs',), ())
     """
 
     max_tokens: int = Field(default=64, ge=1, le=100_000_000)
-    """[tokens] Longest response, the stop token included. Raise it where `truncation_rate` is high."""
+    """[tokens] Longest response, with the stop token. Raise it if `truncation_rate` is high."""
     temperature: float = Field(default=1.0, ge=0)
-    """[factor] It divides the logits; 0 is greedy. Lower it for evaluations, raise it where the responses of a group are all alike."""
+    """[factor] Divisor of the logits; 0 is greedy. Lower it for evaluations, raise it if the
+    responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """[share] Smallest set of tokens whose probability reaches this; 1 keeps all. Lower it for evaluations alone: the trainer knows only
-    the whole distribution."""
+    """[share] Sample from the smallest set of tokens whose probability reaches this; 1 keeps all.
+    Lower it only for evaluations, because the trainer knows only the whole distribution."""
     top_k: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all. Set it only for evaluations, like `top_p`."""
+    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all. Set it only for
+    evaluations, like `top_p`."""
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Shortest response: stop tokens are masked before it. Raise it if responses must have a minimum length. Like `top_p`, it
-    changes the distribution that is sampled."""
+    """[tokens] Shortest response: stop tokens are masked before it. Raise it if responses must have
+    a minimum length. Like `top_p`, it changes the sampled distribution."""
     stop: tuple[str, ...] = ()
-    """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response keeps the tokens that complete the
-    string, with their log-probabilities, and rewards read the text of all its tokens. Set it if answers end with a fixed text."""
+    """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response
+    keeps the tokens that complete the string, with their log-probabilities, and rewards read the
+    text of all its tokens. Set it if answers end with a fixed text."""
     ignore_stop: bool = False
-    """Go on to `max_tokens` whatever is sampled. Set it in benchmarks, to know the number of tokens."""
+    """Continue to `max_tokens` regardless of stop tokens. Set it in benchmarks that need a fixed
+    number of tokens."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -51,7 +55,7 @@ class Sampling(Config):
             raise ValueError(f"stop has an empty text, which would end every response at once: {stop!r}")
         if (half := lone_surrogate(texts)) is not None:
             raise ValueError(
-                f"stop has the lone surrogate {half!a}, which is half of a character and in no response: {stop!r}"
+                f"stop has the lone surrogate {half!a}, which is half of a character and cannot occur in a response: {stop!r}"
             )
         return texts
 
@@ -66,7 +70,7 @@ class Sampling(Config):
 
     @property
     def greedy(self) -> Sampling:
-        """The most likely token each time, and otherwise the same.
+        """The same settings with greedy decoding.
 
         >>> Sampling(max_tokens=8, top_p=0.9).greedy
         Sampling(max_tokens=8, temperature=0.0, top_p=0.9, top_k=0, min_tokens=0, stop=(), ignore_stop=False)
@@ -80,10 +84,12 @@ class Sampling(Config):
 
     @property
     def leaves_out(self) -> Mapping[str, str]:
-        """Columns that this sampling does not write, and why. The graph tells a node that reads one."""
+        """Columns that this sampling does not write -> the reason, for error messages."""
         cut = []
-        if self.temperature:  # a greedy token is the likeliest of any set that is kept
+        if self.temperature:  # greedy decoding picks the most likely token, which every cut keeps
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)
+        # With `ignore_stop`, stop tokens are never masked, so `min_tokens` does not change the
+        # distribution.
         cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and not self.ignore_stop)
         if not cut:
             return {}

@@ -1,4 +1,4 @@
-"""Surrogates: the loss of a token from its ratio and advantage, and what keeps the ratio from running away.
+"""Surrogates, importance ratios and off-policy corrections: from ratios to per-token losses.
 
 Clipped(low=0.2, high=0.28)     the usual bound, here DAPO's
 Clipped(dual=3.0)               dual clip
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Surrogated:
-    """What a surrogate makes of T tokens."""
+    """The result of a surrogate for T tokens."""
 
     losses: Tensor
     """[T] gradient flows."""
     clipped: Tensor
-    """[T] bool: the bound was taken."""
+    """[T] bool: whether the bound applied."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class Surrogate(Protocol):
     """A rule from ratios and advantages to losses. A value: equal settings, equal losses."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """The losses of these tokens.
+        """Return the losses of these tokens.
 
         Args:
             ratio: [T] p / p_old, of the token or of its response; gradient flows.
@@ -51,8 +51,9 @@ class Surrogate(Protocol):
 class Clipped(Config):
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7).
 
-    `high` above `low` is DAPO's clip-higher (arXiv:2503.14476, eq. 10). With `dual`, the loss of a token of negative advantage
-    is at most -dual A, also where a huge ratio would make it unbounded (arXiv:1912.09729).
+    `high` above `low` is DAPO's clip-higher (arXiv:2503.14476, eq. 10). `dual` limits the loss of a
+    token with negative advantage to -dual A, since a huge ratio would make it unbounded
+    (arXiv:1912.09729).
 
     >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0, -1.0])
     >>> made = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
@@ -61,11 +62,13 @@ class Clipped(Config):
     """
 
     low: float = Field(default=0.2, ge=0, le=1)
-    """[ratio] How far below 1 the ratio earns. Lower it where updates are too large."""
+    """[ratio] Clip range below 1. Lower it if updates are too large."""
     high: float = Field(default=0.2, ge=0)
-    """[ratio] How far above 1 the ratio earns. Raise it above `low` (DAPO takes 0.28) where entropy falls: rare tokens then can grow."""
+    """[ratio] Clip range above 1. Raise it above `low` (DAPO uses 0.28) if entropy falls, so that
+    rare tokens can grow."""
     dual: float | None = Field(default=None, gt=1)
-    """[ratio] Largest ratio that costs at a negative advantage; None: any. Set it (3 is usual) where stale rows make the loss jump."""
+    """[ratio] Largest ratio that counts at a negative advantage; None for no limit. Set it (3 is
+    common) if stale rows make the loss jump."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Clipped:
@@ -74,20 +77,23 @@ class Clipped(Config):
         return self
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """The losses; a clipped token has no gradient."""
+        """Return the losses. A clipped token has no gradient."""
         plain = -ratio * advantages
         bounded = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
         if self.dual is not None:
+            # Only negative advantages can make the loss unbounded.
             most = torch.where(advantages < 0, -self.dual * advantages, torch.inf)
             losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
         return Surrogated(losses, clipped)
 
 
 class Cispo(Config):
-    """-sg(clip(r, 1 - low, 1 + high)) A log p (CISPO, arXiv:2506.13585, §3.1), sg stopping the gradient.
+    """-sg(clip(r, 1 - low, 1 + high)) A log p, sg stopping gradients (CISPO, arXiv:2506.13585,
+    §3.1).
 
-    Every token keeps a gradient, the rare ones that turn a line of thought among them, which PPO's clip would drop.
+    Every token keeps a gradient, including rare tokens that change a line of thought and that PPO's
+    clip would drop.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
     >>> made = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
@@ -96,23 +102,24 @@ class Cispo(Config):
     """
 
     low: float = Field(default=1.0, ge=0, le=1)
-    """[ratio] How far below 1 the weight may be; 1, the paper's choice, is no bound. Lower it where tokens that have become unlikely are
-    to keep their weight."""
+    """[ratio] Range of the weight below 1; 1, the paper's choice, is no bound. Lower it if tokens
+    that have become unlikely should keep their weight."""
     high: float = Field(default=4.0, ge=0)
-    """[ratio] How far above 1 the weight may be. Lower it where single tokens make the gradient jump."""
+    """[ratio] Range of the weight above 1. Lower it if single tokens make the gradient jump."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """The losses; a clipped token keeps the gradient of its bounded weight."""
+        """Return the losses. A clipped token keeps the gradient of its bounded weight."""
         ratio = ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
         return Surrogated(-weight * advantages * logprobs, weight != ratio)
 
 
 class Sapo(Config):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, arXiv:2511.20347): a gate that closes softly.
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv:2511.20347).
 
-    At r = 1 its gradient is that of r A, and it fades on both sides. A larger `negative` fades faster where the advantage is
-    negative, whose gradients raise the probability of every other token.
+    At r = 1 its gradient equals that for r A, and it fades on both sides. A larger `negative` makes
+    gradients of negative advantages fade faster, because they raise the probability of every other
+    token.
 
     >>> made = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
     >>> made.losses.tolist(), made.clipped.tolist()
@@ -120,45 +127,44 @@ class Sapo(Config):
     """
 
     positive: float = Field(default=1.0, gt=0)
-    """[factor] tau where the advantage is above 0. Raise it to close the gate sooner."""
+    """[factor] tau for advantages above 0. Raise it to close the gate sooner."""
     negative: float = Field(default=1.05, gt=0)
-    """[factor] tau elsewhere. Raise it where training is unstable: gradients of negative advantages then fade sooner."""
+    """[factor] tau for other advantages. Raise it if training is unstable: gradients of negative
+    advantages then fade sooner."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """The losses; no token is clipped."""
+        """Return the losses. No token is clipped."""
         temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
+        # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
         return Surrogated(-gates * advantages, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 class PlainPolicyGradient(Config):
-    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), for one optimizer step a batch.
+    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546).
 
     >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
     [3.0]
     """
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """The losses, whatever the ratio; no token is clipped."""
+        """Return the losses, which ignore the ratio. No token is clipped."""
         return Surrogated(-logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
-# Ratios
+# Importance ratios between the policy and the old policy, of tokens and of whole responses.
 #
-# Importance ratios between the policy and the one before the update, of tokens and of whole
-# responses.
-#
-# The gaps between two engines, of some hundredths of a nat a token, add up in the ratio of a
-# response. `PolicyLoss` therefore compares whole responses with the trainer's own log-
-# probabilities and never with the generator's.
+# Gaps between two engines, some hundredths of a nat per token, add up in the ratio of a response.
+# `PolicyLoss` therefore compares whole responses with the trainer's log-probabilities, never the
+# generator's.
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Each token's own ratio r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3): the log-ratio as it is.
+    """The ratio of each token, r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3).
 
     Args:
         log_ratio: [T] log p - log p_old; gradient flows.
-        rows: the rows that the tokens belong to.
+        rows: rows of the tokens.
 
     Returns:
         [T] log-ratio.
@@ -171,14 +177,12 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The response's length-normalised ratio s = exp(mean_t log r_t), at each of its tokens (GSPO, arXiv:2507.18071, eq. 7).
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
 
-    With `sequence_mean` and an advantage that is the same over the response, the clipped surrogate is GSPO's objective
-    (eq. 5), gradient included.
+    With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
+    (eq. 5), including its gradient.
 
-    Args:
-        log_ratio: [T] log p - log p_old; gradient flows.
-        rows: the rows that the tokens belong to; masked tokens stay out of the mean.
+    Args as for `token_ratio`; masked tokens do not count in the mean.
 
     Returns:
         [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
@@ -192,14 +196,9 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740, which acts by the response).
+    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740).
 
-    Args:
-        log_ratio: [T] log p - log q; gradient flows.
-        rows: the rows that the tokens belong to; masked tokens stay out of the product.
-
-    Returns:
-        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
+    Args and Returns as for `sequence_ratio`.
 
     >>> import torch
     >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
@@ -208,39 +207,37 @@ def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     return rows.per_token(rows.sums(log_ratio * rows.trained))
 
 
-# Corrections
+# Corrections: weights for tokens that another policy sampled, from the ratio of trainer and
+# generator.
 #
-# Corrections for tokens that another policy sampled: weights from the ratio between the trainer
-# and the generator.
-#
-# Three policies meet in one update. The *generator* (behaviour policy) sampled the tokens, under
-# older weights, other numerics, or a truncated distribution. The *trainer* is what the policy's
-# own engine says of the same tokens, before the update (the proximal policy of decoupled PPO). The
-# *current* policy is the one that gets the gradient. A correction looks at trainer / generator and
-# says how much each token's policy gradient counts; it is a number, never a path for a gradient.
+# Three policies meet in one update. The *generator* (behavior policy) sampled the tokens, with
+# older weights, other numerics, or a truncated distribution. The *trainer* is the policy's own
+# engine before the update (the proximal policy of decoupled PPO). The *current* policy gets the
+# gradient. A correction turns trainer / generator into a constant weight of each token's policy
+# gradient.
 #
 # TruncatedImportance(cap=2.0)                                    weigh with the ratio, at most `cap`
-# Rejection(low=0.5, high=2.0)                                    leave out what is too far off
+# Rejection(low=0.5, high=2.0)                                    leave out tokens with extreme ratios
 # (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))    both: IcePop
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""Whose ratio: a token's own; the product over the trained tokens of its response; their geometric mean."""
+"""The ratio of a token, the product over its response, or the geometric mean over it."""
 
 MAX_LOG_RATIO = 20.0
-"""Nats. Ratios are reported up to e^20, so that one token of no probability does not make a mean infinite."""
+"""[nats] Ratios are capped at e^20, so that one impossible token does not make a mean infinite."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """What a correction makes of T tokens."""
+    """The result of a correction for T tokens."""
 
     weights: Tensor
-    """[T] finite, no gradient: what a token's policy-gradient loss is multiplied with."""
+    """[T] finite, no gradient: factor of each token's policy-gradient loss."""
     truncated: Tensor
-    """[T] bool: the ratio was larger than the largest weight, or smaller than the smallest."""
+    """[T] bool: whether the ratio was above the largest or below the smallest weight."""
     masked: Tensor
-    """[T] bool: left out."""
+    """[T] bool: whether the token is left out."""
 
 
 @runtime_checkable
@@ -249,15 +246,16 @@ class Correction(Protocol):
 
     @property
     def weighs(self) -> bool:
-        """Whether its weight stands for the ratio; if not, it is 0 or 1 and only chooses among tokens."""
+        """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
         ...
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """The weights of these tokens.
+        """Return the weights of these tokens.
 
         Args:
-            log_ratio: [T] nats, log trainer - log generator, 0 where a token is not trained on; no gradient.
-            rows: the rows that the tokens belong to.
+            log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
+                gradient.
+            rows: rows of the tokens.
         """
         ...
 
@@ -265,14 +263,15 @@ class Correction(Protocol):
 class TruncatedImportance(Config):
     """Truncated importance sampling: w = min(p_trainer / p_generator, cap), and at least `floor`.
 
-    IMPALA's rho (arXiv:1802.01561, §4.1) at each token; between a training and a generating engine: TIS (F. Yao et al., "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). Together with a clipped ratio current / trainer
-    it is decoupled PPO (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298):
-    `PolicyLoss(old="old_logprobs", correction=TruncatedImportance())`.
+    Per token this is IMPALA's rho (arXiv:1802.01561, §4.1), and between a training and a generating
+    engine TIS (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", 2025). Combined with a clipped ratio current / trainer it is decoupled PPO
+    (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298): `PolicyLoss(old="old_logprobs",
+    correction=TruncatedImportance())`.
 
-    The cap makes the weights bounded, and the gradient biased towards the generator. A weight at the level of the sequence is
-    the exact one for a reward of the whole response; its variance grows with the length, which "geometric" avoids by
-    another bias.
+    The cap bounds the weights and biases the gradient towards the generator. Weights at sequence
+    level are exact for a reward of the whole response, but their variance grows with the length.
+    "geometric" avoids that with another bias.
 
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
     >>> TruncatedImportance(cap=1.5)(log_ratio, rows).weights.tolist()
@@ -284,13 +283,15 @@ class TruncatedImportance(Config):
     """
 
     cap: float = Field(default=2.0, gt=0)
-    """[ratio] Largest weight of a token. Lower it if single tokens make the gradient jump (a value below 1 also scales down tokens whose
-    policies agree), raise it for less bias towards the generator."""
+    """[ratio] Largest weight of a token. Lower it if single tokens make the gradient jump (a value
+    below 1 also scales down tokens on which the policies agree); raise it for less bias towards the
+    generator."""
     floor: float = Field(default=0.0, ge=0)
-    """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer finds unlikely; this over-weights them."""
+    """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer
+    finds unlikely; this over-weights them."""
     level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
-    for an exact correction, tokens for one of less variance."""
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
+    response). Choose the level of the reward for an exact correction, "token" for less variance."""
 
     @model_validator(mode="after")
     def _floor_is_below_cap(self) -> TruncatedImportance:
@@ -303,18 +304,19 @@ class TruncatedImportance(Config):
         return True
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Weights as above; 1 in a row without a trained token, none for no tokens."""
+        """Return the weights; 1 in a row without a trained token, none for no tokens."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         weights = ratio.clamp(self.floor, self.cap)
         return Weighting(weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 class Rejection(Config):
-    """Leaves out tokens, or whole responses, whose p_trainer / p_generator lies outside [low, high]: weight 0, otherwise 1.
+    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside [low, high].
 
-    The double-sided mask of IcePop (Ring-1T, arXiv:2510.18855) at the level of tokens; rejection of sequences at the two
-    others. What is left out has no policy gradient, and is still counted in the mean that the loss becomes: otherwise the few
-    tokens left of a bad batch would weigh as much as a whole good one.
+    At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
+    levels it rejects sequences. Tokens that are left out have no policy gradient, but still count
+    in the mean of the loss. Otherwise the few remaining tokens of a bad batch would weigh as much
+    as a whole good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
     >>> Rejection(low=0.5, high=2.0)(log_ratio, rows).weights.tolist()
@@ -324,32 +326,35 @@ class Rejection(Config):
     """
 
     low: float = Field(default=0.5, ge=0, le=1)
-    """[ratio] Smallest p_trainer / p_generator that is kept. Raise it to leave out more tokens that the trainer finds less likely."""
+    """[ratio] Smallest p_trainer / p_generator to keep. Raise it to leave out more tokens that the
+    trainer finds less likely."""
     high: float = Field(default=2.0, ge=1, allow_inf_nan=True)
-    """[ratio] Largest p_trainer / p_generator that is kept; infinity for no bound. Lower it where the gap of log-probabilities is large
-    and training is unstable."""
+    """[ratio] Largest p_trainer / p_generator to keep; infinity for no bound. Lower it if the
+    log-probability gap is large and training is unstable."""
     level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
-    for an exact correction, tokens for one of less variance."""
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
+    response). Choose the level of the reward for an exact correction, "token" for less variance."""
 
     @property
     def weighs(self) -> bool:
         return False
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Weights as above; a ratio that is not a number is outside, a row without a trained token inside."""
+        """Return the weights. A NaN ratio is outside; a row without a trained token is inside."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
+        # NaN fails both comparisons, and is left out.
         inside = (ratio >= self.low) & (ratio <= self.high)
         return Weighting(inside.to(ratio.dtype), torch.zeros_like(inside), ~inside)
 
 
 def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows) -> Weighting:
-    """All of them at once: weights multiplied; a token that one of them leaves out is out.
+    """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
 
     Args:
         corrections: in any order; none gives weights of 1.
-        log_ratio: [T] nats, log trainer - log generator, 0 where a token is not trained on; no gradient.
-        rows: the rows that the tokens belong to.
+        log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
+            gradient.
+        rows: rows of the tokens.
 
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))
     >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3])).weights.tolist()

@@ -1,7 +1,7 @@
-"""Values: what the tokens of a response are worth, from their rewards and a critic's predictions, and the critic's loss.
+"""Values: token advantages from rewards and a critic's predictions, and the critic's loss.
 
-Everything is over the trained tokens of a row, one after the other as if the masked ones (tool answers in the middle, padding)
-were not there: a recursion passes over them, and they get 0.
+All functions treat the trained tokens of a row as consecutive. Recursions skip masked tokens (tool
+answers in the middle, padding), which get 0.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 32
-"""Tokens that one matrix product sums over."""
+"""Tokens per matrix product in `_discounted_sums`."""
 _PART = 2**18
-"""Tokens of the rows that are worked on at once, about."""
+"""Approximate number of tokens processed at once, to stay in the cache."""
 
 
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), and its returns.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns.
 
-    A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t; t + 1 is the row's next trained token, and after the
-    last one V and A are 0. The returns are A_t + V_t.
+    A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
+    trained token; after the last one, V and A are 0. The returns are A_t + V_t.
 
     Args:
-        token_rewards: [T] reward of each token, in the CPU's memory; no gradient.
+        token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        rows: the rows that the tokens belong to.
-        gamma: discount of what comes a token later, 0 to 1.
-        lam: 0 for one step (least variance), 1 for all of the reward to come (no bias from the critic).
+        rows: rows of the tokens.
+        gamma: discount per token, 0 to 1.
+        lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
 
     Returns:
-        ([T] float32 advantages, [T] float32 returns); 0 at masked tokens, whatever they hold; empty for no tokens.
+        ([T] float32 advantages, [T] float32 returns); 0 at masked tokens, whatever they hold; empty
+        for no tokens.
 
     Raises:
-        UserError: for a gamma or lam outside 0 to 1.
+        UserError: gamma or lam is outside 0 to 1.
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
     >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
@@ -63,7 +64,8 @@ def generalized_advantages(
     def of_part(
         rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], ...]:
-        # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma lam G_t+1.
+        # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
+        # lam G_t+1.
         steps_N = np.empty_like(values_N)
         np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
         steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
@@ -76,20 +78,21 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """The reward to come: G_t = r_t + gamma G_t+1, where t + 1 is the row's next trained token.
+    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens.
 
-    Whitened over the batch, of rewards with a KL penalty, it is REINFORCE++'s advantage (arXiv:2501.03262).
+    Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
+    (arXiv:2501.03262).
 
     Args:
-        token_rewards: [T] reward of each token, in the CPU's memory; no gradient.
-        rows: the rows that the tokens belong to.
-        gamma: discount of what comes a token later, 0 to 1.
+        token_rewards: [T] reward of each token, in CPU memory; no gradient.
+        rows: rows of the tokens.
+        gamma: discount per token, 0 to 1.
 
     Returns:
         [T] float32; 0 at masked tokens, whatever they hold; empty for no tokens.
 
     Raises:
-        UserError: for a gamma outside 0 to 1.
+        UserError: gamma is outside 0 to 1.
 
     >>> discounted_returns(torch.tensor([0.0, 1.0, 2.0]), PackedRows.of([2, 1]), gamma=0.5).tolist()
     [0.5, 1.0, 2.0]
@@ -106,18 +109,19 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of all rows given.
+    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows.
 
-    The variance is the sample's (divided by n - 1).
+    The variance is the sample variance (division by n - 1).
 
     Args:
-        values: [T], in the CPU's memory; no gradient.
-        rows: the rows that the tokens belong to.
-        shift: False keeps the mean where it is and scales around it, as some do with rewards.
+        values: [T], in CPU memory; no gradient.
+        rows: rows of the tokens.
+        shift: False keeps the mean and scales around it, as some implementations do with rewards.
         epsilon: keeps values that are nearly equal from exploding.
 
     Returns:
-        [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0 (without a shift: themselves).
+        [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0
+        (without a shift: themselves).
 
     >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
@@ -144,10 +148,11 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
 
 
 class ValueLoss(AggregatedLoss):
-    """The critic's squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, then aggregated.
+    """The critic's squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+    / 2, then aggregated.
 
-    Clipping keeps the new value near the one that the advantages were computed with, as PPO's released implementation does
-    (it is not in the paper, arXiv:1707.06347); `clip=None` is the plain squared error.
+    Clipping keeps the new value near the value of the advantages, as in PPO's released
+    implementation (but not its paper, arXiv:1707.06347). `clip=None` is the plain squared error.
 
     >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
     >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
@@ -156,23 +161,24 @@ class ValueLoss(AggregatedLoss):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """[reward] How far from the old value a change earns; None: no bound. Raise it with the scale of the rewards, where the critic learns
-    too slowly."""
+    """[reward] Clip range around the old value; None for no bound. Raise it with the scale of the
+    rewards, or if the critic learns too slowly."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss, and its metrics.
+        """Return the undivided loss, and metrics.
 
         Args:
             values: [T] the critic's predictions; gradient flows.
-            rows: with the columns of `reads`, none of which gets a gradient.
+            rows: as for `Loss`.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 when every token is masked. Means over trained tokens: `value`, `return` and,
-            with a clip, `clip_fraction` (the clipped value was taken).
+            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Means
+            over trained tokens: `value`, `return` and, with a clip, `clip_fraction` (share of
+            tokens with the clipped value).
         """
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
@@ -180,6 +186,7 @@ class ValueLoss(AggregatedLoss):
             old = rows.only_trained(rows[VALUES])
             bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             watched["clip_fraction"] = bounded > losses
+            # The larger loss: a value that moved beyond the clip range gets no further credit.
             losses = torch.maximum(losses, bounded)
         return (self.aggregation.weights(rows) * losses).sum() / 2, observed(rows.trained > 0, watched)
 
@@ -188,15 +195,15 @@ class ValueLoss(AggregatedLoss):
 def critic_advantages(
     samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
 ) -> Batch:
-    """PPO's advantages and returns from token rewards and a critic's values, by generalised advantage estimation.
+    """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
         samples: any rows.
-        gamma: discount of what comes a token later.
-        lam: 0 for one step, 1 for all of the reward to come.
-        whiten: bring the advantages of all trained tokens given at once to mean 0 and deviation 1. What is "at once" is the
-            step under `Synchronous`, and the rows that happen to be ready under the other schedules; of several ranks of
-            `functions`, each has its part.
+        gamma: discount per token.
+        lam: 0 for one step, 1 for all future rewards.
+        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
+            1. One call covers the step under `Synchronous`, and the rows that are ready under other
+            schedules; with several ranks of `functions`, each normalizes its part.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
     >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
@@ -214,11 +221,11 @@ def critic_advantages(
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
-    """The reward to come as the advantage, without a critic; whitened it is REINFORCE++ (arXiv:2501.03262).
+    """Use discounted future rewards as advantages; whitened, REINFORCE++ (arXiv:2501.03262).
 
     Args:
         samples: any rows.
-        gamma: discount of what comes a token later.
+        gamma: discount per token.
         whiten: as for `critic_advantages`.
 
     >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
@@ -237,11 +244,14 @@ def _by_parts(
     *columns: Tensor,
     num_outputs: int,
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the trained tokens, some rows at a time, so that what it makes on the way stays in the cache.
+    """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
 
     Args:
-        of_part: takes the columns [N] and `cu_seqlens` of some rows, as if their masked tokens were not there; gives outputs [N].
+        of_part: takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
+            returns outputs [N].
+        rows: rows of the tokens.
         columns: [T].
+        num_outputs: number of outputs of `of_part`.
 
     Returns:
         Each output as [T] float32, 0 at masked tokens.
@@ -252,6 +262,7 @@ def _by_parts(
     outputs = [np.empty(len(columns[0]), dtype=np.float32) for _ in range(num_outputs)]
     first = 0
     while first < len(rows):
+        # At least one row, even if it is longer than a part.
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
         part, starts = (
             slice(cu_seqlens[first], cu_seqlens[last]),
@@ -280,10 +291,11 @@ def _float32(column: Tensor) -> NDArray[np.float32]:
 def _discounted_sums(
     values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float
 ) -> NDArray[np.float32]:
-    """y_t = x_t + c y_t+1 within each row, the recursion of every estimator here, without a loop over tokens.
+    """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
-    Rows are cut into blocks of `_BLOCK` tokens. What a block hands on to the one before it obeys the same recursion over blocks,
-    with c^_BLOCK, and is found first; then every block is one product with a triangular matrix of powers of c.
+    Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks obeys the same recursion
+    with c^_BLOCK, and is solved first. Then each block is one product with a triangular matrix of
+    powers of c.
     """
     lengths = np.diff(cu_seqlens)
     num_blocks = -(-lengths // _BLOCK)
@@ -293,7 +305,7 @@ def _discounted_sums(
     tokens[ends[filled] - 1] = (lengths[filled] - 1) % _BLOCK + 1
     taken = np.arange(_BLOCK, dtype=np.int8) < tokens[:, None]
     blocks = np.empty(taken.shape, dtype=np.float32)
-    blocks[ends[filled] - 1] = 0  # the others are filled
+    blocks[ends[filled] - 1] = 0  # last blocks may be partial; all others are filled completely
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:

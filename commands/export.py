@@ -12,7 +12,6 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
-from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
 from .command import Answer, Command, RunName, Switch, find_run
 
 MODEL = "model"
@@ -43,6 +42,8 @@ class Export(Command):
         model = _model(checkpoint, self.group)
         if damage := verify_manifest(checkpoint):
             raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
+        from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
+
         is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
         with _written(self.out) as partial:
             if self.merged and is_adapter:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from ..dataflow.config import GIB, MIB
 from ..dataflow.errors import Planned, UserError
 from .command import Answer, ScriptCommand
 from .run import run_script, script_file
@@ -74,7 +73,7 @@ def _other(machine: str) -> OtherMachine:
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):
         raise UserError(f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80")
-    return OtherMachine(int(number), int(size) * GIB)
+    return OtherMachine(int(number), int(size) << 30)
 
 
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def amount(num_bytes: float) -> str:
     >>> amount(200), amount(3 << 19), amount(300 << 20), amount(5 << 30)
     ('0.2 KiB', '1.5 MiB', '300 MiB', '5.0 GiB')
     """
-    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:
             found = num_bytes / size
             return f"{found:,.0f} {unit}" if found >= 100 else f"{found:,.1f} {unit}"

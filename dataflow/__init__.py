@@ -1,4 +1,4 @@
-"""What flows: columns, batches, the graph that says who reads and writes them, and the sample buffer.
+"""Dataflow: columns, batches, graphs of nodes that read and write columns, and the sample buffer.
 
-The ground floor. It knows nothing of models, worker groups or Ray, so its rules can be tested in milliseconds.
+The lowest layer. It does not know models, worker groups or Ray, so its rules can be tested in milliseconds.
 """

@@ -1,4 +1,4 @@
-"""Batch: the one record type of the system. Immutable, columnar, backed by a `pyarrow.RecordBatch`."""
+"""Batch: the record type of Weft. Immutable, columnar, backed by a `pyarrow.RecordBatch`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 MAX_OFFSET = 2**31 - 1
-"""The most bytes of text, or items of lists, that one array with 32-bit offsets holds."""
+"""Most bytes of text, or items of lists, in one array with 32-bit offsets."""
 
 
 class Batch:
-    """Rows with named, typed columns. No method changes a batch; each returns a new one that shares its buffers.
+    """Rows with named, typed columns. Immutable: methods return new batches that share buffers.
 
     >>> batch = Batch.of(reward=[1.0, 0.0], response_ids=[[5, 6, 7], [8]])
     >>> len(batch), batch.columns
@@ -40,7 +40,8 @@ class Batch:
         self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As one Arrow IPC message: Arrow's own pickle of a slice contains every row of the batch that it was cut from.
+        # One Arrow IPC message, because Arrow's own pickle of a slice contains the whole original
+        # batch.
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.record.schema) as writer:
             writer.write_batch(self.record)
@@ -48,11 +49,12 @@ class Batch:
 
     @classmethod
     def of(cls, /, **columns: Any) -> Batch:
-        """A batch of these columns.
+        """Create a batch from columns.
 
         Args:
-            columns: by name, one value per row: Arrow arrays, numpy arrays, tensors, lists, or pairs of values `[T]` and cu_seqlens
-                `[rows + 1]`. Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep their own.
+            columns: by name, one value per row: Arrow arrays, numpy arrays, tensors, lists, or
+                pairs of values `[T]` and cu_seqlens `[rows + 1]`. Columns that Weft declares
+                (`dataflow/column.py`) get their declared type; others keep their own.
         """
         return cls(
             pa.RecordBatch.from_arrays(
@@ -62,36 +64,38 @@ class Batch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """A batch from one mapping per row; all must have the same keys."""
+        """Create a batch from one mapping per row; all must have the same keys."""
         return cls.of(**{name: [row[name] for row in rows] for name in (rows[0] if rows else {})})
 
     @classmethod
     def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
-        """All rows of a table; a column of one chunk is not copied.
+        """Create a batch from all rows of a table. Columns with one chunk are not copied.
 
         Args:
             table: the rows.
-            max_bytes: a column of several chunks with more bytes than this gets 64-bit offsets (`large_string`, `large_list`).
+            max_bytes: columns with several chunks and more bytes than this get 64-bit offsets
+                (`large_string`, `large_list`).
 
         Raises:
-            UserError: the type of a column that needs 64-bit offsets has none.
+            UserError: a column needs 64-bit offsets, and its type has none.
 
         >>> text = pa.chunked_array([["a", "b"], ["c"]])
         >>> Batch.of_table(pa.table({"text": text}), max_bytes=10)
         Batch(3 rows; text: large_string)
         """
         columns = {name: _joined(name, table.column(name), max_bytes) for name in table.column_names}
+        # An Arrow batch without columns still needs its number of rows.
         if not columns:  # rows without columns
             return cls(table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([]))
         return cls(pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)))
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """The rows of all batches, in order.
+        """Concatenate batches, in order.
 
         Args:
-            batches: batches with the same columns. The types of a column may differ if one can hold the other, such as integers and
-                floats, or a list column that is empty in one batch.
+            batches: batches with the same columns. The types of a column may differ if one can hold
+                the other, such as integers and floats, or a list column that is empty in one batch.
 
         Raises:
             UserError: there is no batch, or columns or types differ.
@@ -99,6 +103,7 @@ class Batch:
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
+        # The common case: equal schemas need no promotion.
         if all(r.schema.equals(records[0].schema) for r in records):
             return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
         for record in records:
@@ -124,13 +129,13 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """One column as an Arrow array.
+        """Return one column as an Arrow array.
 
         Args:
             column: a name or a `Column`.
 
         Raises:
-            UserError: the batch has no such column; the message offers the nearest one.
+            UserError: the batch has no such column. The message suggests the nearest one.
         """
         name = str(column)
         if name not in self.record.schema.names:
@@ -158,8 +163,11 @@ class Batch:
     # Reading columns
 
     def numpy(self, column: object) -> np.ndarray:
-        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects. A `JsonType` column
-        gives float64 if all values are numbers, else objects."""
+        """Return a column as a numpy array `[rows]`.
+
+        Fixed-width columns are read-only and not copied; strings become objects. A `JsonType`
+        column becomes float64 if all values are numbers, otherwise objects.
+        """
         array = self[column]
         if is_json(array.type):
             values = array.to_pylist()
@@ -168,7 +176,7 @@ class Batch:
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """A fixed-width column as a torch tensor `[rows]`, without a copy (booleans are copied). It must not be written to.
+        """Return a fixed-width column as a torch tensor `[rows]`, without a copy: do not write to it.
 
         Raises:
             UserError: the column does not hold one number per row.
@@ -184,11 +192,11 @@ class Batch:
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
-        """A ragged column as torch tensors, without a copy. They must not be written to.
+        """Return a ragged column as torch tensors. They are not copied, so do not write to them.
 
         Returns:
-            values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1 values). Row i is
-            `values[cu_seqlens[i]:cu_seqlens[i + 1]]`.
+            values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1 values).
+            Row i is `values[cu_seqlens[i]:cu_seqlens[i + 1]]`.
 
         Raises:
             UserError: the column is not ragged.
@@ -197,21 +205,21 @@ class Batch:
         return _tensor(values), _tensor(offsets)
 
     def ragged_numpy(self, column: object) -> tuple[np.ndarray, np.ndarray]:
-        """The same as `ragged`, as numpy arrays, without importing torch."""
+        """Return the same as `ragged`, as numpy arrays, without importing torch."""
         values, offsets = self._lists(column)
         return values.to_numpy(), offsets.to_numpy()
 
     def lengths(self, column: object) -> np.ndarray:
-        """Length of each row of a ragged column, `[rows]` integers."""
+        """Return the length of each row of a ragged column, `[rows]` integers."""
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
-        """A ragged column as a padded copy.
+        """Return a ragged column as a padded copy.
 
         Args:
             column: a ragged column.
             fill: value of the padding.
-            left: pad at the left, not at the right.
+            left: pad on the left instead of the right.
 
         Returns:
             `[rows, longest]`, in the dtype of the column.
@@ -226,13 +234,13 @@ class Batch:
         return out
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries of Python values. This is slow; it is meant for reward functions and for inspection."""
+        """Return the rows as dictionaries. Slow: for reward functions and inspection."""
         return self.record.to_pylist()
 
-    # Making other batches
+    # Deriving batches
 
     def select(self, columns: Iterable[object]) -> Batch:
-        """Only these columns, in this order."""
+        """Return only these columns, in this order."""
         names = [str(c) for c in columns]
         return (
             Batch(pa.RecordBatch.from_arrays([self[n] for n in names], names=names))
@@ -241,15 +249,15 @@ class Batch:
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
-        """These rows, in this order (repeats allowed)."""
+        """Return these rows, in this order. Repeats are allowed."""
         return Batch(self.record.take(pa.array(np.asarray(rows, dtype=np.int64))))
 
     def slice(self, start: int, length: int) -> Batch:
-        """`length` rows beginning with row `start`, without a copy."""
+        """Return `length` rows beginning with row `start`, without a copy."""
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive parts of the batch, without a copy.
+        """Split the batch into consecutive parts, without a copy.
 
         Args:
             sizes: number of rows of each part.
@@ -265,7 +273,7 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """This batch with columns added or replaced.
+        """Return the batch with columns added or replaced.
 
         Args:
             columns: as for `of`.
@@ -289,7 +297,8 @@ class Batch:
             by: a column with one value per row.
 
         Returns:
-            keys `[groups]`, in ascending order, and index `[rows]`: row i belongs to group `keys[index[i]]`.
+            keys `[groups]`, in ascending order, and index `[rows]`: row i belongs to group
+            `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index
@@ -302,6 +311,7 @@ class Batch:
             )
         offsets = array.offsets
         start = offsets[0].as_py() if len(offsets) else 0
+        # `array.values` ignores the slice of the list array, so cut it by the offsets.
         values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values
         if start:  # a slice of a larger batch: rebase the offsets
             offsets = pa.array(offsets.to_numpy() - offsets.type.to_pandas_dtype()(start))
@@ -313,15 +323,15 @@ def _from_message(message: pa.Buffer) -> Batch:
 
 
 def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | None = None) -> pa.Array:
-    """A list array.
+    """Create a list array.
 
     Args:
         values: `[T]` the items of all rows.
         offsets: `[rows + 1]` integers; row i is `values[offsets[i]:offsets[i + 1]]`.
-        item: type of the items; None: that of `values`.
+        item: type of the items; None for the type of `values`.
 
     Returns:
-        An array with 32-bit offsets, or 64-bit ones if there are more than `MAX_OFFSET` items.
+        An array with 32-bit offsets, or with 64-bit offsets for more than `MAX_OFFSET` items.
     """
     if offsets[-1] > MAX_OFFSET:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values, type=item))
@@ -336,9 +346,10 @@ def is_ragged(type: pa.DataType) -> bool:
 
 
 def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
-    """A column as one array. (`Table.combine_chunks` leaves text of over 2 GiB in several chunks.)"""
+    """Return a column as one array, also text of over 2 GiB, unlike `Table.combine_chunks`."""
     if column.num_chunks == 1:
         return column.chunk(0)
+    # Arrow cannot cast an extension type, so cast its storage.
     if column.nbytes > max_bytes and is_json(column.type):
         storage = [chunk.storage.cast(pa.large_string()) for chunk in column.chunks]
         return pa.ExtensionArray.from_storage(JsonType(pa.large_string()), pa.concat_arrays(storage))
@@ -353,7 +364,6 @@ def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
 
 
 def _wide(type: pa.DataType) -> pa.DataType:
-    """The type with 64-bit offsets."""
     if pa.types.is_string(type):
         return pa.large_string()
     if pa.types.is_binary(type):
@@ -376,6 +386,7 @@ def _tensor(array: pa.Array) -> Tensor:
 
 
 def _array(name: str, data: Any) -> pa.Array:
+    # Answers may have any type; `exact_array` chooses it.
     wanted = KNOWN[name].type if name in KNOWN and name != str(ANSWER) else None
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)

@@ -1,7 +1,7 @@
 """Columns: the named, typed fields of a row, declared once with type, shape and unit.
 
-A ragged column holds one variable-length list per row (the tokens of a response); its Arrow offsets are the
-`cu_seqlens` that attention kernels and losses want.
+A ragged column holds one variable-length list per row, such as the tokens of a response. Its Arrow
+offsets are the `cu_seqlens` of attention kernels and losses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def ragged(item: pa.DataType) -> pa.DataType:
-    """The type of a column whose rows are lists of `item` of any length (int32 offsets)."""
+    """Return the type of a column of lists of `item`, of any length (int32 offsets)."""
     return pa.list_(item)
 
 
@@ -29,7 +29,7 @@ class Column:
     type: pa.DataType
     doc: str
     made: str = ""
-    """How a graph gets the column, for the message when a node reads it and none writes it."""
+    """How a graph gets the column, for the error when no node writes it."""
 
     def __str__(self) -> str:
         return self.name
@@ -37,40 +37,38 @@ class Column:
 
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 
-# Identity: every row has these. DRAW_PATH and MADE_BEFORE are given to the operations that name them.
+# Identity: every row has these. Only operations that name DRAW_PATH or MADE_BEFORE get them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
-PARENT_ID = Column(
-    "parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source"
-)
+PARENT_ID = Column("parent_id", int64, "sample_id of the parent row; for rows of a source, their own")
 DRAW_PATH = Column(
     "draw_path",
     ragged(int32),
-    "what a seed depends on besides the group: the expansion, and the row that it expands (`Row.draw`)",
+    "path for seeds, in addition to the group: the expansion, and the expanded row (`Row.draw`)",
 )
 MADE_BEFORE = Column(
     "made_before",
     ragged(int32),
-    "numbers of the rows that an earlier worker made from this one and published; absent: there are none",
+    "numbers of the child rows that an earlier worker already published; absent: none",
 )
 IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE)
 
-# Prompts and what was generated from them.
+# Prompts and generated responses.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")
 PROMPT_IDS = Column("prompt_ids", ragged(int32), "[P] token ids")
 IMAGES = Column(
     "images",
     ragged(pa.large_binary()),
-    "[images] encoded (PNG, JPEG, ...), in the order of their placeholders in prompt_ids, of which each has one",
+    "[images] encoded (PNG, JPEG, ...), in the order of their placeholders in prompt_ids, one each",
     "the data has them: a column 'images' of encoded images, read by Prompts.read",
 )
 ANSWER = Column(
     "answer",
     string,
-    "ground truth that came with the prompt: text, or any other value of the file (`JsonType`)",
+    "ground truth of the prompt: text, or any other value of the file (`JsonType`)",
 )
-RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the stop token included")
-RESPONSE = Column("response", string, "text of the response, special tokens skipped")
+RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, including the stop token")
+RESPONSE = Column("response", string, "text of the response, without special tokens")
 RESPONSE_LOGPROBS = Column(
     "response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token"
 )
@@ -80,23 +78,21 @@ RESPONSE_VERSIONS = Column(
 ROUTES = Column(
     "routes",
     ragged(pa.uint16()),
-    "[(P + L - 1) * layers * k] numbers of the k experts that the generator sent each token to (the last of the response goes nowhere), "
+    "[(P + L - 1) * layers * k] indices of the k experts of each token in the generator (except the last token of the response), "
     "token by token, layer by layer; 0 in layers without a router",
     "the generator records it: rollout = weft.group(weft.RolloutWorker, model=..., routes=True)",
 )
 RESPONSE_MASK = Column(
-    "response_mask", ragged(pa.uint8()), "[L] 1 where a token is trained on; absent: all of them"
+    "response_mask", ragged(pa.uint8()), "[L] 1 for trained tokens; absent: all are trained"
 )
-TEMPERATURE = Column("temperature", float32, "temperature that the response was sampled at; absent: 1")
+TEMPERATURE = Column("temperature", float32, "sampling temperature of the response; absent: 1")
 FINISH_REASON = Column(
-    "finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)"
+    "finish_reason", string, "'stop' (ended by a stop token) or 'length' (reached the limit)"
 )
 
-# What training reads.
+# Inputs of training.
 REWARD = Column("reward", float32, "scalar reward of the complete response")
-REWARD_PARTS = Column(
-    "reward_parts", string, "JSON object: name -> number, the parts that the reward was made from"
-)
+REWARD_PARTS = Column("reward_parts", string, "JSON object: name -> number, the parts of the reward")
 BASELINE_REWARD = Column(
     "baseline_reward",
     float32,
@@ -104,15 +100,15 @@ BASELINE_REWARD = Column(
     "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.grpo)",
 )
 TOKEN_REWARDS = Column(
-    "token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's"
+    "token_rewards", ragged(float32), "[L] reward of each token; the sum is the reward of the response"
 )
 VALUES = Column(
     "values",
     ragged(float32),
-    "[L] the critic's prediction of the reward to come, before each token",
+    "[L] the critic's prediction of future rewards, before each token",
     "a critic makes it: critic = weft.group(weft.CriticWorker, model=...), and samples = critic.values(samples)",
 )
-RETURNS = Column("returns", ragged(float32), "[L] what the critic is to predict")
+RETURNS = Column("returns", ragged(float32), "[L] training target of the critic")
 ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
 OLD_LOGPROBS = Column(
     "old_logprobs",
@@ -123,8 +119,8 @@ OLD_LOGPROBS = Column(
 ENTROPIES = Column(
     "entropies",
     ragged(float32),
-    "[L] nats, of the actor's distribution of each token before the update",
-    "the actor makes it beside its log-probabilities: grpo(..., entropies=True), or in a graph of your own "
+    "[L] nats, entropy of the actor's distribution of each token before the update",
+    "the actor makes it with its log-probabilities: grpo(..., entropies=True), or in your own graph "
     "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.policy_loss)",
 )
 REFERENCE_LOGPROBS = Column(
@@ -144,29 +140,29 @@ TOKEN_SCORES = Column(
 STEP_LABELS = Column(
     "step_labels",
     ragged(float32),
-    "[L] 0 to 1: how correct the step is that ends with this token; nan: no step ends here",
+    "[L] 0 to 1: correctness of the step that ends with this token; nan: no step ends here",
 )
 
 # Preferences.
 CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
 REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
 CHOSEN_MASK = Column(
-    "chosen_mask", ragged(pa.uint8()), "[L] 1 where a token of chosen_ids counts; absent: all of them"
+    "chosen_mask", ragged(pa.uint8()), "[L] 1 for tokens of chosen_ids that count; absent: all count"
 )
 REJECTED_MASK = Column(
-    "rejected_mask", ragged(pa.uint8()), "[L] 1 where a token of rejected_ids counts; absent: all of them"
+    "rejected_mask", ragged(pa.uint8()), "[L] 1 for tokens of rejected_ids that count; absent: all count"
 )
 PREFERRED = Column(
     "preferred",
     pa.uint8(),
-    "1: the response is the better one of its pair, or good by itself; 0: it is not",
+    "1 for the better response of a pair, or a good single response; otherwise 0",
 )
 REFERENCE_POINT = Column(
-    "reference_point", float32, "nats; KTO's z0: the divergence that a response is compared with"
+    "reference_point", float32, "nats; KTO's z0, the divergence that responses are compared with"
 )
 MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
 MISMATCHED_MASK = Column(
-    "mismatched_mask", ragged(pa.uint8()), "[L] 1 where a token of mismatched_ids counts"
+    "mismatched_mask", ragged(pa.uint8()), "[L] 1 for tokens of mismatched_ids that count"
 )
 MISMATCHED_LOGPROBS = Column(
     "mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor"
@@ -202,14 +198,14 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
     MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
 }
-"""Token ids -> what other columns say of each of these tokens. New rows with other tokens do not inherit it."""
+"""Token ids -> columns with a value per token. New rows with other tokens do not inherit them."""
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
-"""Every column that Weft itself declares, by name; users' own columns need no declaration."""
+"""All columns that Weft declares, by name. Users' own columns need no declaration."""
 
 
 def not_inherited(written: Collection[str]) -> set[str]:
-    """Columns that rows do not have of their parents, where these columns are written anew.
+    """Return the columns that new rows do not inherit if a node writes these columns.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
     ['chosen_mask', 'chosen_reference_logprobs', 'routes']
@@ -218,7 +214,7 @@ def not_inherited(written: Collection[str]) -> set[str]:
 
 
 def is_of_reward(column: str) -> bool:
-    """Whether a column is the reward, one of the rewards that it is the sum of, or its parts.
+    """Whether a column is the reward, one of its components, or its parts.
 
     >>> is_of_reward("reward/format"), is_of_reward("baseline_reward")
     (True, False)

@@ -1,4 +1,4 @@
-"""Configuration: a frozen pydantic model beside the class that it configures, checked where it is made."""
+"""Configuration: frozen pydantic models, next to the classes that they configure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .peer_names import peer_hint
 
 
 class Config(pydantic.BaseModel):
-    """Parent of every configuration class: frozen, unknown fields refused with the nearest right name.
+    """Base of all configuration classes: frozen and strict, with hints for unknown settings.
 
-    Types are strict: a text or number field refuses values of another type, and numbers must be finite unless the field allows infinity
-    (`Field(allow_inf_nan=True)`). Lists are accepted as tuples, mappings as nested settings, and numpy numbers as Python numbers.
+    Types are strict: a text or number field rejects values of another type, and numbers must be
+    finite unless the field allows infinity (`Field(allow_inf_nan=True)`). Lists are accepted as
+    tuples, mappings as nested settings, and numpy numbers as Python numbers.
 
     >>> class Toy(Config):
     ...     rate: float = pydantic.Field(1.0, gt=0)
@@ -31,11 +32,11 @@ class Config(pydantic.BaseModel):
     """
 
     retired: ClassVar[Mapping[str, str]] = {}
-    """Names that a class once had -> what to say instead."""
+    """Former names of settings -> what to use instead."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings of the class that a resumed run may change without a word, since the numbers do not depend on them."""
+    """Settings that a resumed run may change freely, since they do not affect results."""
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings of the class that a resumed run may not change, since the state in its checkpoints depends on them."""
+    """Settings that a resumed run may not change, since checkpoints depend on them."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -60,7 +61,7 @@ class Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_equal_types(cls, settings: Any) -> Any:
-        """Convert equal values to the types that strict mode requires: lists, mappings and numpy numbers."""
+        """Convert lists, mappings and numpy numbers to the types that strict mode requires."""
         if not isinstance(settings, Mapping):
             return settings
         return {name: _of_kind(value, cls.model_fields.get(name)) for name, value in settings.items()}
@@ -79,7 +80,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """(Free, fixed) settings of the class and of its parents; a change of any other is reported."""
+        """Return the (free, fixed) settings of the class and its parents, for resumed runs."""
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (
             frozenset().union(*(each.get(name, ()) for each in parents))
@@ -89,7 +90,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """The end of a message about a setting that the class does not have: what became of it, or the nearest one that there is."""
+        """Return the tail of an error about an unknown setting."""
         known = list(cls.model_fields)
         gone = next(
             (each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), ""
@@ -102,18 +103,19 @@ class Config(pydantic.BaseModel):
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """What pydantic says of a value, with the value, and the nearest that is allowed.
+        """Return pydantic's message about a value, with the value and the nearest allowed one.
 
         Args:
-            problem: one of the errors of a `ValidationError`.
+            problem: an error of a `ValidationError`.
         """
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
             case "missing":
                 return "must be given"
-            case "value_error":  # one of our own rules: the message says everything
+            case "value_error":  # raised by our own rules, with a complete message
                 return str(problem["ctx"]["error"])
             case "literal_error":
+                # pydantic lists the allowed values in one text: "'a', 'b' or 'c'".
                 allowed = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
                 return f"{message}, not {value!r}{nearest(str(value), allowed)}"
             case _:
@@ -121,9 +123,11 @@ class Config(pydantic.BaseModel):
 
 
 def _of_kind(value: Any, field: Any) -> Any:
+    # The annotation itself, and the members of a union.
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
+    # Strict mode rejects text for a path.
     if isinstance(value, str) and Path in kinds and str not in kinds:
         return Path(value)
     if isinstance(value, np.bool_ | np.integer | np.floating):
@@ -137,11 +141,11 @@ def _of_kind(value: Any, field: Any) -> Any:
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, whose names have dots; a list stays a value.
+    """Flatten nested mappings to names with dots. Lists stay values.
 
     Args:
-        settings: names and values, of which some are mappings themselves.
-        name: of what they are nested in.
+        settings: names and values, which may be mappings.
+        name: prefix of the names.
 
     >>> flattened({"schedule": {"steps": 3}, "seed": 0, "graphs": ["a"]})
     {'schedule.steps': 3, 'seed': 0, 'graphs': ['a']}
@@ -156,8 +160,6 @@ def flattened(settings: Any, name: str = "") -> dict[str, Any]:
     }
 
 
-# Byte units
-#
 # Byte units, by IEC 80000-13.
 
 
@@ -165,7 +167,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in words.
+    """Format a number of bytes.
 
     >>> gib(1.5 * GIB), gib(3 << 20)
     ('1.5 GiB', '3 MiB')

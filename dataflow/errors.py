@@ -1,42 +1,42 @@
-"""Every exception of Weft, in one tree. Each says what went wrong, and what the user can do about it.
+"""All exceptions of Weft, in one tree. Messages name the problem and, if possible, the fix.
 
     WeftError
      ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
-     │   ├─ SettingError                       a configuration class refuses its settings
+     │   ├─ SettingError                       a configuration class rejects its settings
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
-     │   ├─ NoSuchRunError                     a page of the dashboard asks for a run that is not there
-     │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
+     │   ├─ NoSuchRunError                     a dashboard page requests a run that does not exist
+     │   ├─ SymptomError                       the run shows a symptom that `stop_on` names
      │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
-     │   └─ SampleError                        a mistake that shows on particular samples
-     │       └─ ResultError                    a function returned what it never should
-     ├─ RunError (RuntimeError)                the run cannot go on; exit code 1
+     │   └─ SampleError                        a mistake in particular samples
+     │       └─ ResultError                    a function returned an invalid result
+     ├─ RunError (RuntimeError)                the run cannot continue; exit code 1
      │   ├─ StalledError                       rows are in flight, and nothing can move
      │   ├─ StalenessError                     rows are older than the schedule allows
      │   ├─ WeightSyncError                    a receiver holds other weights than were published
-     │   ├─ TakenOverError                     another driver goes on with the run
+     │   ├─ TakenOverError                     another driver has taken over the run
      │   ├─ RecoveryError                      the log of a run cannot be replayed
      │   │   └─ FormatError                    another version of Weft wrote it
-     │   ├─ DamagedSegment                     columns of rows cannot be read any more
+     │   ├─ DamagedSegment                     columns of rows can no longer be read
      │   ├─ LeaseError                         rows were handled that belong to another lease
      │   ├─ DivergedError                      too many bad optimizer steps in a row
-     │   ├─ GenerationError                    the engine that samples tokens failed
+     │   ├─ GenerationError                    the inference engine failed
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
      │           └─ DeadlineError (TimeoutError)   a call was not answered in time
-     └─ BrokenRule                             an event of a log breaks the law of rows; `weft buffer check` reports it
+     └─ BrokenRule                             an event of a log breaks a rule of rows; `weft buffer check` reports it
 
     BaseException
-     ├─ Cancelled                              a call on a rank is ended where it stands; no user sees it
-     ├─ Silent                                 a call in the driver's process said nothing for too long; no user sees it
-     ├─ NeedsMainThread                        a reward function sets a signal handler on another thread; no user sees it
-     ├─ Planned                                `weft plan` has seen the driver of a script; no user sees it
+     ├─ Cancelled                              a call on a rank is canceled; internal
+     ├─ Silent                                 a call in the driver's process was silent for too long; internal
+     ├─ NeedsMainThread                        a reward function sets a signal handler on another thread; internal
+     ├─ Planned                                `weft plan` has reached the driver of a script; internal
      └─ SystemExit
-         └─ Ended                              a signal ended the process, wherever it was
+         └─ Ended                              a signal ended the process
 
-`launch` and the command `weft` print the message and the advice, without a traceback. A script that a `UserError` ends does the same.
-Tracebacks and notebooks show the advice below the message. This module imports nothing of Weft at its top level, so that every folder
-may import it.
+`launch` and the command `weft` print the message and the advice, without a traceback, as does a
+script that ends with a `UserError`. Tracebacks and notebooks show the advice below the message.
+This module imports no other Weft module at its top level, so that every folder may import it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from typing import ClassVar, Protocol
 
 
 class WeftError(Exception):
-    """The root of the tree: `except WeftError` catches every exception that Weft raises itself, and no other."""
+    """Root of the tree: `except WeftError` catches all exceptions of Weft, and no others."""
 
     advice: ClassVar[str] = ""
-    """What the user can do, unless the message already says it."""
+    """Advice to the user, unless the message already contains it."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -67,48 +67,52 @@ class WeftError(Exception):
 
 
 class Ended(SystemExit):
-    """A signal ended the process, wherever it was: in a worker under `Local`, too, whose own `sys.exit` ends nothing."""
+    """A signal ended the process. Unlike `sys.exit`, it also ends a worker under `Local`."""
 
 
 class Silent(BaseException):
-    """A call in this process was silent for too long. No method catches it by `except Exception`."""
+    """A call in this process was silent for too long. `except Exception` does not catch it."""
 
     def __init__(self, stack: str = "") -> None:
         super().__init__(stack)
         self.stack = stack
-        """Where it stood."""
 
 
 class Cancelled(BaseException):
-    """A call on a rank is ended where it stands: it publishes what is finished."""
+    """A call on a rank is canceled; it publishes its finished rows."""
 
 
 class NeedsMainThread(BaseException):
-    """A reward function sets a signal handler on another thread than the main one. No grader catches it by `except Exception`."""
+    """A reward function sets a signal handler outside the main thread. Not an `Exception`."""
 
 
 class Planned(BaseException):
-    """A script that is planned has made its driver, and ends there."""
+    """Ends a planned script once it has created its driver."""
 
 
-# What the user can fix
+# Errors that the user can fix
 
 
 class UserError(WeftError, ValueError):
-    """A mistake in what the user wrote (settings, graph, data, placement). The message says the place, the rule, the value and
-    the nearest right name: fix it there. A command, or a script that does not catch it, ends with the message and exit code 2."""
+    """A mistake in the user's settings, graph, data or placement.
+
+    The message names the place, the rule, the value and the nearest right name. A command, or a
+    script that does not catch it, ends with the message and exit code 2.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if (
-            sys.excepthook is sys.__excepthook__
-        ):  # else a notebook, a debugger or the user decides what is shown
+        # A notebook, a debugger or the user may have replaced the hook; keep theirs.
+        if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _end_script
 
 
 def _end_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """End a script with the message of its `UserError` and exit code 2. Other exceptions, an interactive session and Python's
-    development mode (`python -X dev`) keep the traceback and the exit code."""
+    """End a script with the message of its `UserError` and exit code 2.
+
+    Other exceptions, interactive sessions and Python's development mode (`python -X dev`) keep the
+    traceback and the exit code.
+    """
     if (
         not isinstance(error, UserError)
         or sys.flags.dev_mode
@@ -117,6 +121,7 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
     ):
         sys.__excepthook__(kind, error, traceback)
         return
+    # Imported here, because every module may import this one.
     from .untrusted_text import show
 
     show(f"error: {error}")
@@ -124,30 +129,28 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 class SettingError(UserError):
-    """A configuration class refuses its settings. The message has a line for each; `problems` has them by name, without the class."""
+    """A configuration class rejects its settings, with a line for each in the message."""
 
     def __init__(self, message: str, of: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.of = of
-        """Name of the class."""
         self.problems = tuple(problems)
 
 
 class GraphError(UserError):
-    """The graph breaks a rule. The message has a line for each break, with the nearest column or group that exists."""
+    """The graph breaks rules. The message has a line for each, with the nearest right name."""
 
 
 class NoSuchNodeError(UserError, AttributeError):
-    """A worker class has no such node. The message offers the nearest node; `hasattr(actor, "logprobs")` tests for
-    one."""
+    """A worker class has no such node. The message suggests the nearest one."""
 
 
 class NoSuchRunError(UserError):
-    """A page of the dashboard asks for a run that is not there, or not any more."""
+    """A dashboard page requests a run that does not exist, or no longer exists."""
 
 
 class SampleError(UserError):
-    """A mistake that shows on particular samples: the message names them, and `sample_ids` has them."""
+    """A mistake in particular samples. The message names them, and `sample_ids` lists them."""
 
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -155,77 +158,79 @@ class SampleError(UserError):
 
 
 class ResultError(SampleError):
-    """A function returned something other than a reward, such as a list for one sample. A retry would not help, so the first such error
-    ends the run."""
+    """A function returned an invalid result. The first such error ends the run, without a retry."""
 
 
 class SymptomError(UserError):
-    """A run shows a sign that it cannot learn, and `Driver(stop_on=...)` names it. The message says what was seen, and has a sample
-    with its reward."""
+    """A run shows a symptom that `Driver(stop_on=...)` names. The message includes a sample."""
 
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)
         self.sample = sample
-        """One of the last samples that were recorded; None: there are none."""
+        """One of the last recorded samples; None if there are none."""
 
 
 class NoSignalError(SymptomError):
-    """The rewards within every group of a run's first steps are equal: all advantages are 0, and nothing is learned. A run that makes
-    checkpoints has made one, and goes on from there with `resume="latest"`."""
+    """All rewards within each group of the first steps are equal: all advantages are 0.
+
+    If the run makes checkpoints, it has made one; `resume="latest"` continues from it.
+    """
 
 
-# What ends a run
+# Errors that end a run
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot go on. The message is complete; a traceback of the driver would not help. A run that makes
-    checkpoints goes on from the last of them with `resume="latest"`. The command line ends with exit code 1."""
+    """A run cannot continue. The message is complete without a traceback; exit code 1.
+
+    A run that makes checkpoints can continue from the last one with `resume="latest"`.
+    """
 
 
 class StalledError(RunError):
-    """Rows are in flight, nothing can run, and nothing is under way. The message says what they wait for."""
+    """Rows are in flight, but nothing can run. The message names what they wait for."""
 
-    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or what became of it."
+    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or how it ended."
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows: a weight update did not reach the group that generated them."""
+    """Rows are older than the schedule allows, because weight updates did not reach their group."""
 
     advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
 
 
 class WeightSyncError(RunError):
-    """A receiver did not arrive at the weights that the sender published."""
+    """The weights of a receiver differ from the published ones."""
 
-    advice = "Nothing was generated with the wrong weights. Go on from the last checkpoint with resume='latest'."
+    advice = "Nothing was generated with the wrong weights. Continue from the last checkpoint with resume='latest'."
 
 
 class TakenOverError(RunError):
-    """Another driver goes on with the run: this one was considered dead, and writes no more. The message names the other driver."""
+    """Another driver has taken over the run, because this one appeared dead."""
 
     advice = (
-        "If another driver has the run, there is nothing to do: it goes on from the last checkpoint. If the run's folder was moved, "
-        "go on there with resume=PATH."
+        "If another driver has the run, there is nothing to do: it continues from the last checkpoint. If the run's folder was moved, "
+        "continue there with resume=PATH."
     )
 
 
 class RecoveryError(RunError):
-    """The log of a run cannot be replayed: it was written for other graphs, or by another version."""
+    """The log of a run cannot be replayed: it belongs to other graphs or another Weft version."""
 
-    advice = "Go on with the graphs and the version of Weft that wrote the log, or begin a run of another name."
+    advice = "Continue with the graphs and the version of Weft that wrote the log, or start a run with another name."
 
 
 class FormatError(RecoveryError):
-    """The log of a run is of a format that this version of Weft does not read."""
+    """This version of Weft cannot read the format of a run's log."""
 
     advice = (
-        "resume='weights' goes on with the saved model at its place in the data, without the rows that were in flight. To go on with them, "
-        "or to look into the log, use the version of Weft that wrote it."
+        "resume='weights' continues with the saved model at its place in the data, without the rows that were in flight. To keep them, "
+        "or to inspect the log, use the version of Weft that wrote it."
     )
 
 
 class MessageReference(Protocol):
-    """The place of a message in a segment, for an error (a `Segment` has it)."""
+    """Position of a message in a segment, for errors (a `Segment` has it)."""
 
     @property
     def node(self) -> str: ...
@@ -236,12 +241,12 @@ class MessageReference(Protocol):
 
 
 class DamagedSegment(RunError):
-    """A message that cannot be read any more: its file is missing or too short, or its bytes have changed."""
+    """A message can no longer be read: its file is missing, too short, or changed."""
 
-    advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
+    advice = "Continue with resume='latest': prompts with damaged rows are issued again."
 
     def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
-        super().__init__(segment, str(path), problem)  # the arguments from which a pickle makes it again
+        super().__init__(segment, str(path), problem)  # arguments for unpickling
         self.segment = segment
 
     def __str__(self) -> str:
@@ -250,13 +255,13 @@ class DamagedSegment(RunError):
 
 
 class LeaseError(RunError):
-    """A lease was used after it was released or finished, or for rows that are not its own."""
+    """A lease was used after its release, or for rows of another lease."""
 
-    advice = "A backend or a worker group handled rows that were not given to it. `weft buffer check RUN` checks whether the log is sound."
+    advice = "A backend or a worker group handled rows that it did not own. `weft buffer check RUN` checks whether the log is sound."
 
 
 class DivergedError(RunError):
-    """Too many optimizer steps in a row were bad. Weights and optimizer are those of the last step that was applied."""
+    """Too many bad optimizer steps in a row. The state is from the last applied step."""
 
     advice = (
         "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
@@ -265,37 +270,36 @@ class DivergedError(RunError):
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.sample_ids = tuple(sample_ids)
-        """Samples of the last step, on this rank, whose loss is not finite."""
+        """Samples of the last step on this rank with a loss that is not finite."""
 
 
 class GenerationError(RunError):
-    """An inference engine failed. The message is plain text, so that it can be sent to the driver."""
+    """An inference engine failed. The message is plain text, for the driver."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
 class WorkerError(RunError):
-    """A call on a worker failed. The message names the worker, the node and the sample, and has the worker's own traceback."""
+    """A call on a worker failed. The message names worker, node and sample, with the traceback."""
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker that cannot be replaced by itself has ended or hangs, or rows that it needs are gone: the run can go on
-    from a checkpoint only."""
+    """A worker's process is gone and cannot be replaced alone. Continue from a checkpoint."""
 
-    advice = "A run that makes checkpoints goes on from the last of them with resume='latest'. The process's log is in the run's logs/."
+    advice = "If the run makes checkpoints, continue from the last one with resume='latest'. The process's log is in the run's logs/."
 
 
 class DeadlineError(WorkerDied, TimeoutError):
-    """A call was not answered in time; the message names what was waited for."""
+    """A call was not answered in time. The message names the call."""
 
-    advice = "If the call needs that long, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
+    advice = "If the call needs more time, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
 
 
-# What the checker finds
+# Findings of the checker
 
 
 class BrokenRule(WeftError):
-    """An event of a log breaks a rule, and the checker ignores the event. `weft buffer check` lists it."""
+    """An event of a log breaks a rule. The checker ignores it; `weft buffer check` lists it."""
 
     def __init__(self, message: str, rule: enum.Enum | None = None) -> None:
         super().__init__(message)
@@ -303,15 +307,16 @@ class BrokenRule(WeftError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The tail of an error message that offers the nearest right name, or nothing when none is near.
+    """Return the tail of an error message that suggests the nearest right name, if any is near.
 
     >>> nearest("advantage", ["advantages", "reward"])
     "; did you mean 'advantages'?"
     >>> nearest("xyz", ["advantages"])
     ''
-    >>> nearest("gpro", ["gspo", "grpo"])  # two letters exchanged are nearer than another letter
+    >>> nearest("gpro", ["gspo", "grpo"])  # two swapped letters are nearer than another letter
     "; did you mean 'grpo'?"
     """
     close = difflib.get_close_matches(str(name), [str(c) for c in candidates], n=3, cutoff=0.6)
+    # Prefer candidates with the same letters: swapped letters are the most common typo.
     close.sort(key=lambda near: sorted(near) != sorted(str(name)))
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,8 @@
-"""Graph: what happens, as plain data.
+"""Graph: the nodes of a run and their dependencies, as plain data.
 
-Edges are columns: a node depends on the nodes that wrote what it reads, on the filters that its rows passed, and on the
-expansion that made them; nothing else. Where nodes run is a placement, when they run is a schedule.
+Edges are columns. A node depends on the nodes that wrote its columns, on the filters that its rows
+passed, and on the expansion that created them. A placement decides where nodes run, and a schedule
+when.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from .errors import GraphError, NoSuchNodeError, UserError, nearest
 from .operation import Declaration, Operation, Shape, declaration_of, takes_as_json, takes_from_json
 from .source import Source, TableSource, file_columns
 
-# Node
-#
-# Node: one operation of a graph, with what it waits for. Plain data.
-
+# Node: one operation of a graph and its dependencies. Plain data.
 
 SOURCE = 0
-"""Level of the rows that come from the source; each EXPAND makes a further level."""
+"""Level of the rows of the source. Each EXPAND creates another level."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph: reads columns, writes columns."""
+    """One operation of a graph, which reads and writes columns."""
 
     name: str
     group: str | None
@@ -40,16 +38,16 @@ class Node:
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     reads: tuple[str, ...]
-    """Columns that it is given: all that it requires, and those it may use that exist."""
+    """Columns that it gets: all required ones, and optional ones that exist."""
     missing: tuple[str, ...]
-    """Columns that it requires and that do not reach it (an error)."""
+    """Required columns that do not reach it (an error)."""
     writes: tuple[str, ...]
     level: int
-    """Level of the rows that it takes."""
+    """Level of its input rows."""
     makes_level: int | None
-    """Level of the rows that it makes (EXPAND only)."""
+    """Level of its output rows (EXPAND only)."""
     writers: Mapping[str, str]
-    """For each of `reads`, the node that wrote it ("" for the source)."""
+    """Column of `reads` -> the node that wrote it ("" for the source)."""
     after: tuple[str, ...]
     """Nodes that must be done with a row (or its ancestor) before this node sees it."""
     path: tuple[str, ...] = ()
@@ -58,23 +56,21 @@ class Node:
 
 @dataclass(frozen=True)
 class ParameterEdge:
-    """`follower` loads the weights of `leader` after every `every`-th update of it."""
+    """`follower` loads the weights of `leader` after every `every`-th update of `leader`."""
 
     follower: str
     leader: str
     every: int
 
 
-# Handle
-#
-# Handle: a worker group in a script, before its processes are started.
+# Handle: a worker group in a script, before its processes start.
 
 
 W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """A configuration whose relative folders of models and tokenizers are absolute paths."""
+    """Make folders of models and tokenizers absolute: a reward function may change the directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -87,19 +83,18 @@ def _from_here(config: Any) -> Any:
 
 
 class Handle:
-    """Stands for a worker group: its class, its configuration, its name.
+    """A worker group in a script: class, configuration and name.
 
-    Inside a `@graph` function, calling one of its methods with rows records a node. Made by `group`, which types it
-    as the worker class, so that an editor jumps from `rollout.generate` to the code.
+    Inside a `@graph` function, calling one of its methods with rows records a node. `group` creates
+    it, typed as the worker class, so that an editor jumps from `rollout.generate` to the code.
     """
 
     def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
         self.worker_class = worker_class
         self.given = config
-        """Its configuration, as it was asked for."""
+        """Configuration as given by the user."""
         self.config = _from_here(config)
-        """The configuration that a run uses: with absolute paths, since a reward function may change the working directory, and with the
-        adapter of its leader."""
+        """Configuration of the run, with absolute paths and the adapter of its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""
@@ -108,31 +103,32 @@ class Handle:
 
     @property
     def called(self) -> str:
-        """Its name; until a graph gives it one, that of its class: "actor" for `ActorWorker`."""
+        """Its name, or by default the name of its class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     @property
     def transport(self) -> str:
-        """How the weights that it publishes reach its followers; "auto" where its worker offers no choice."""
+        """Transport of its weights to its followers; "auto" if its worker has no such setting."""
         return getattr(self.given, "transport", "auto")
 
     @property
     def vllm_backend(self) -> str:
-        """vLLM's own backend by which it sends them, while it and its followers work at the same time; empty: none."""
+        """vLLM backend that sends its weights; empty for none."""
         return getattr(self.given, "vllm_backend", "")
 
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update of it.
+        """Load the weights of `leader` after every `every`-th update of `leader`.
 
         Args:
-            leader: the handle of the group that publishes weights.
+            leader: handle of the group that publishes weights.
             every: number of updates between two loads.
 
         Raises:
-            UserError: `leader` is not a handle or has no weights to publish, or this group cannot receive any.
+            UserError: `leader` is not a handle or has no weights to publish, or this group cannot
+                receive weights.
         """
         if not isinstance(leader, Handle):
             raise UserError(
@@ -151,8 +147,10 @@ class Handle:
         self.leader, self.follows_every = leader, every
 
     def __getattr__(self, method: str) -> Any:
+        # Pickle and copy look up special methods on instances.
         if method.startswith("__"):
             raise AttributeError(method)
+        # `getattr_static`, so that no property or descriptor of the class runs.
         function = inspect.getattr_static(self.worker_class, method, None)
         declaration = declared(self.worker_class, method)
         if declaration is None or not declaration.is_node:
@@ -165,7 +163,7 @@ class Handle:
             add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 raise UserError(
-                    f"{self!r}.{method}() takes the rows of a graph that is being traced first; call it inside a @weft.graph function"
+                    f"{self!r}.{method}() takes the symbolic rows of a graph first; call it inside a @weft.graph function"
                 )
             return add_node(self, function, declaration, args[1:], kwargs)
 
@@ -173,7 +171,7 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """The declaration of a worker's method, or of the method that it overrides; None: it is not remote."""
+    """Return the declaration of a worker's method, possibly inherited; None if it is not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -182,11 +180,11 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """A handle on a worker group of this class, configured by keyword (checked here, against `worker_class.Config`).
+    """Create a handle on a worker group, with the settings of `worker_class.Config`.
 
     Args:
-        worker_class: the class of the workers.
-        name: name of the group; None: the name of the parameter under which it is first passed to a graph.
+        worker_class: class of the workers.
+        name: name of the group; by default, the parameter name of the first graph that gets it.
         settings: fields of `worker_class.Config`.
 
     Raises:
@@ -195,15 +193,13 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
-            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): a worker class names the class of its settings; "
-            "derive it from weft.Worker, with `Config = MyConfig` in it, where MyConfig is a weft.Config"
+            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): the class has no settings class `Config`; "
+            "derive it from weft.Worker and set `Config = MyConfig`, where MyConfig is a weft.Config"
         )
     config = cast(Any, made_of)(**settings)
     return cast(W, Handle(worker_class, config, name))
 
 
-# Drawing
-#
 # Drawing: a graph as text, and as a Mermaid flowchart.
 
 
@@ -214,7 +210,7 @@ def graph_text(
     edges: Sequence[ParameterEdge],
     levels: Mapping[int, str],
 ) -> str:
-    """A line for the source and each edge, two or three for each node."""
+    """Describe a graph: one line for the source and each edge, two or three for each node."""
     lines = [
         f"graph {name}",
         f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}",
@@ -233,7 +229,7 @@ def graph_text(
 
 
 def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> str:
-    """A flowchart: solid edges carry columns, dotted ones carry parameters."""
+    """Draw a flowchart: solid edges carry columns, dotted edges carry parameters."""
     ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(nodes)}
     lines = ["flowchart LR", f"  source[({_quoted(source.name)})]"]
     for path in dict.fromkeys(n.path for n in nodes):
@@ -256,14 +252,18 @@ def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterE
 def _parameter_edges(
     ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]
 ) -> list[str]:
-    """Lines of the dotted edges. Each leaves the node that updates, and reaches every node that uses the weights. A group that has
-    no such node here (it may have one in another graph of the run) has a box of its own."""
+    """Return the dotted edges, from the updating node to each node that uses the weights.
+
+    A group without such a node in this graph (another graph of the run may have one) gets a
+    separate box.
+    """
     groups = dict.fromkeys(g for e in edges for g in (e.leader, e.follower))
     alone = {g: f"g{i}" for i, g in enumerate(groups)}
     drawn_alone: dict[str, None] = {}
     lines: list[str] = []
     for edge in edges:
         updates = [ids[n.name] for n in nodes if n.group == edge.leader and n.operation.updates]
+        # With several updates, followers load the weights after the last one.
         start = updates[-1] if updates else alone[edge.leader]
         ends = [ids[n.name] for n in nodes if n.group == edge.follower] or [alone[edge.follower]]
         drawn_alone |= dict.fromkeys(
@@ -295,10 +295,7 @@ def _every(every: int) -> str:
     return "every update" if every == 1 else f"every {every} updates"
 
 
-# Validation
-#
-# Validation: the rules of a graph, each broken one as a line that names the node, the column and
-# the nearest right name.
+# Validation: each broken rule gives a line with the node, the column and the nearest right name.
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -308,7 +305,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
-    """Problems of a graph by itself: columns, groups and cycles."""
+    """Return the problems of a single graph: columns, groups and cycles."""
     return [
         *_column_problems(source, nodes),
         *_group_problems(source, nodes),
@@ -317,10 +314,10 @@ def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[Paramet
 
 
 def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
-    """Problems of followers whose leader no node updates.
+    """Return the problems of followers whose leader no node updates.
 
     Args:
-        edges: the parameter edges of a graph.
+        edges: parameter edges of a graph.
         updated: names of the groups that any graph of the run updates.
     """
     followers = {e.follower for e in edges}
@@ -339,7 +336,8 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
         for column in node.writes:
             if column in {str(c) for c in IDENTITY}:
                 yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
-            # The rows of an EXPAND are new: the prompt of a dialogue's next turn may be called what the first was called.
+            # An EXPAND creates new rows, so a dialogue's next prompt may reuse the column of the
+            # first.
             elif column in written and node.makes_level is None:
                 already = written[column]
                 yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
@@ -347,7 +345,6 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
 
 
 def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
-    """Why a column does not reach the node at this position."""
     reader = nodes[position]
     at, writer = next(
         ((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, "")
@@ -358,10 +355,11 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
         return f"which only {writer!r} writes, later"
     if writer:
         for node in nodes[at + 1 : position]:
+            # The node between replaced the tokens that the column describes.
             if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
                 return (
-                    f"which {writer!r} writes of other tokens: {node.name!r} makes rows with tokens of their own; let it write "
-                    f"{column!r}, too, or read it before"
+                    f"which {writer!r} writes for other tokens: {node.name!r} makes rows with new tokens; let it write "
+                    f"{column!r} as well, or read the column before it"
                 )
         return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
     for node in nodes:
@@ -371,14 +369,14 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
                 return f"which node {node.name!r} leaves out: {reasons[column]}"
     if column in file_columns(source):
         return (
-            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft never takes it for its own"
+            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft does not use it as its own"
             f"{_how_to_have(column, reader, source, nodes)}"
         )
     return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
 
 
 def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether the rows of a level are made, in one step or several, of those that a node makes."""
+    """Whether a node created the rows of a level, directly or through further expansions."""
     while level != SOURCE:
         if level == node.makes_level:
             return True
@@ -387,7 +385,7 @@ def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
-    """How to get a column that no node writes; if that is not known, the column with the nearest name."""
+    """Explain how to get a column that no node writes, or suggest the nearest column."""
     if column in KNOWN and KNOWN[column].made:
         return f"; {KNOWN[column].made}"
     known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
@@ -399,7 +397,7 @@ def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
     for node in nodes:
         if node.operation.whole_groups and node.level == SOURCE:
             yield (
-                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a group of its own; "
+                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a separate group; "
                 "put it after a node that expands rows (such as generate)"
             )
         n = node.operation.quorum.n if node.operation.quorum else 1
@@ -417,7 +415,7 @@ def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> It
 
 
 def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
-    """Names along one cycle of a dependency relation, or an empty list."""
+    """Return the names along one cycle of a dependency relation, or an empty list."""
     state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -436,12 +434,12 @@ def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 TRAIN = "train"
-"""Name of the graph of a run that trains."""
+"""Name of a run's training graph."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What a `@graph` function describes: printed by `print`, drawn by `mermaid()`, checked by `validate()`, walked by any schedule."""
+    """The result of a `@graph` function. Print it, draw it with `mermaid()`, or `validate()` it."""
 
     name: str
     source: Source
@@ -458,8 +456,9 @@ class Graph:
 
     @property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges that end at this graph's groups, and those that lead up to them."""
+        """The parameter edges that end at this graph's groups, and the edges that lead to these."""
         edges: list[ParameterEdge] = []
+        # Leaders may follow other leaders, so walk up until no new handle appears.
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
             if handle.leader is not None and id(handle) not in seen:
@@ -470,31 +469,33 @@ class Graph:
 
     @property
     def levels(self) -> dict[int, str]:
-        """Level -> name of its rows: the source's, or the node that made them."""
+        """Level -> name of its rows: the source, or the node that created them."""
         return {SOURCE: self.source.name} | {
             n.makes_level: n.name for n in self.nodes if n.makes_level is not None
         }
 
     def parent_level(self, level: int) -> int:
-        """The level whose rows were expanded into this one."""
+        """Return the level whose rows were expanded into this one."""
         return next(n.level for n in self.nodes if n.makes_level == level)
 
     def level_of(self, writer: str) -> int:
-        """The level of the rows that carry the columns written by this node ("" for the source)."""
+        """Return the level of the rows that carry this node's columns ("" for the source)."""
         if not writer:
             return SOURCE
         node = self[writer]
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """This graph, if it breaks no rule.
+        """Check the graph's rules, and return the graph.
 
         Args:
-            also: the other graphs of the run, whose updates this one may follow.
+            also: other graphs of the run, whose updates this graph may follow.
 
         Raises:
-            GraphError: the graph breaks rules. The message names, for each, the node, the column and the nearest column that exists.
+            GraphError: the graph breaks rules. For each, the message names the node, the column and
+                the nearest existing column.
         """
+        # A leader may be updated in another graph of the run.
         updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
         edges = self.follows
         refuse([*rows_problems(self.source, self.nodes, edges), *following_problems(edges, updated)])
@@ -504,11 +505,11 @@ class Graph:
         return graph_text(self.name, self.source, self.nodes, self.follows, self.levels)
 
     def mermaid(self) -> str:
-        """The graph as a Mermaid flowchart."""
+        """Return the graph as a Mermaid flowchart."""
         return as_mermaid(self.source, self.nodes, self.follows)
 
     def structure(self) -> dict[str, Any]:
-        """What a person looks at, as JSON values: its source, its nodes with their code, and who follows whom."""
+        """Return the graph for display, as JSON values."""
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
             "nodes": [
@@ -532,7 +533,7 @@ class Graph:
         }
 
     def outline(self) -> dict[str, Any]:
-        """What a ledger needs to know about the graph, as JSON values. With it, a run can be inspected without the user's code."""
+        """Return what a ledger needs of the graph, as JSON values."""
         return {
             "name": self.name,
             "source": self.source.name,
@@ -558,13 +559,14 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """The graph of an outline. A ledger can walk it, but it cannot be run, and its source has no rows.
+        """Create a graph from an outline, for a ledger. It cannot run, and its source has no rows.
 
         Args:
-            outline: what `outline()` returned.
+            outline: result of `outline()`.
         """
         nodes: list[Node] = []
         for fields in outline["nodes"]:
+            # JSON has no tuples, so restore them.
             operation = dict(fields["operation"])
             operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
             operation["shape"] = Shape(operation["shape"])
@@ -582,10 +584,10 @@ class Graph:
 
 
 def place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """File and first line of a function; None where it has none that can be read."""
+    """Return file and first line of a function; None if they are unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 
 
 def _without_code(rows: object) -> None:
-    raise UserError("this graph was read from the log of a run: it has no code to run")
+    raise UserError("this graph comes from the log of a run, and has no code to run")

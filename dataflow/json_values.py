@@ -1,8 +1,9 @@
-"""JsonType: an Arrow column of Python values that no plain Arrow type gives back exactly.
+"""JsonType: an Arrow column of Python values that no plain Arrow type preserves exactly.
 
-Arrow has one type for a column. It gives all objects of a column the same keys, turns integers into floats when a column has both, and
-refuses a mix of numbers and text. A reward function must get the value that is in the file, so such columns are stored as JSON text of
-this type. `to_pylist` and `as_py` return the values. Readers that do not know the type (DuckDB, say) see the JSON text.
+Arrow has one type per column. It gives all objects of a column the same keys, turns integers into
+floats when a column has both, and rejects a mix of numbers and text. Reward functions must get the
+original values, so such columns are stored as JSON text of this type. `to_pylist` and `as_py`
+return the values. Readers that do not know the type, such as DuckDB, see the JSON text.
 
 >>> exact_array([5, "five", {"a": 1}, {"b": None}, None]).to_pylist()
 [5, 'five', {'a': 1}, {'b': None}, None]
@@ -30,7 +31,7 @@ class JsonScalar(pa.ExtensionScalar):
 
 
 class JsonType(pa.ExtensionType):
-    """JSON text that is read as the value it describes."""
+    """JSON text that is read as its value."""
 
     def __init__(self, storage: pa.DataType = pa.string()) -> None:
         super().__init__(storage, "weft.json")
@@ -61,11 +62,12 @@ def is_json(kind: pa.DataType) -> bool:
 
 
 def exact_array(values: Sequence[Any]) -> pa.Array:
-    """Values as an array that gives each of them back.
+    """Create an array that preserves each value.
 
     Returns:
-        An array of a plain Arrow type, where that gives every value back; else one of `JsonType`. Tuples become lists. Objects
-        and lists that JSON cannot hold either (dates in objects with different keys, say) are as Arrow has them.
+        An array of a plain Arrow type if that preserves all values, otherwise of `JsonType`. Tuples
+        become lists. Objects and lists that JSON cannot hold either, such as dates in objects with
+        different keys, are converted by Arrow.
 
     Raises:
         ValueError or TypeError: neither Arrow nor JSON can hold the values.
@@ -74,18 +76,20 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
         array = pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return json_array(values)
+    # Arrow converts silently, for example integers to floats.
     if _gives_back(array, values):
         return array
     try:
         return json_array(values)
     except (TypeError, ValueError):
+        # JSON failed as well; for nested values, Arrow's conversion is acceptable.
         if pa.types.is_nested(array.type):
             return array
         raise
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:
-    """Values as JSON text.
+    """Create an array of JSON text.
 
     Raises:
         ValueError or TypeError: JSON cannot hold one of the values.
@@ -95,7 +99,7 @@ def json_array(values: Iterable[Any]) -> pa.Array:
 
 
 def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column as JSON text; raises as `json_array` does."""
+    """Convert a column to JSON text. Raises the same errors as `json_array`."""
     if is_json(column.type):
         return column
     chunks = [
@@ -105,10 +109,10 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Columns one after the other, with all their values as they are.
+    """Concatenate columns, preserving all values.
 
     Raises:
-        ValueError or TypeError: neither an Arrow type nor JSON can hold the values of all.
+        ValueError or TypeError: neither an Arrow type nor JSON can hold the values of all columns.
     """
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
@@ -127,7 +131,7 @@ def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def readable_by_arrow(table: pa.Table) -> pa.Table:
-    """The table with plain Arrow types wherever Arrow has one for the values, however it changes them: objects get the keys of all."""
+    """Convert `JsonType` columns to plain Arrow types if possible, even if values change."""
     for at, name in enumerate(table.column_names):
         if is_json(table.schema.field(name).type):
             try:
@@ -139,7 +143,7 @@ def readable_by_arrow(table: pa.Table) -> pa.Table:
 
 
 def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
-    """The Arrow type that holds values of all these types without a change, if there is one."""
+    """Return the Arrow type that holds values of all these types unchanged, or None."""
     if any(map(is_json, kinds)):
         return None
     try:
@@ -154,7 +158,7 @@ def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
 
 
 def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
-    """Whether values of a type are the same in the wider one: no float of an integer, no key that an object did not have."""
+    """Whether values of a type stay the same in the wider type."""
     if pa.types.is_null(kind) or kind == wider:
         return True
     if pa.types.is_dictionary(kind):
@@ -170,7 +174,7 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
 
 
 def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
-    """Whether an array made of these values holds every one of them as it was."""
+    """Whether an array made of these values preserves all of them."""
     kind = array.type
     if (
         pa.types.is_string(kind)
@@ -178,7 +182,7 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         or pa.types.is_integer(kind)
         or pa.types.is_null(kind)
     ):
-        return True  # Arrow mixes these with nothing else
+        return True  # Arrow mixes these types with no others
     present = [value for value in values if value is not None]
     if pa.types.is_floating(kind):
         return all(isinstance(value, float | np.floating) for value in present)
@@ -188,6 +192,7 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         names = [field.name for field in kind]
         if not all(isinstance(value, Mapping) and len(value) == len(names) for value in present):
             return False
+        # `present` has no None, so the array must drop its nulls to stay aligned.
         whole = array.drop_null()
         try:
             return all(
@@ -201,17 +206,17 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value of the types that JSON has; raises TypeError for any other."""
+    """Convert a value to JSON types. Raises TypeError for other types."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
-                f"the keys of an object are text, not {next(k for k in value if not isinstance(k, str))!r}"
+                f"the keys of an object must be text, not {next(k for k in value if not isinstance(k, str))!r}"
             )
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, np.generic | np.ndarray):
         return _plain(value.tolist())
-    raise TypeError(f"a {type(value).__name__} has no JSON")
+    raise TypeError(f"a {type(value).__name__} cannot be converted to JSON")

@@ -1,4 +1,4 @@
-"""torch, imported when it is first used. Without it, a graph is traced and checked in milliseconds.
+"""torch, imported when it is first used, so that tracing and checking a graph takes milliseconds.
 
 from ..dataflow.lazy import torch
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
-    """A module that is imported when one of its attributes is used.
+    """A module that is imported when one of its attributes is first used.
 
     >>> LazyModule("math").sqrt(9.0)
     3.0
@@ -23,9 +23,8 @@ class LazyModule:
         return getattr(importlib.import_module(self._name), attribute)
 
     def __reduce__(self) -> tuple[type[LazyModule], tuple[str]]:
-        return LazyModule, (
-            self._name,
-        )  # cloudpickle carries users' functions together with their globals
+        # cloudpickle pickles users' functions together with their globals.
+        return LazyModule, (self._name,)
 
 
 if TYPE_CHECKING:

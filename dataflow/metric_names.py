@@ -1,4 +1,4 @@
-"""Names of metrics: under which name a run writes one, and which entry of the table it has.
+"""Metric names: the table of all metrics, and their names in a run.
 
 `python docs/generate/metrics_page.py > docs/metrics.md` writes the page.
 """
@@ -14,33 +14,27 @@ from typing import Literal, TypeAlias
 
 from .errors import UserError, nearest
 
-# Metric table
+# Metric table: every metric that Weft itself writes, with its unit and typical good and bad values.
 #
-# The table of metrics: every number that Weft itself writes of a run, with its unit, and what is
-# good and bad of it.
-#
-# A new metric is a line here, in the section that it belongs to; `metric_names.py` makes
-# `docs/metrics.md` of the table. What a user's own rewards, losses, functions and workers measure
-# is in no table.
+# To add a metric, add an entry to its section. Metrics of users' rewards, losses, functions and
+# workers are not in the table.
 
 
 Place: TypeAlias = Literal["run", "group", "either"]
-"""run: it is written as it is called; group: behind the name of the worker group that measured it; either: both are used."""
+"""Prefix of the written name. run: none; group: the worker group; either: both occur."""
 
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """One metric."""
-
     name: str
-    """Capital letters stand for what a run fills in: `pass@K` is `pass@1`, `pass@8`, ..."""
+    """Capital letters are placeholders: `pass@K` covers `pass@1`, `pass@8`, ..."""
     unit: str
     meaning: str
     good: str = ""
     bad: str = ""
     place: Place = "group"
     is_timed: bool = False
-    """Two runs that compute the same differ in it, because one took longer."""
+    """The metric depends on wall-clock time, so two equal runs differ in it."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +50,28 @@ STEP = Section(
     "The step",
     "Written by the run itself after every step.",
     (
-        MetricEntry("step", "count", "number of the step; 0 is the start of the run", place="run"),
+        MetricEntry("step", "count", "step number; 0 is the start of the run", place="run"),
         MetricEntry(
             "time_s",
             "s",
-            "since the run was started first, at the end of the step",
+            "from the first start of the run to the end of the step",
             place="run",
             is_timed=True,
         ),
         MetricEntry(
             "step_s",
             "s",
-            "from the end of the step before",
+            "from the end of the previous step to the end of this one",
             "stays as it is",
             "grows over the run",
             place="run",
             is_timed=True,
         ),
-        MetricEntry("samples", "rows", "that the step trained on", place="run"),
+        MetricEntry("samples", "rows", "rows of the step's training data", place="run"),
         MetricEntry(
             "tokens_per_s",
             "tokens/s",
-            "prompt and response tokens that were trained on, by the time of the step",
+            "trained prompt and response tokens per second of the step",
             "as high as the hardware allows",
             "falls while `rollout/response_length` stays as it is",
             place="run",
@@ -86,15 +80,15 @@ STEP = Section(
         MetricEntry(
             "idle_share",
             "0 to 1",
-            "of the step: the group had no call under way; groups that share devices take turns, and their shares add up to more than 1",
-            "near 0 for the group that costs most",
-            "near 1 for devices that nobody else uses",
+            "share of the step without a call in flight; groups that share devices take turns, so their shares add up to more than 1",
+            "near 0 for the most expensive group",
+            "near 1 for devices that no other group uses",
             is_timed=True,
         ),
         MetricEntry(
             "checkpoint_pause_s",
             "s",
-            "longest time for which the latest checkpoint kept a group from training",
+            "longest time that the latest checkpoint blocked a group",
             "below a step",
             "several steps",
             place="run",
@@ -103,7 +97,7 @@ STEP = Section(
         MetricEntry(
             "weights_transfer_s",
             "s",
-            "of a group that follows another: longest time that it took to receive a version of the weights",
+            "for a group that follows another: longest time to receive a version of the weights",
             "stays as it is",
             "grows over the run",
             is_timed=True,
@@ -111,56 +105,56 @@ STEP = Section(
         MetricEntry(
             "weights_pause_s",
             "s",
-            "the part of it in which the group could do nothing else",
-            "below half of it with `double_buffer`, the default on a CPU with room",
-            "a large share of the step: set `double_buffer` where memory allows it",
+            "part of `weights_transfer_s` that blocked the group",
+            "below half of `weights_transfer_s` with `double_buffer`, the default on a CPU with enough memory",
+            "a large share of the step: set `double_buffer` if memory allows it",
             is_timed=True,
         ),
         MetricEntry(
             "weights_bytes",
             "bytes",
-            "of a group that others follow: size of a version of the weights, or of its adapter, summed over the ranks that give it",
+            "for a group that others follow: size of a version of the weights, or of its adapter, summed over the publishing ranks",
             "stays as it is",
             "changes",
         ),
         MetricEntry(
             "ranks",
             "count",
-            "of an elastic group that are up",
-            "all that were asked for",
+            "running ranks of an elastic group",
+            "all requested ranks",
             "falls",
             "group",
         ),
         MetricEntry(
             "replaced_workers",
             "count",
-            "processes that were replaced so far",
-            "missing: there were none",
+            "worker processes replaced so far",
+            "missing: none so far",
             "rises with every step",
             "run",
         ),
         MetricEntry(
             "requeued_rows",
             "rows",
-            "given back so far because a rank failed",
-            "missing: there were none",
+            "requeued so far because a rank failed",
+            "missing: none so far",
             "rises with every step",
             "run",
         ),
         MetricEntry(
             "failed_rows",
             "rows",
-            "dropped so far because a node failed at them; of an evaluation: `EVALUATION/failed_rows`",
-            "missing: there were none",
-            "rises: the results leave those rows out",
+            "dropped so far because a node failed on them; in an evaluation: `EVALUATION/failed_rows`",
+            "missing: none so far",
+            "rises: the results exclude those rows",
             "run",
         ),
         MetricEntry(
             "stale/FATE",
             "groups",
-            "that were too old when an update wanted them, so far, and what became of them: `wait`, `mask`, `requeue` or `drop`",
+            "too stale for an update so far, by the action taken: `wait`, `mask`, `requeue` or `drop`",
             "missing or 0",
-            "`drop` rises: short responses are favoured",
+            "`drop` rises: short responses are favored",
             "run",
         ),
     ),
@@ -168,8 +162,8 @@ STEP = Section(
 
 REWARD = Section(
     "Rewards",
-    "`GROUP` is the group of reward workers, such as `reward`. With several reward functions, and for the numbers that a function "
-    "logs, there is `GROUP/NAME` for each of them.",
+    "`GROUP` is the group of reward workers, such as `reward`. Several reward functions, and values that a function logs, have "
+    "separate metrics `GROUP/NAME`.",
     (
         MetricEntry(
             "mean",
@@ -183,14 +177,14 @@ REWARD = Section(
             "of the reward",
             "standard deviation over the responses of the step",
             "above 0",
-            "0: there is nothing to compare",
+            "0: all rewards are equal",
         ),
-        MetricEntry("max", "of the reward", "largest of the step"),
-        MetricEntry("scored", "rows", "that were rewarded"),
+        MetricEntry("max", "of the reward", "largest reward of the step"),
+        MetricEntry("scored", "rows", "rows with a reward"),
         MetricEntry(
             "COLUMN_mean",
             "of the reward",
-            "the same of rewards that go to another column, such as `baseline_reward_mean`",
+            "the same for rewards in another column, such as `baseline_reward_mean`",
         ),
         MetricEntry("COLUMN_std", "of the reward", "the same"),
         MetricEntry("COLUMN_max", "of the reward", "the same"),
@@ -200,7 +194,7 @@ REWARD = Section(
             "0 to 1",
             "share of groups whose rewards are all equal: their advantages are 0",
             "below 0.5",
-            "1: nothing is learned; prompts are too easy, too hard, or too few responses (n)",
+            "1: nothing is learned; prompts are too easy or too hard, or `n` is too small",
             "run",
         ),
         MetricEntry(
@@ -214,7 +208,7 @@ REWARD = Section(
         MetricEntry(
             "tied_groups",
             "groups",
-            "dropped because no response is better than the others",
+            "dropped because their rewards are all equal",
             "few",
             "many: each costs a generation",
             "run",
@@ -226,99 +220,105 @@ GENERATION = Section(
     "Generation",
     "`GROUP` is the group of rollout workers, such as `rollout`.",
     (
-        MetricEntry(
-            "tokens", "tokens", "of responses that were generated; of an update: that were trained on"
-        ),
+        MetricEntry("tokens", "tokens", "generated response tokens; for an update: trained tokens"),
         MetricEntry(
             "response_length",
             "tokens",
             "mean over responses",
             "moves slowly",
-            "collapses, or grows to the limit of tokens",
+            "collapses, or grows to the token limit",
         ),
         MetricEntry(
             "truncation_rate",
             "0 to 1",
-            "share of responses that were truncated at the limit of tokens",
+            "share of responses truncated at the token limit",
             "below 0.1",
-            "near 1: rewards judge unfinished responses",
+            "near 1: rewards grade unfinished responses",
         ),
         MetricEntry(
             "length_ratio",
             "ratio",
-            "mean length of what was trained on over that of what was sampled",
+            "mean length of trained responses over mean length of sampled responses",
             "near 1",
-            "below 1: short responses are favoured",
+            "below 1: short responses are favored",
             "run",
         ),
         MetricEntry(
-            "mean_trained_length", "tokens", "of responses that the step trained on", place="run"
+            "mean_trained_length", "tokens", "mean length of the step's trained responses", place="run"
         ),
         MetricEntry(
-            "mean_finished_length", "tokens", "of responses that were finished in the step", place="run"
+            "mean_finished_length",
+            "tokens",
+            "mean length of the responses finished in the step",
+            place="run",
         ),
         MetricEntry(
             "mean_staleness",
             "versions",
             "mean over tokens: updates between sampling and training",
-            "at most what the schedule allows, on average less",
-            "at the bound in every step: generation is ahead of training",
+            "at most the bound of the schedule, lower on average",
+            "at the bound in every step: generation is faster than training",
         ),
-        MetricEntry("max_staleness", "versions", "the oldest token", "at most what the schedule allows"),
+        MetricEntry(
+            "max_staleness",
+            "versions",
+            "staleness of the oldest token",
+            "at most the bound of the schedule",
+        ),
         MetricEntry(
             "changed_share",
             "0 to 1",
-            "with `deltas`: elements of the published weights that differ from the version before",
+            "with `deltas`: share of the published elements that differ from the previous version",
             "a few hundredths",
-            "above a tenth: deltas are of no use",
+            "above a tenth: deltas do not help",
         ),
     ),
 )
 
 POLICY = Section(
     "The policy's update",
-    "`GROUP` is the group that is trained, such as `actor`. All are means over trained tokens, unless something else is said.",
+    "`GROUP` is the group that is trained, such as `actor`. All are means over trained tokens, unless stated otherwise.",
     (
         MetricEntry(
             "loss",
             "of the loss",
-            "mean over what the loss counts (tokens, rows or pairs)",
-            "supervised: falls; policy gradients: says little",
+            "mean over the units of the loss (tokens, rows or pairs)",
+            "supervised: falls; policy gradients: not informative",
             "not finite",
         ),
         MetricEntry(
             "grad_norm",
             "of the gradient",
-            "before clipping",
+            "norm before clipping",
             "steady",
             "grows over several steps, or is not finite",
         ),
-        MetricEntry("learning_rate", "per step", "of the last optimizer step"),
+        MetricEntry("learning_rate", "per step", "learning rate of the last optimizer step"),
         MetricEntry(
             "skipped_steps",
             "count",
-            "optimizer steps that were not taken: bad ones, and those without anything to train on",
+            "optimizer steps that were skipped: bad ones, and steps without trained tokens",
             "0",
             "above 0",
         ),
         MetricEntry(
             "bad_steps",
             "count",
-            "optimizer steps whose loss or gradient was not finite or too large",
+            "optimizer steps with a loss or gradient that was not finite or too large",
             "0",
             "above 0",
         ),
         MetricEntry(
             "entropy",
             "nats/token",
-            "of the policy's distributions",
+            "entropy of the policy's distributions",
             "falls slowly",
-            "near 0 within a few steps: it samples one response only",
+            "near 0 within a few steps: it samples only one response",
         ),
         MetricEntry(
             "clip_fraction",
             "0 to 1",
-            "share of tokens whose ratio was clipped (of a critic: whose value was)",
+            "share of tokens with a clipped ratio (for a critic: a clipped value)",
             "0.01 to 0.2",
             "above 0.3: steps are too large",
         ),
@@ -332,26 +332,26 @@ POLICY = Section(
         MetricEntry(
             "kl",
             "nats/token",
-            "divergence from the reference, by the estimator of the loss; of an adaptive penalty: nats a response",
+            "divergence from the reference, by the estimator of the loss; with an adaptive penalty: nats per response",
             "grows slowly",
             "grows while the reward falls",
         ),
-        MetricEntry("kl_coefficient", "per nat", "of the adaptive penalty in this step"),
+        MetricEntry("kl_coefficient", "per nat", "coefficient of the adaptive penalty in this step"),
         MetricEntry(
             "mean_logprob_gap",
             "nats/token",
-            "between the log-probabilities of the generator and of the trainer, for the same weights",
+            "gap between the log-probabilities of generator and trainer, for the same weights",
             "below 0.01 (bfloat16), below 1e-5 (float32)",
-            "grows: the two do not compute the same model",
+            "grows: the two compute different models",
         ),
-        MetricEntry("max_logprob_gap", "nats", "the largest of the step", "below 1", "several nats"),
+        MetricEntry("max_logprob_gap", "nats", "largest of the step", "below 1", "several nats"),
         MetricEntry(
             "moved_routes",
             "0 to 1",
-            "share of tokens, over layers, for which the router would have chosen other experts than the generator's, which were taken "
+            "share of tokens and layers for which the router would choose other experts than the recorded ones of the generator "
             "(`routes=True`)",
             "0 (float32), a few hundredths (bfloat16)",
-            "grows within an update of many steps: routes are old",
+            "grows within an update of many steps: routes are stale",
         ),
         MetricEntry(
             "generator_kl_k1",
@@ -364,22 +364,22 @@ POLICY = Section(
         MetricEntry(
             "mean_generator_ratio",
             "ratio",
-            "probability by the trainer over that by the generator",
+            "probability under the trainer over probability under the generator",
             "near 1",
             "drifts away from 1",
         ),
-        MetricEntry("max_generator_ratio", "ratio", "the largest of the step", "below 10", "hundreds"),
+        MetricEntry("max_generator_ratio", "ratio", "largest of the step", "below 10", "hundreds"),
         MetricEntry(
             "mean_importance_weight",
             "ratio",
-            "weight by which a correction counts a token",
+            "a correction's weight of a token",
             "near 1",
             "far below 1: most of the batch is ignored",
         ),
         MetricEntry(
             "truncated_fraction",
             "0 to 1",
-            "share of tokens whose importance weight was truncated",
+            "share of tokens with a truncated importance weight",
             "below 0.05",
             "above 0.3",
         ),
@@ -390,36 +390,36 @@ POLICY = Section(
             "below 0.05",
             "above 0.3",
         ),
-        MetricEntry("masked_tokens", "tokens", "that a correction leaves out", "few"),
-        MetricEntry("masked_rows", "rows", "of which a correction leaves out every token", "few"),
+        MetricEntry("masked_tokens", "tokens", "left out by a correction", "few"),
+        MetricEntry("masked_rows", "rows", "rows of which a correction leaves out every token", "few"),
     ),
 )
 
 MIXTURE = Section(
     "Mixtures of experts",
-    "Of updates; `GROUP` is the group that is trained. Over all tokens that the model reads, prompts included. No token is dropped: "
-    "experts take as many as they are sent.",
+    "For updates; `GROUP` is the group that is trained. Covers all tokens that the model reads, including prompts. No token is dropped: "
+    "experts have no capacity limit.",
     (
         MetricEntry(
             "expert_load",
             "1 to experts / chosen ones",
-            "tokens of the busiest expert of a layer over those of the mean one, mean over layers",
+            "tokens of a layer's busiest expert over tokens of the average expert, mean over layers",
             "as at the start of the run",
             "grows: few experts do the work (`router_loss`)",
         ),
-        MetricEntry("max_expert_load", "1 to experts / chosen ones", "the same of the worst layer"),
+        MetricEntry("max_expert_load", "1 to experts / chosen ones", "the same for the worst layer"),
         MetricEntry(
             "router_entropy",
             "nats",
-            "of a router's distribution over experts, mean over tokens and layers",
+            "entropy of a router's distribution over experts, mean over tokens and layers",
             "steady",
             "falls to 0",
         ),
         MetricEntry(
             "router_loss",
             "1",
-            "loss of balance before its coefficient, computed with and without one: experts times the sum over them of load times "
-            "probability; the number of experts chosen for a token where all have equal shares",
+            "load-balancing loss before its coefficient, also measured without one: experts times the sum over experts of load times "
+            "probability; equals the number of experts per token if all have equal shares",
             "near the number of chosen experts",
             "grows",
         ),
@@ -428,36 +428,36 @@ MIXTURE = Section(
 
 CRITIC = Section(
     "The critic's update",
-    "`GROUP` is the group of the critic. `loss`, `grad_norm`, `clip_fraction` and others are those of any update.",
+    "`GROUP` is the group of the critic. `loss`, `grad_norm`, `clip_fraction` and others are as in other updates.",
     (
         MetricEntry(
             "value",
             "of the return",
-            "predicted by the critic, mean over tokens",
+            "prediction of the critic, mean over tokens",
             "follows `return`",
             "far from `return`",
         ),
-        MetricEntry("return", "of the return", "that the critic is trained towards, mean over tokens"),
+        MetricEntry("return", "of the return", "training target of the critic, mean over tokens"),
     ),
 )
 
 MEMORY = Section(
     "Memory",
-    "Read once a second at most, from outside of the processes. `GROUP` may be `driver`. On nodes other than the driver's the numbers are "
+    "Read at most once a second, from outside the processes. `GROUP` may be `driver`. On nodes other than the driver's, the numbers are "
     "up to ten seconds old.",
     (
         MetricEntry(
             "resident_bytes",
             "bytes",
-            "of all processes of the group: their own host memory, with the files that they have mapped",
+            "own host memory of all processes of the group, including mapped files",
             "stays as it is after the first steps",
-            "grows step by step: something is kept",
+            "grows with every step: a leak",
             is_timed=True,
         ),
         MetricEntry(
             "shared_bytes",
             "bytes",
-            "of shared memory that a process of the group has touched (segments of rows, weights on their way, Ray's object store); of the "
+            "shared memory that a process of the group has touched (row segments, weights in transfer, Ray's object store); of the "
             "largest process",
             "stays as it is",
             is_timed=True,
@@ -465,51 +465,51 @@ MEMORY = Section(
         MetricEntry(
             "device_bytes",
             "bytes",
-            "most that PyTorch has held on the device of a rank so far; missing without a GPU. An engine in a process of its own (vLLM's, "
-            "with several ranks) is not among it",
+            "peak of PyTorch's memory on a rank's device so far; missing without a GPU. Excludes an engine in a separate process (vLLM's, "
+            "with several ranks)",
             "stays below the device's memory",
-            "rises until the device is full: smaller microbatches",
+            "rises until the device is full: use smaller microbatches",
             is_timed=True,
         ),
         MetricEntry(
             "segment_bytes",
             "bytes",
-            "columns of all rows in flight, in memory or spilled",
+            "columns of all rows in flight, in memory or spilled to disk",
             "stays as it is",
-            "grows: rows wait for a node that is too slow; `BufferConfig(max_bytes=...)` bounds it",
+            "grows: rows wait for a slow node; `BufferConfig(max_bytes=...)` sets a limit",
             "run",
             is_timed=True,
         ),
         MetricEntry(
             "object_store_bytes",
             "bytes",
-            "Ray's object stores, on the nodes of the run: Weft sends calls and replies alone through them",
+            "Ray's object stores on the nodes of the run; Weft only sends calls and replies through them",
             "near 0",
-            "grows: something else on the cluster, or a function of yours, puts objects there",
+            "grows: another program on the cluster, or one of your functions, puts objects there",
             "run",
             is_timed=True,
         ),
         MetricEntry(
             "host_free_bytes",
             "bytes",
-            "left on the node of the run with least left, under the limit of its cgroup or of the machine",
+            "free memory on the node with the least, under the limit of its cgroup or of the machine",
             "a tenth of `host_limit_bytes` or more",
-            "falls: Ray ends a worker when a twentieth is left",
+            "falls: Ray kills a worker when a twentieth is left",
             "run",
             is_timed=True,
         ),
-        MetricEntry("host_limit_bytes", "bytes", "that limit", place="run", is_timed=True),
+        MetricEntry("host_limit_bytes", "bytes", "memory limit of that node", place="run", is_timed=True),
     ),
 )
 
 PREFERENCES = Section(
     "Preferences and reward models",
-    "Means over pairs. `GROUP` is the group that is trained; the evaluation `preference_accuracy` writes its two without one.",
+    "Means over pairs. `GROUP` is the group that is trained; the evaluation `preference_accuracy` writes its two metrics without a group.",
     (
         MetricEntry(
             "preference_accuracy",
             "0 to 1",
-            "share of pairs whose preferred response is ahead",
+            "share of pairs with a higher score for the preferred response",
             "rises from 0.5",
             "below 0.5",
             "either",
@@ -517,19 +517,19 @@ PREFERENCES = Section(
         MetricEntry(
             "preference_accuracy_low",
             "0 to 1",
-            "lower end of its 95 % interval, of an evaluation",
+            "lower end of its 95 % interval, in an evaluation",
             place="run",
         ),
         MetricEntry(
             "preference_accuracy_high",
             "0 to 1",
-            "upper end of its 95 % interval, of an evaluation",
+            "upper end of its 95 % interval, in an evaluation",
             place="run",
         ),
         MetricEntry(
             "preference_margin",
             "nats",
-            "by which the preferred response is ahead",
+            "lead of the preferred response",
             "rises",
             "falls",
             "run",
@@ -537,27 +537,27 @@ PREFERENCES = Section(
         MetricEntry(
             "chosen_reward", "of the loss", "implicit reward (or score) of preferred responses", "rises"
         ),
-        MetricEntry("rejected_reward", "of the loss", "the same of the others", "falls"),
+        MetricEntry("rejected_reward", "of the loss", "the same for rejected responses", "falls"),
         MetricEntry(
-            "reward_margin", "of the loss", "`chosen_reward` less `rejected_reward`", "rises", "falls"
+            "reward_margin", "of the loss", "`chosen_reward` minus `rejected_reward`", "rises", "falls"
         ),
         MetricEntry(
             "chosen_logprob",
             "nats",
-            "of preferred responses under the policy",
+            "log-probability of preferred responses under the policy",
             "stays as it is",
-            "falls by many nats: the policy forgets them, too",
+            "falls by many nats: the policy forgets them as well",
         ),
-        MetricEntry("rejected_logprob", "nats", "of the others", "falls"),
+        MetricEntry("rejected_logprob", "nats", "the same for rejected responses", "falls"),
         MetricEntry("chosen_nll", "nats/token", "supervised term on preferred responses", "falls"),
         MetricEntry("reference_point", "nats", "KTO's z0", "near 0"),
         MetricEntry(
-            "step_reward", "0 to 1", "probability of being right that a process reward model gives steps"
+            "step_reward", "0 to 1", "a process reward model's probability that a step is correct"
         ),
         MetricEntry(
             "step_accuracy",
             "0 to 1",
-            "share of steps that it judges as they are labelled",
+            "share of steps that it grades like their labels",
             "rises",
             "near the share of the larger class",
         ),
@@ -566,9 +566,9 @@ PREFERENCES = Section(
 
 EVALUATION = Section(
     "Evaluations",
-    "Each is written behind the name of its evaluation, beside the metrics of the step that it evaluates: `eval/pass@1`. "
-    "What its graph measures besides has the names of the other sections: `eval/reward/mean`. Intervals are over prompts, which are "
-    "independent of each other: Wilson's where all values are 0 or 1, else Student's t.",
+    "Each name begins with the name of its evaluation, and is written with the metrics of the evaluated step: `eval/pass@1`. "
+    "Other metrics of its graph have the names of the other sections: `eval/reward/mean`. Intervals are over prompts, which are "
+    "independent of each other: Wilson's if all values are 0 or 1, otherwise Student's t.",
     (
         MetricEntry(
             "avg@K",
@@ -583,15 +583,15 @@ EVALUATION = Section(
         MetricEntry(
             "pass@K",
             "0 to 1",
-            "probability that one of K responses to a prompt is right, mean over prompts; unbiased. The grader among the reward functions "
-            "decides, else a threshold of the reward",
+            "unbiased probability that one of K responses to a prompt is correct, mean over prompts; by the grader "
+            "among the reward functions, or else by a threshold of the reward",
             "rises",
             "falls for large K while `pass@1` rises: the policy loses variety",
             "run",
         ),
         MetricEntry("pass@K_low", "0 to 1", "lower end of its 95 % interval", place="run"),
         MetricEntry("pass@K_high", "0 to 1", "upper end of its 95 % interval", place="run"),
-        MetricEntry("prompts", "count", "that were evaluated", "all of the held-out set", place="run"),
+        MetricEntry("prompts", "count", "evaluated prompts", "all of the held-out set", place="run"),
         MetricEntry(
             "prompts_lost",
             "count",
@@ -604,12 +604,16 @@ EVALUATION = Section(
         MetricEntry(
             "oldest_version",
             "version",
-            "of the weights that wrote the responses, where training goes on meanwhile",
+            "oldest version of the weights that wrote the responses, if training continues during the evaluation",
             "the version of the step",
             place="run",
         ),
         MetricEntry(
-            "newest_version", "version", "the same, the newest", "the version of the step", place="run"
+            "newest_version",
+            "version",
+            "newest version of these weights",
+            "the version of the step",
+            place="run",
         ),
     ),
 )
@@ -617,16 +621,17 @@ EVALUATION = Section(
 SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, MIXTURE, CRITIC, PREFERENCES, EVALUATION)
 
 FUNCTIONS = "functions"
-"""The worker group that runs the pure functions of graphs. Users do not name it, and it names no metric of the table."""
+"""Worker group that runs the pure functions of graphs. It does not prefix metrics of the table."""
 DRIVER = "driver"
 """Name of the driver among the processes of a run."""
 FATES = ("wait", "mask", "requeue", "drop")
 _FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
-"""What the capital letters of a name stand for, as patterns."""
+"""Patterns for the capital letters of a name."""
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
+    # Capital letters are placeholders, and become patterns.
     parts = re.split("([A-Z]+)", name)
     return re.compile(
         "".join(f"(?:{_FILLED[part]})" if part in _FILLED else re.escape(part) for part in parts)
@@ -634,13 +639,14 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def entries() -> Iterable[MetricEntry]:
-    """All of the table."""
+    """Iterate over the whole table."""
     return (entry for section in SECTIONS for entry in section.entries)
 
 
 @cache
 def entry_named(name: str) -> MetricEntry | None:
-    """The entry of a metric without the names of its evaluation and group; None: the table has none."""
+    """Return the entry of a metric, without evaluation and group names, or None."""
+    # Exact names first: `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
     return next(exact, None) or next(
         (entry for entry in entries() if _pattern(entry.name).fullmatch(name)), None
@@ -648,8 +654,9 @@ def entry_named(name: str) -> MetricEntry | None:
 
 
 def written_name(group: str, name: str) -> str:
-    """The name under which a run writes what a worker group measured: behind the group's, unless it is a number of the table that a
-    function of Weft measured.
+    """Return the written name of a worker group's metric.
+
+    The group's name is the prefix, except for metrics of the table that a Weft function measured.
 
     >>> written_name("actor", "loss"), written_name("functions", "groups_without_signal"), written_name("functions", "my_own")
     ('actor/loss', 'groups_without_signal', 'functions/my_own')
@@ -659,7 +666,7 @@ def written_name(group: str, name: str) -> str:
 
 
 def is_of_group(name: str, metric: str) -> bool:
-    """Whether a name is that of a metric of training (not of an evaluation).
+    """Whether a written name belongs to this metric of training (not of an evaluation).
 
     >>> is_of_group("rollout/truncation_rate", "truncation_rate"), is_of_group("eval/rollout/truncation_rate", "truncation_rate")
     (True, False)
@@ -673,7 +680,7 @@ def is_of_group(name: str, metric: str) -> bool:
 
 
 def untimed(row: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step without those that two runs differ in because one took longer.
+    """Return the metrics of a step that do not depend on wall-clock time.
 
     >>> untimed({"step": 1.0, "step_s": 0.5, "actor/idle_share": 0.1, "actor/loss": 2.0})
     {'step': 1.0, 'actor/loss': 2.0}
@@ -683,19 +690,20 @@ def untimed(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def entry_of(name: str) -> MetricEntry:
-    """The entry of a metric as a run writes it, behind the names of an evaluation and a group.
+    """Return the entry of a metric by its written name, with evaluation and group names.
 
     >>> entry_of("critic/loss").unit, entry_of("eval/stale/drop").name
     ('of the loss', 'stale/FATE')
 
     Raises:
-        UserError: the table has none; it names the nearest.
+        UserError: the table has no such metric. The message suggests the nearest one.
 
     >>> entry_of("actor/entorpy")
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: no metric is called 'actor/entorpy'; did you mean 'entropy'?
     """
     parts = name.split("/")
+    # Drop prefixes until a name of the table remains.
     for first in range(len(parts)):
         if entry := entry_named("/".join(parts[first:])):
             return entry
@@ -707,7 +715,7 @@ def entry_of(name: str) -> MetricEntry:
 
 
 def undeclared(names: Iterable[str]) -> list[str]:
-    """Those of some metrics, as a run writes them, that the table does not have.
+    """Return the written names that the table does not cover.
 
     >>> undeclared(["actor/loss", "eval/reward/mean", "reward/form"])
     ['reward/form']
@@ -727,11 +735,11 @@ SCORES = {
     r"(.*/)?mean": "mean reward",
     r"(.*/)?preference_accuracy": "preference accuracy",
 }
-"""Pattern of a metric -> label of the score. The first pattern that an evaluation has is its score, and more is better."""
+"""Pattern of a metric -> label. An evaluation's score is the metric of its first match."""
 
 
 def score_label(name: str) -> str | None:
-    """The label of an evaluation's score, or None if the metric is not one of `SCORES`.
+    """Return the label of an evaluation's score, or None if the metric is not one of `SCORES`.
 
     Args:
         name: the metric's name without the evaluation's.
@@ -747,21 +755,20 @@ def score_label(name: str) -> str | None:
 INTRODUCTION = """\
 # Metrics
 
-Every number that a run writes, one section for what is read together. This page is made from the table in `dataflow/metric_names.py`
+All metrics of a run, in sections of related ones. This page is generated from the table in `dataflow/metric_names.py`
 (`python docs/generate/metrics_page.py > docs/metrics.md`), and a test compares the two.
 
-A metric that a worker group measures is written behind the group's name: `actor/entropy`, `rollout/response_length`. One of an
-evaluation is written behind the evaluation's: `eval/reward/mean`, `eval/rollout/response_length`. Capital letters stand for what a run
-fills in. What your own rewards, losses and workers measure is passed on under `GROUP/NAME`, and that of your own functions under
-`functions/NAME`; these are not in the table.
+A worker group's name is the prefix of its metrics: `actor/entropy`, `rollout/response_length`. An evaluation's name is a further prefix:
+`eval/reward/mean`, `eval/rollout/response_length`. Capital letters are placeholders. Metrics of your own rewards, losses and workers
+appear as `GROUP/NAME`, and metrics of your own functions as `functions/NAME`. These are not in the table.
 
-A metric is missing in a step that did not measure it. `metrics.parquet` has a row for each step and a column for each metric; the same
-numbers go to every tracker ([watching.md](watching.md)).
+A metric is missing in a step that did not measure it. `metrics.parquet` has a row for each step and a column for each metric. Trackers
+get the same values ([watching.md](watching.md)).
 """
 
 
 def metric_of(row: Mapping[str, float], metric: str) -> str | None:
-    """The name under which a step has a metric of training: its own, or behind a group's; None: it has none.
+    """Return the written name of a training metric in a step, or None.
 
     >>> metric_of({"eval/reward/mean": 1.0, "judge/mean": 2.0, "reward/mean": 3.0}, "mean")
     'reward/mean'

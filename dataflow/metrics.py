@@ -1,4 +1,4 @@
-"""Metrics: numbers that know how to be merged over microbatches, ranks and replicas."""
+"""Metrics: values that merge over microbatches, ranks and replicas."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, Self, TypeAlias, cast
 from .errors import UserError
 
 Parts: TypeAlias = tuple[float, ...]
-"""An exact sum of floats as nonzero parts: the float nearest to the sum, the float nearest to the remainder, and so on."""
+"""An exact sum of floats as nonzero parts: the nearest float, then of the remainder, and so on."""
 
 
 def exact_sum(numbers: Iterable[float]) -> Parts:
-    """The exact sum of floats, the same in any order and however they are grouped.
+    """Return the exact sum of floats, independent of order and grouping.
 
     >>> exact_sum([1e16, 1.0, 1.0]), exact_sum([0.5, -0.5]), exact_sum([1e300, 1.0])
     ((1.0000000000000002e+16,), (0.0,), (1e+300, 1.0))
     """
     numbers = [float(number) for number in numbers]
     try:
+        # `fsum` rounds once. Sum the remainder again until nothing is left.
         parts = [fsum(numbers)]
         while (
             isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)]))
@@ -34,7 +35,7 @@ def exact_sum(numbers: Iterable[float]) -> Parts:
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean, kept as its two sums so that merging is exact.
+    """A weighted mean, stored as two sums so that merging is exact.
 
     >>> (Mean(6.0, 3.0) + Mean(0.0, 1.0)).value
     1.5
@@ -43,11 +44,11 @@ class Mean:
     total: float
     weight: float = 1.0
     rest: Parts = field(default=(), repr=False)
-    """What rounding took from `total`, so that a merged mean does not depend on the order or on the parts."""
+    """Rounding error of `total`, so that a merged mean does not depend on order or grouping."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
-        """The mean of these values, each with weight 1."""
+        """Return the mean of these values, each with weight 1."""
         values = list(values)
         total, *rest = exact_sum(values)
         return cls(total, float(len(values)), tuple(rest))
@@ -62,7 +63,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen; NaN when any was."""
+    """The largest value; NaN if any value was NaN."""
 
     value: float
 
@@ -82,7 +83,7 @@ class Sum:
 
     value: float
     rest: Parts = field(default=(), repr=False)
-    """What rounding took from `value`."""
+    """Rounding error of `value`."""
 
     def __add__(self, other: Sum) -> Sum:
         return _sum([self, other])
@@ -90,8 +91,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values. It keeps their number and the exact sums of the values and their squares, so the result is
-    the same for any split into parts and any order of merging.
+    """The standard deviation of all values.
+
+    It stores the number of values and the exact sums of the values and their squares, so the result
+    does not depend on grouping or merge order.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
@@ -99,13 +102,11 @@ class Std:
 
     number: float
     total: Parts = (0.0,)
-    """Sum of the values."""
     squares: Parts = (0.0,)
-    """Sum of their squares."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The deviation of these values, each with weight 1."""
+        """Return the deviation of these values, each with weight 1."""
         values = [float(value) for value in values]
         return cls(
             float(len(values)),
@@ -118,33 +119,34 @@ class Std:
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 if there are none."""
+        """Mean of the values; 0 if there are none."""
         return self.total[0] / self.number if self.number else 0.0
 
     @property
     def value(self) -> float:
-        """The deviation of these values themselves (divided by their number, not by one less); NaN if there are none."""
+        """Population deviation of the values; NaN if there are none."""
         if not self.number:
             return float("nan")
         if not all(map(isfinite, self.total + self.squares)):
             return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
+        # Exact arithmetic: the difference of two large sums would lose all digits as floats.
         total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
         number = Fraction(self.number)
         return sqrt(max((squares - total * total / number) / number, 0))
 
 
 def _square(value: float) -> tuple[float, float]:
-    """The square of a value, and what rounding took from it."""
+    """Return the square of a value, and its rounding error."""
     square = value * value
     if not isfinite(square):
         return square, 0.0
+    # The error of a float product is itself a float.
     return square, float(Fraction(value) ** 2 - Fraction(square))
 
 
 @dataclass(frozen=True)
 class Estimate(Std):
-    """The mean of values that are independent of each other, such as one for each prompt, which knows how they scatter: a run writes its
-    95 % interval beside it.
+    """The mean of independent values, such as one per prompt, with a 95 % interval.
 
     >>> estimate = Estimate.of([0.0, 1.0]) + Estimate.of([1.0, 1.0])
     >>> estimate.value, estimate.number, round(estimate.std, 3)
@@ -158,7 +160,7 @@ class Estimate(Std):
 
     @property
     def std(self) -> float:
-        """Their standard deviation."""
+        """Standard deviation of the values."""
         return super().value
 
 
@@ -186,7 +188,6 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def _total(name: str, metrics: list[Metric]) -> Metric:
-    """One metric of all parts."""
     kind = type(metrics[0])
     for metric in metrics:
         if type(metric) is not kind:
@@ -194,7 +195,7 @@ def _total(name: str, metrics: list[Metric]) -> Metric:
             raise UserError(f"metric {name!r} is a {kinds} in another")
     if len(metrics) == 1:
         return metrics[0]
-    if kind is Sum:  # by far the most are sums and means
+    if kind is Sum:  # sums and means are by far the most common
         return _sum(cast(list[Sum], metrics))
     if kind is Mean:
         return _mean(cast(list[Mean], metrics))

@@ -1,4 +1,4 @@
-"""Finds the files of a model or a tokenizer: in a folder, or in the local cache of the Hugging Face hub."""
+"""Find the files of a model or a tokenizer, in a folder or in the local Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def find_model_folder(
     name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()
 ) -> Path:
-    """The folder of a model: `name` itself, or the cached snapshot of the Hugging Face id `name`.
+    """Return the folder of a model: `name`, or the cached snapshot of that Hugging Face id.
 
     Args:
         name: a folder, or the id of a model on the Hugging Face hub.
-        file: a file that folders of such models hold. A snapshot without it does not count; a folder without it is returned.
+        file: a file that such folders contain. A snapshot without it does not count; a folder
+            without it is returned.
         kind: "model" or "tokenizer", for messages.
-        download: patterns of the files that are downloaded when the cache lacks the model; empty: none are.
+        download: patterns of the files to download if the cache lacks the model; empty to download
+            none.
 
     Raises:
-        UserError: there is neither such a folder nor such a model; the message names the nearest folder.
+        UserError: no such folder or model exists. The message suggests the nearest folder.
 
     >>> find_model_folder("/no/such/folder", "config.json")
     Traceback (most recent call last):
@@ -35,17 +37,18 @@ def find_model_folder(
         return path
     if path.is_file():
         raise UserError(
-            f"{kind} {str(name)!r} is a file; give the folder that holds its {file} ({str(path.parent)!r})"
+            f"{kind} {str(name)!r} is a file; give the folder that contains its {file} ({str(path.parent)!r})"
         )
     cached = find_cached(name, file)
     if cached is not None:
         return cached.parent
     said = f"{kind} {str(name)!r}: no such folder"
-    # `models/qwne` beside a folder `models` is a mistyped path: nothing is asked of the hub for it.
+    # If a folder `models` exists, `models/qwne` is a mistyped path: do not ask the hub for it.
     if _is_hub_id(name) and not ("/" in str(name) and path.parent.is_dir()):
         said += ", and no model of that name in the local Hugging Face cache; "
         if not download:
             raise UserError(f"{said}`hf download {name}` puts it there{folders_near(name, file)}")
+        # Imported here, because the import is slow.
         import huggingface_hub
 
         try:
@@ -56,7 +59,7 @@ def find_model_folder(
 
 
 def find_cached(name: str | Path, file: str) -> Path | None:
-    """Path of a file of a Hugging Face model in the local cache; None if it is not there, or `name` is not a Hugging Face id."""
+    """Return the path of a model's file in the local Hugging Face cache, or None."""
     if not _is_hub_id(name):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -69,9 +72,9 @@ def find_cached(name: str | Path, file: str) -> Path | None:
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """The tail of an error message: the nearest folder that holds a file of this name, or all of them when none is near.
+    """Return the tail of an error message: the nearest folder with such a file, or all of them.
 
-    They are looked for in the folder `name`, if there is one, else beside it.
+    It searches the folder `name` if it exists, or else its parent.
     """
     path = Path(name).expanduser()
     root = (
@@ -91,7 +94,7 @@ def folders_near(name: str | Path, file: str) -> str:
         )
     except OSError:
         return ""
-    # Last names are compared: `Qwen2-tiny` finds `models/qwen2-tiny`.
+    # Compare last names only: `Qwen2-tiny` matches `models/qwen2-tiny`.
     by_last = {Path(folder).name: folder for folder in reversed(folders)}
     close = difflib.get_close_matches(path.name, by_last, n=1, cutoff=0.6)
     if close:

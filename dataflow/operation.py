@@ -1,4 +1,4 @@
-"""Operation: what a node does to rows. A declaration stands beside the code; a call in a graph makes an operation from it."""
+"""Operation: the work of a node. A call in a graph turns a declaration into an operation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from .errors import UserError, nearest
 from .metrics import Metrics
 from .peer_names import peer_hint
 
-# Arguments
-#
-# Arguments by name: bound to a signature, with the nearest right name offered for a wrong one.
+# Arguments: bound by name to a signature, with suggestions for wrong names.
 
 
 T = TypeVar("T")
 
 
 def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
-    """Names of the parameters after the first `skip`, without `*args` and `**kwargs`.
+    """Return the names of the parameters after the first `skip`, without `*args` and `**kwargs`.
 
     >>> parameter_names(lambda rows, n, *rest, by="reward", **more: None, skip=1)
     ['n', 'by']
@@ -35,16 +33,16 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a traced call by name, with defaults.
+    """Return the arguments of a traced call by name, with defaults.
 
     Args:
-        function: the function that is called.
-        skip: number of leading parameters that are left out (self, the rows).
-        args: arguments given by position.
-        kwargs: arguments given by name.
+        function: the called function.
+        skip: number of leading parameters to leave out (self, the rows).
+        args: positional arguments.
+        kwargs: keyword arguments.
 
     Raises:
-        UserError: the function does not take an argument; the message offers the nearest one that it takes.
+        UserError: the function does not take an argument. The message suggests the nearest one.
     """
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
@@ -70,15 +68,15 @@ def bind_signature(
     name: str | None = None,
     others: str = "",
 ) -> inspect.BoundArguments:
-    """`inspect.Signature.bind` with defaults filled in and errors that name the nearest right argument.
+    """Bind arguments like `inspect.Signature.bind`, with defaults and better errors.
 
     Args:
-        function: the function that is called.
-        skip: number of leading parameters that are left out.
-        args: arguments given by position.
-        kwargs: arguments given by name.
-        name: the function's name in messages; None: its own name.
-        others: end of the message about an unknown argument that is near no known one.
+        function: the called function.
+        skip: number of leading parameters to leave out.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        name: the function's name in messages; by default its own name.
+        others: end of the message about an unknown argument without a near match.
 
     Raises:
         UserError: an argument is unknown, missing, given twice, or one too many.
@@ -93,14 +91,14 @@ def bind_signature(
             raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    except TypeError as error:  # one too many, one that must be given, or one given twice
+    except TypeError as error:  # too many, a missing one, or one given twice
         raise UserError(f"{who}: {error}; it takes {takes}") from None
     bound.apply_defaults()
     return bound
 
 
 def names_arguments(cls: type[T]) -> type[T]:
-    """Make a class refuse wrong arguments of its constructor with the messages of `bind_signature`.
+    """Make a class check the arguments of its constructor with `bind_signature`.
 
     >>> @names_arguments
     ... class Point:
@@ -127,7 +125,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
-    """Make a function refuse wrong arguments with the messages of `bind_signature`.
+    """Make a function check its arguments with `bind_signature`.
 
     Args:
         name: the function's name in messages.
@@ -152,20 +150,18 @@ def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
     return decorate
 
 
-# Takes
-#
-# What an operation takes in one call: rows, groups, a quorum of a group, or a training batch.
+# The input of one call: rows, groups, a quorum of a group, or a training batch.
 
 
 class Unit(enum.Enum):
-    """What an operation takes when it has no parameters."""
+    """Input of an operation, for inputs without parameters."""
 
     ROWS = "rows"
     """Rows as they become ready, of any number of groups."""
     GROUPS = "groups"
     """All rows of a group together."""
     FINISHED_GROUPS = "finished groups"
-    """Groups that all other nodes are done with. Nothing waits for this node: neither the end of a step nor the next prompts."""
+    """Groups that all other nodes are done with. No step waits for this node."""
 
 
 ROWS, GROUPS, FINISHED_GROUPS = Unit
@@ -173,22 +169,22 @@ ROWS, GROUPS, FINISHED_GROUPS = Unit
 
 @dataclass(frozen=True)
 class Quorum:
-    """The first rows of a group that are ready; the others are cancelled. For a filter."""
+    """The first rows of a group that are ready; the others are canceled. For filters."""
 
     n: int
     """Number of rows of a group that suffice."""
     deadline_s: float | None = None
-    """Seconds after the first row is ready until the ready rows go on without the others; None: wait for `n`."""
+    """[s] Longest wait after the first ready row; None to wait for `n` rows."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The groups of one update, which makes a new version of the parameters of its worker group."""
+    """The groups of one update, which creates a new version of the worker group's parameters."""
 
     whole_groups: bool = False
-    """The rows of a group stay together on one rank."""
+    """Keep the rows of a group together on one rank."""
     accumulates: bool = False
-    """The rows may come in several calls; each says whether it is the last (`last=True`)."""
+    """Allow the rows to come in several calls; each gets `last=...`."""
 
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
@@ -200,7 +196,7 @@ _RECORDS: Mapping[str, type[Quorum] | type[TrainingBatch]] = {
 
 
 def takes_as_json(takes: Takes) -> dict[str, Any]:
-    """The value as JSON, for `takes_from_json`.
+    """Return the value as JSON, for `takes_from_json`.
 
     >>> takes_as_json(Quorum(2))
     {'kind': 'quorum', 'n': 2, 'deadline_s': None}
@@ -214,7 +210,7 @@ def takes_as_json(takes: Takes) -> dict[str, Any]:
 
 
 def takes_from_json(fields: Mapping[str, Any]) -> Takes:
-    """The value that `takes_as_json` described.
+    """Parse the output of `takes_as_json`.
 
     >>> takes_from_json({"kind": "rows"}) is ROWS
     True
@@ -229,46 +225,45 @@ R = TypeVar("R")
 Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
 """Columns of a declaration: a tuple, or a function of the call's arguments that returns them.
 
-A `Column` is one of Weft's: nodes or the reader of the data make it. A column of the user's file is never taken for it, whatever its
-name. A string means any column of that name."""
+A `Column` is written by Weft's nodes or its data reader, and never matches a column of the user's
+file with the same name. A string matches any column of that name."""
 
 ALL_COLUMNS = "*"
 """In `may_read`: every column that the rows have."""
 CONFIG = "config"
-"""The parameter by which a function in a declaration gets the configuration of the worker group."""
+"""Parameter by which a function in a declaration gets the configuration of the worker group."""
 
 
 class Shape(enum.Enum):
-    """What comes out of a node, given rows."""
+    """The relation of a node's output rows to its input rows."""
 
     MAP = "map"
     """The same rows, with more columns."""
     GROUP = "group"
-    """The same, but the node sees all rows of a group together."""
+    """Like MAP, but the node sees all rows of a group together."""
     FILTER = "filter"
     """Some of the rows; the others are dropped, with a reason."""
     EXPAND = "expand"
-    """New rows that know their parent: samples of a prompt, pairs made of samples, turns of a dialogue."""
+    """New rows with a parent: samples of a prompt, pairs of samples, turns of a dialogue."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a node does in one call: plain data, which is written to the log and sent to ranks."""
+    """The work of a node in one call, as plain data for the log and the ranks."""
 
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
-    """Columns that it requires."""
     may_read: tuple[str, ...] = ()
-    """Columns that it uses if they exist; "*" is all of them."""
+    """Optional columns, used if they exist; "*" for all."""
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
-    """A generator that lets other calls on its worker have a turn each time it yields; so several may be under way."""
+    """Whether the method is a generator that lets other calls on its worker run at each yield."""
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it claims groups, not single rows."""
+        """Whether it claims groups instead of single rows."""
         return self.takes is not ROWS
 
     @property
@@ -280,7 +275,7 @@ class Operation:
 
     @property
     def updates(self) -> bool:
-        """Whether it makes a new version of its worker group's parameters."""
+        """Whether it creates a new version of its worker group's parameters."""
         return isinstance(self.takes, TrainingBatch)
 
     @property
@@ -290,21 +285,21 @@ class Operation:
 
     @property
     def behind(self) -> bool:
-        """Whether it follows behind the run, which never waits for it."""
+        """Whether the run never waits for it."""
         return self.takes is FINISHED_GROUPS
 
     @property
     def quorum(self) -> Quorum | None:
-        """The quorum that it takes; None if it takes none."""
+        """The quorum that it takes, or None."""
         return self.takes if isinstance(self.takes, Quorum) else None
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What `@remote` and `@node` attach to a method or function.
+    """The declaration that `@remote` and `@node` attach to a method or function.
 
-    What depends on the arguments of a call is a function of them. Its parameters have the names of those arguments that it
-    needs; `config` is the configuration of the worker group.
+    Fields that depend on the arguments of a call are functions of them. The parameters of such a
+    function name the arguments that it needs; `config` is the configuration of the worker group.
 
     >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
     >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
@@ -317,20 +312,22 @@ class Declaration:
     may_read: Columns = ()
     writes: Columns = ()
     takes: Takes | Callable[..., Takes] | None = None
-    """None: groups for a GROUP, rows for all others."""
+    """None means groups for a GROUP, and rows for all others."""
     interruptible: bool = False
 
     @property
     def is_node(self) -> bool:
-        """Whether it takes rows; other remote methods (saving, publishing weights) are called beside the graph."""
+        """Whether it takes rows. Other remote methods are called outside the graph."""
+        # A method that neither reads, writes nor takes rows is no node.
         declared = (self.reads, self.may_read, self.writes, self.takes)
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """The operation of one call.
+        """Return the operation of one call.
 
         Raises:
-            UserError: a function of the declaration fails with these arguments, or its result breaks a rule.
+            UserError: a function of the declaration fails with these arguments, or its result
+                breaks a rule.
         """
         return Operation(
             self.name,
@@ -343,7 +340,7 @@ class Declaration:
         )
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """Names of the columns that one call reads and that are declared as a `Column`."""
+        """Return the names of the columns that one call reads and that are a `Column`."""
         named = [
             name
             for part in ("reads", "may_read")
@@ -352,14 +349,16 @@ class Declaration:
         return frozenset(str(name) for name in named if isinstance(name, Column))
 
     def check(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """This declaration, if it breaks no rule.
+        """Check the declaration's rules, and return it.
 
         Args:
             function: the declared function.
-            skip: number of its leading parameters that are not arguments of a call: the rows (1), or self and the rows (2).
+            skip: number of leading parameters that are not arguments of a call: the rows (1), or
+                self and the rows (2).
 
         Raises:
-            UserError: naming the part of the declaration, with the nearest argument that there is.
+            UserError: a rule is broken. The message names the part of the declaration and the
+                nearest argument.
         """
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
@@ -374,6 +373,7 @@ class Declaration:
 
     def _columns(self, part: str, columns: Columns, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         names = self._value(part, columns, arguments)
+        # A string is iterable, but its letters are not columns.
         if isinstance(names, str | Column) or not isinstance(names, Iterable):
             raise UserError(
                 f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}"
@@ -381,7 +381,6 @@ class Declaration:
         return tuple(dict.fromkeys(str(name) for name in cast(Iterable[object], names)))
 
     def _value(self, part: str, value: object, arguments: Mapping[str, Any]) -> Any:
-        """A part of the declaration for these arguments."""
         if not callable(value):
             return value
         self._refuse_unknown(part, value, arguments)
@@ -390,7 +389,7 @@ class Declaration:
             return value(**given)
         except (AttributeError, TypeError) as error:
             of = ", ".join(f"{name}={argument!r}" for name, argument in given.items())
-            raise UserError(f"{self.name}: {part} cannot be worked out from {of}: {error}") from error
+            raise UserError(f"{self.name}: {part} cannot be computed from {of}: {error}") from error
 
     def _refuse_unknown(self, part: str, function: Callable[..., Any], known: Iterable[str]) -> None:
         names = list(known)
@@ -398,7 +397,7 @@ class Declaration:
             if name not in names:
                 hint = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
                 raise UserError(
-                    f"{self.name}: {part} depends on {name!r}, which is no argument of it{hint}"
+                    f"{self.name}: {part} depends on {name!r}, which is not one of its arguments{hint}"
                 )
 
     def _checked_takes(self, takes: object) -> Takes:
@@ -410,7 +409,7 @@ class Declaration:
             )
         if self.shape is Shape.MAP and takes is GROUPS:
             raise UserError(
-                f"{self.name}: a map that sees complete groups is declared with shape=Shape.GROUP"
+                f"{self.name}: a map of complete groups must be declared with shape=Shape.GROUP"
             )
         if self.shape is Shape.GROUP and takes not in (GROUPS, FINISHED_GROUPS):
             raise UserError(f"{self.name}: a node of shape GROUP takes groups, not {takes}")
@@ -422,7 +421,7 @@ class Declaration:
 
 
 def declaration_of(function: object) -> Declaration | None:
-    """The declaration attached to a method or function, or None."""
+    """Return the declaration attached to a method or function, or None."""
     return getattr(function, "__declaration__", None)
 
 
@@ -437,21 +436,24 @@ def node(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a pure function `Batch -> Batch` usable as a node of a graph.
 
-    Called with a `Batch` it computes; called with the rows of a graph that is being traced it adds a node.
-    A map or group returns the rows in the order given with the columns of `writes` added; a filter returns the rows
-    that it keeps; an expand returns new rows with a `parent_id` column.
+    Called with a `Batch`, it computes. Called with the rows of a graph during tracing, it adds a
+    node. A map or group returns the rows in the given order with the columns of `writes` added. A
+    filter returns the rows that it keeps. An expand returns new rows with a `parent_id` column.
 
     Args:
-        shape: what comes out of the node.
-        reads: columns that it requires, or a function of the call's arguments that returns them: `lambda by: (by,)`.
-        may_read: columns that it uses if they exist.
+        shape: relation of the output rows to the input rows.
+        reads: required columns, or a function of the call's arguments that returns them: `lambda
+            by: (by,)`.
+        may_read: optional columns, used if they exist.
         writes: columns that it adds.
-        takes: what it is given in one call; None: groups for a GROUP, rows for all others.
-        measure: called with the rows and arguments of each call in a run; its result becomes metrics of the step. A function whose
-            metrics need its intermediate results returns them itself, as a pair with the rows.
+        takes: input of one call; None means groups for a GROUP, and rows for all others.
+        measure: called with the rows and arguments of each call in a run; returns metrics of the
+            step. A function whose metrics need its intermediate results returns them itself, as a
+            pair with the rows.
 
     Raises:
-        UserError: the declaration breaks a rule, for example `reads` depends on an argument that the function does not have.
+        UserError: the declaration breaks a rule, for example `reads` depends on an argument that
+            the function does not have.
 
     >>> @node(reads=lambda of: (of,), writes=("doubled",))
     ... def double(batch, *, of="reward"):

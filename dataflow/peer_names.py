@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl, OpenRLHF, slime and AReaL, and the Weft names for them. docs/coming_from.md has the same table."""
+"""Settings of TRL, verl, OpenRLHF, slime and AReaL, and their names in Weft."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "AReaL")
 
 @dataclass(frozen=True)
 class PeerName:
-    """A setting: its name in Weft, and its names in the other libraries."""
+    """A setting: its name in Weft, and its names in other libraries."""
 
     weft: str
-    """The setting of `weft.train`, or of a class as `Class(setting=...)`."""
+    """Setting of `weft.train`, or of a class as `Class(setting=...)`."""
     names: tuple[str, ...]
-    """In the order of `LIBRARIES`; several in one library are divided by spaces."""
+    """In the order of `LIBRARIES`. Spaces separate several names in one library."""
     note: str = ""
-    """What differs."""
+    """Differences between the libraries."""
 
     @property
     def setting(self) -> str:
-        """Its name alone.
+        """Name of the setting alone.
 
         >>> PEER_NAMES[0].setting, PeerName("Clipped(low=..., high=...)", ()).setting
         ('model', 'low')
@@ -311,7 +311,7 @@ PEER_NAMES: tuple[PeerName, ...] = (
 
 @cache
 def _known() -> dict[str, list[tuple[str, PeerName]]]:
-    """Last part of a peer's name -> the libraries that have it, and the setting."""
+    """Map the last part of a peer's name to the libraries that use it, and to the setting."""
     found: dict[str, list[tuple[str, PeerName]]] = {}
     for row in PEER_NAMES:
         for library in LIBRARIES:
@@ -321,7 +321,7 @@ def _known() -> dict[str, list[tuple[str, PeerName]]]:
 
 
 def peer_hint(name: str, known: Collection[str]) -> str:
-    """The end of an error about a setting that another library has: the name that Weft has for it. Empty if no library has it.
+    """Return the tail of an error about a setting of another library: its name in Weft.
 
     >>> peer_hint("num_generations", ["n", "steps"])
     "; num_generations is TRL's name: Weft's is 'n'"
@@ -333,17 +333,19 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     ''
 
     Args:
-        name: as it was given.
-        known: the settings that there are.
+        name: name as given by the user.
+        known: known settings.
     """
     name = name.lstrip("+-").replace("-", "_")
     parts = name.split(".")
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])
+    # Several settings may share the last part, so prefer the longest common ending.
     best = max(
         candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None
     )
+    # A bare `n` is too common to attribute to one library.
     if best is None or (parts[-1] == "n" and len(parts) == 1):
         return ""
     library, row = best[0].split(" ")[0], best[1]
@@ -353,7 +355,7 @@ def peer_hint(name: str, known: Collection[str]) -> str:
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many of the last parts are equal.
+    """Return the number of equal parts at the end.
 
     >>> _common_end(["actor", "lr"], ["actor", "optim", "lr"])
     1
@@ -367,7 +369,7 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def markdown_table() -> str:
-    """The table as docs/coming_from.md has it."""
+    """Return the table of docs/coming_from.md."""
     lines = ["| Weft | " + " | ".join(LIBRARIES) + " |", "|---" * (len(LIBRARIES) + 1) + "|"]
     for row in PEER_NAMES:
         names = [", ".join(f"`{name}`" for name in row.names_of(library)) for library in LIBRARIES]

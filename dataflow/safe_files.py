@@ -1,8 +1,8 @@
-"""Read files that may have been replaced or damaged. A reader never hangs; its error names the file.
+"""Read files that may have been replaced or damaged. Reads never hang, and errors name the file.
 
-open_file   the file must be a regular one: a pipe or a device would be waited for
-read_file   it must also have a bounded size
-read_json   it must also hold an object of JSON, of bounded depth
+open_file   requires a regular file: opening a pipe or a device could block
+read_file   also limits the size
+read_json   also requires a JSON object of limited depth
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from .errors import UserError
 
 MAX_BYTES = 64 << 20
-"""Largest file that is read whole."""
+"""[bytes] Largest file that is read whole."""
 MAX_DEPTH = 64
-"""Deepest nesting of JSON. Weft writes none that is deeper than 20."""
+"""Deepest nesting of JSON. Files written by Weft stay below 20."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -33,7 +33,7 @@ def open_file(path: Path) -> BinaryIO:
         OSError: it cannot be opened, or is a folder.
         UserError: it is something else, such as a named pipe.
     """
-    mode = path.stat().st_mode  # before it is opened, which would wait for the writer of a pipe
+    mode = path.stat().st_mode  # before opening, because opening a pipe waits for its writer
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise UserError(f"{path} is {kind}, not a file")
@@ -41,13 +41,14 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Raises:
         OSError: it cannot be read.
         UserError: the path is not a regular file, or the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
+        # One more byte shows whether the file is too large, without reading all of it.
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise UserError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
@@ -55,11 +56,11 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """The value of a text of JSON.
+    """Parse JSON.
 
     Args:
-        text: in UTF-8.
-        of: names the text in messages, such as the path of its file.
+        text: JSON in UTF-8.
+        of: name of the text in messages, such as the path of its file.
 
     Raises:
         UserError: the text is not JSON, or nested too deep.
@@ -70,6 +71,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
         raise UserError(f"{of} is damaged: its JSON is nested too deep") from None
     except ValueError as error:
         raise UserError(f"{of} is damaged: it is not JSON ({error})") from None
+    # Level by level instead of recursively, which could overflow the stack.
     level, depth = [value], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
@@ -84,7 +86,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
 
 
 def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
-    """The object of a text of JSON; as `parse_json`.
+    """Parse a JSON object, like `parse_json`.
 
     Raises:
         UserError: the text is not a JSON object.
@@ -96,10 +98,11 @@ def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in a file of JSON.
+    """Read a JSON object from a file.
 
     Raises:
         OSError: the file cannot be read.
-        UserError: the path is not a regular file, the file is too large, or it does not hold a JSON object.
+        UserError: the path is not a regular file, the file is too large, or it does not hold a JSON
+            object.
     """
     return parse_object(read_file(path, max_bytes), path)

@@ -1,4 +1,4 @@
-"""Source: where the rows of a graph come from."""
+"""Source: the input rows of a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xxhash
 
 
 class Source(Protocol):
-    """A name, the columns that each row has, and the rows themselves."""
+    """A name, the columns of each row, and the rows."""
 
     @property
     def name(self) -> str: ...
@@ -24,17 +24,17 @@ class Source(Protocol):
 
 
 def file_columns(source: Source) -> frozenset[str]:
-    """Columns that a source took over from the user's file as they were.
+    """Return the columns that a source copied unchanged from the user's file.
 
-    They belong to the user. A node gets them if it names them or asks for all columns, but never in the place of a column of Weft's
-    that happens to have the same name (`Declaration.weft_columns`).
+    They belong to the user. A node gets them if it names them or asks for all columns, but never
+    instead of a Weft column with the same name (`Declaration.weft_columns`).
     """
     return getattr(source, "file_columns", frozenset())
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of any Arrow table, in Weft's own columns; see `dataflow/prompts/prompts.py` for prompts from files.
+    """Rows of any Arrow table, in Weft's columns. For files, see `dataflow/prompts/prompts.py`.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)
@@ -43,7 +43,7 @@ class TableSource:
     name: str
     table: pa.Table
     file_columns: frozenset[str] = frozenset()
-    """Columns that belong to the user: see the function `file_columns`."""
+    """Columns that belong to the user (see the function `file_columns`)."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -51,13 +51,14 @@ class TableSource:
 
 
 def fingerprint(source: Source) -> str:
-    """A checksum of the rows of a source, in hexadecimal: the same wherever and however the table was made.
+    """Return a checksum of a source's rows, in hexadecimal, for any chunking of the table.
 
     >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]], [[[1]], [[2]]]))
     >>> fingerprint(TableSource("one", one)) == fingerprint(TableSource("two", two))
     True
     """
     sums = xxhash.xxh3_64()
+    # Chunks are visible in the stream, so combine them first.
     table = source.table.combine_chunks()
     with pa.PythonFile(_Hashing(sums), "w") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -65,7 +66,7 @@ def fingerprint(source: Source) -> str:
 
 
 class _Hashing:
-    """A file that only takes the checksum of what is written to it."""
+    """A file that computes a checksum of the bytes written to it."""
 
     closed = False
 
@@ -80,22 +81,20 @@ class _Hashing:
     def close(self) -> None: ...
 
 
-# Cursor
-#
-# Cursor: how far a run has come in its data.
+# Cursor: the position of a run in its data.
 
 
 CURSOR = "cursor"
-"""Key of the note in a log that does not begin with the first row of the data: it says where the log begins."""
+"""Key of a note in the log: where the log begins, if not at the first row of the data."""
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
-    """Rows of a source in the order in which they are issued, without end.
+    """Yield the rows of a source in issue order, without end.
 
     Args:
         size: rows of the source.
-        seed: of the run; each epoch has an order of its own, drawn from the seed.
-        shuffle: False issues the rows as they stand.
+        seed: seed of the run. Each epoch draws another order from it.
+        shuffle: False keeps the order of the source.
     """
     for epoch in itertools.count():
         yield from (
@@ -105,19 +104,20 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The place in the data from which a run goes on without its rows in flight."""
+    """Position in the data for a run that continues without its rows in flight."""
 
     issued: int = 0
     """Rows of the source that were issued, in the order of the run."""
     again: tuple[int, ...] = ()
-    """Rows among them that are issued once more, before all others, because no update was made with their responses."""
+    """Issued rows that must be issued again first, because no update used their responses."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """The rows that remain after `issued` rows were issued from this cursor."""
+        """Return the rows that remain after `issued` rows were issued from this cursor."""
         return itertools.islice(
             itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None
         )
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """The cursor after `issued` rows from this one; the `untrained` rows among them have to be issued again."""
+        """Return the cursor after `issued` more rows; the `untrained` ones will be issued again."""
+        # Rows of `again` are issued first, and do not advance the position in the source.
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

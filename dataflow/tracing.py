@@ -1,4 +1,4 @@
-"""Tracing: a `@graph` function is called once, with symbolic rows; the calls on them become the nodes of a graph."""
+"""Tracing: runs a `@graph` function once with symbolic rows, which record nodes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NODES_OF_PARTS = {
     "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
     "loss": "a loss is part of an update: actor.update(rows, loss=...)",
 }
-"""Module, or folder, of functions that are parts of nodes -> how they are used."""
+"""Module or folder of functions that are parts of nodes -> how to use them."""
 
 
 def no_node(name: str, module: str) -> str:
-    """Error message for a function that is called on symbolic rows: it names the node that takes the function."""
+    """Return the error message for a function called on symbolic rows, with the right node."""
     known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
 def refusing_rows(part: type) -> None:
-    """Let the instances of a class refuse calls with symbolic rows: they are arguments of a node, not nodes."""
+    """Make instances of a class reject symbolic rows: they are arguments of nodes."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return
@@ -48,7 +48,7 @@ def refusing_rows(part: type) -> None:
 
 @dataclass(frozen=True)
 class SymbolicRows:
-    """The rows between nodes while a graph is traced. They have no values: a graph cannot depend on values."""
+    """The rows between nodes during tracing. They have no values."""
 
     trace: Trace
     level: int
@@ -62,7 +62,7 @@ class SymbolicRows:
         return tuple(self.writers)
 
     def __contains__(self, column: str | Column) -> bool:
-        """Whether the rows have a column. A `Column` is one that Weft made: the user's file may have its name for something else."""
+        """Whether the rows have a column. For a `Column`, it must come from Weft."""
         return str(column) in self.writers and not (
             isinstance(column, Column) and self.is_of_file(str(column))
         )
@@ -82,10 +82,11 @@ class SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Join two branches over the same rows: the columns of both. A column that a node wrote takes precedence over the source's."""
+        """Join two branches over the same rows. Columns of nodes take precedence over the
+        source's."""
         if other.level != self.level:
             raise UserError(
-                "| joins two branches over the same rows; these were expanded from one another, or apart"
+                "| joins two branches over the same rows; these come from different expansions"
             )
         return SymbolicRows(
             self.trace,
@@ -95,7 +96,7 @@ class SymbolicRows:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse functions that are not nodes, such as estimators: they ask for values that rows do not have yet."""
+        """Reject functions that are not nodes, such as estimators, which need values."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {NO_VALUES}")
@@ -107,13 +108,14 @@ class SymbolicRows:
         raise UserError(f"{self._reader()} asks for the number of rows, but {NO_VALUES}")
 
     def _reader(self) -> str:
-        """The function that asks for values, and how it is used if it is part of a node."""
+        """Describe the function that asks for values, and how to use it if it is part of a node."""
+        # Skip this method and its caller in this class.
         frame = sys._getframe(2)
         module = frame.f_globals.get("__name__", "")
         while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "") == module:
             if frame.f_code.co_name in (self.trace.name, *self.trace.path):
                 break
-            frame = frame.f_back  # a helper of its module
+            frame = frame.f_back  # a helper in the same module
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if name in (self.trace.name, *self.trace.path):
             return f"graph {name!r}"
@@ -132,7 +134,7 @@ class SymbolicRows:
 
 
 class Trace:
-    """The graph that is recorded while its function runs."""
+    """The graph under construction while its function runs."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -144,7 +146,7 @@ class Trace:
         self.num_levels = 1
 
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
-        """The group's name; a handle without a name gets that of its parameter."""
+        """Return the group's name. A handle without a name gets the name of its parameter."""
         if handle.name is None:
             handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
@@ -166,15 +168,15 @@ class Trace:
         """Add the node of one call.
 
         Args:
-            rows: the rows that the node is called with.
-            handle: the worker group whose method is called; None: a pure function.
+            rows: input rows of the node.
+            handle: worker group whose method is called; None for a pure function.
             function: the method or function.
             declaration: its declaration.
             args: positional arguments of the call after the rows.
             kwargs: keyword arguments of the call.
 
         Returns:
-            The rows that come out of the node.
+            The output rows of the node.
         """
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
@@ -183,6 +185,7 @@ class Trace:
         arguments = bind(function, 2 if handle else 1, args, kwargs)
         given = {**arguments, CONFIG: handle.config} if handle else arguments
         operation = declaration.called_with(given)
+        # A user's column with the name of a Weft column must not reach the node.
         own = declaration.weft_columns(given)
         reached = [c for c in rows.writers if not (c in own and rows.is_of_file(c))]
         optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
@@ -206,6 +209,7 @@ class Trace:
         )
         self.nodes.append(node)
         self.num_levels += expands
+        # New rows with other tokens do not inherit columns that describe the old tokens.
         left = not_inherited(operation.writes) if expands else ()
         return SymbolicRows(
             trace=self,
@@ -224,8 +228,11 @@ class Trace:
         )
 
     def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
-        """The nodes that a reader of these columns waits for. A node that updates a group also waits for the other calls on the group,
-        which use the weights before the update."""
+        """Return the nodes that a reader of these columns waits for.
+
+        A node that updates a group also waits for the other calls on the group, which use the
+        weights before the update.
+        """
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name
@@ -243,13 +250,14 @@ class Trace:
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
-    """Turn a function of rows and handles into one that returns a `Graph` when it is called with a source and handles.
+    """Turn a function of rows and handles into one that returns a `Graph` for a source and handles.
 
-    When it is called with the rows of another graph that is being traced, its nodes become part of that graph.
+    Called with the rows of another graph during tracing, it adds its nodes to that graph.
 
     Raises:
         UserError: the function has no parameter for rows, or is called with wrong arguments.
-        GraphError: the graph breaks a rule that shows without the other graphs of a run (see `Graph.validate`).
+        GraphError: the graph breaks a rule that does not depend on the other graphs of a run (see
+            `Graph.validate`).
     """
     if not inspect.signature(function).parameters:
         raise UserError(f"graph {function.__name__!r} must take rows as its first parameter")
@@ -272,7 +280,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         bound.arguments[first] = SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
         function(*bound.args, **bound.kwargs)
         finished = inner.finish()
-        # The leader of a group may be updated in another graph of the run: the driver knows them all and checks that.
+        # Another graph of the run may update the leader of a group, so the driver checks that.
         refuse(rows_problems(finished.source, finished.nodes, finished.follows))
         return finished
 
@@ -280,7 +288,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
-    """Handles among the arguments of a graph, each with the name that it gets there; those of a list are numbered."""
+    """Yield the handles among the arguments of a graph, with their names. Lists are numbered."""
     for name, value in arguments.items():
         if isinstance(value, Handle):
             yield name, value

@@ -1,4 +1,4 @@
-"""Print untrusted text: no terminal escapes, no secrets, and only characters that the stream can encode."""
+"""Print untrusted text: without secrets, terminal escapes, or characters that the stream lacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
-# Redaction
-#
-# Redaction: hide secrets in every message and file of a run. It hides the values of secret
-# environment variables, settings with the name of a secret, and texts that look like a secret:
-# passwords in URLs, bearer tokens, `password=...`, and keys of known services.
+# Redaction: hides secrets in all messages and files of a run. Secrets are values of secret
+# environment variables, settings with the name of a secret, and texts that look like one: passwords
+# in URLs, bearer tokens, `password=...`, and keys of known services.
 
 
 SECRET_WORDS = {
@@ -29,18 +27,18 @@ SECRET_WORDS = {
     "credential",
     "credentials",
 }
-"""Words that make a name that of a secret. `key` and `auth` do where they are the last: `WANDB_API_KEY`, but not `KEY_COLUMN`."""
+"""Words in the name of a secret. `key` and `auth` only count as last words."""
 PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
-"""Last words of names that say where a secret is, and not what it is."""
+"""Last words of names that refer to the location of a secret rather than the secret."""
 SHORTEST = 8
-"""Characters of a value that may be a secret. Shorter ones ("true", "0") stand in many a text."""
+"""Characters of the shortest secret. Shorter values occur in ordinary text."""
 HIDDEN = "[hidden]"
 _LONGEST = 1000
 """Characters of the longest secret that a cut may fall into."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, or a field of settings, of this name holds a secret.
+    """Whether a variable or settings field with this name holds a secret.
 
     >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY", "api_keys", "PROXY_AUTH")))
     True
@@ -72,7 +70,7 @@ _ASSIGNED = (
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
 VIEW = "weft-view-"
-"""Begins the token of a dashboard beside a run. It is shown, because the user opens the address that has it."""
+"""Prefix of a dashboard's token. It stays visible, because the user opens its address."""
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
@@ -80,7 +78,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         ),
         "[hidden]",
     ),
-    (  # must not take a port for a password
+    (  # must not match a port
         re.compile(
             r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
             re.IGNORECASE,
@@ -109,7 +107,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(rf"(?<![\w-]){_ASSIGNED}", re.IGNORECASE), r"\g<name>\g<sign>[hidden]"),
 )
-"""What looks like a secret -> how it is shown."""
+"""Pattern of a secret -> its replacement."""
 _SUSPICIOUS = (
     *(
         "@",
@@ -160,12 +158,14 @@ _SUSPICIOUS = (
     ),
     *("sg.", "dapi"),
 )
-"""Lower-case texts, one of which is in every secret that the patterns find. Searching for them is a hundred times as fast."""
+"""Lower-case texts, one of which is in every secret: searching for them first is faster."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Replace the secrets in a text: a value from the environment by the name of its variable, a text that looks like a secret by
-    `[hidden]`.
+    """Replace the secrets in a text.
+
+    A value from the environment is replaced by the name of its variable, and a text that looks like
+    a secret by `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
@@ -173,16 +173,18 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
 
     Args:
-        text: for a person, or a file.
-        environment: default: that of this process.
+        text: text for a person or a file.
+        environment: environment variables; by default the variables of this process.
     """
     found = os.environ if environment is None else environment
     values = {
         value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)
     }
-    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+    for value in sorted(values, key=len, reverse=True):  # one value may contain another
+        # Secrets in URLs are percent-encoded.
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
+    # The patterns are slow, and most texts contain nothing suspicious.
     lowered = text.lower()
     if any(sign in lowered for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
@@ -193,12 +195,13 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """The beginning of a text, without secrets. They are hidden before the cut: half a secret looks like none.
+    """Return the beginning of a text. Secrets are hidden before the cut, which could split them.
 
     >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
     'postgres://ann:[hidde...'
 
     Args:
+        text: any text.
         most: characters to return.
     """
     text = redacted(text[: most + _LONGEST])
@@ -206,24 +209,26 @@ def beginning(text: str, most: int) -> str:
 
 
 def both_ends(text: str, most: int) -> str:
-    """The same with the beginning and the end of the text.
+    """Return the beginning and the end of a text, without secrets.
 
     >>> both_ends("a" * 20 + "b" * 20, 20)
     'aaaaaaaa ... bbbbbbbb'
     """
     kept = most + _LONGEST
+    # Only redact what may be shown, plus the longest secret that the cut may fall into.
     text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
-    """Hide the secrets in JSON settings: fields named like a secret become `[hidden]`, and `redacted` cleans all other texts.
+    """Hide the secrets in JSON settings: fields named like a secret, and secrets in texts.
 
     Args:
         settings: one value, or all of them.
-        name: of the field.
-        by_name: whether names hide fields. Turn it off for data with fixed names, such as `token` in pages of samples.
+        name: name of the field.
+        by_name: whether names hide fields. Turn it off for data with fixed names, such as `token`
+            in pages of samples.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
@@ -243,13 +248,13 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
 
 
 JOINERS = "\u200c\u200d"
-"""Parts of words and of emoji; they steer nothing."""
+"""Zero-width characters inside words and emoji, which are harmless."""
 STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Control characters, formats (which reverse text, or hide it), surrogates, separators of lines and of paragraphs."""
+"""Categories: controls, formats (which reverse or hide text), surrogates, separators."""
 
 
 def readable(text: str) -> str:
-    r"""The text with everything that would steer a terminal written as an escape; lines stay lines.
+    r"""Escape all characters that would affect a terminal, except newlines.
 
     >>> print(readable("\x1b[31mred\r\u202etxt.exe"))
     \x1b[31mred\r\u202etxt.exe
@@ -269,11 +274,11 @@ def _escape(character: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text that may quote prompts, responses, paths or other people's errors. All prints of such text go through here.
+    """Print a text that may quote prompts, responses, paths or foreign errors.
 
     Args:
-        text: for a person.
-        stream: default: standard error.
+        text: text for a person.
+        stream: output stream; by default standard error.
         end: printed after it.
     """
     stream = sys.stderr if stream is None else stream
@@ -282,13 +287,14 @@ def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 
 
 def show_json(value: Any, stream: TextIO | None = None) -> None:
-    """Print a value as one line of JSON, in ASCII without control characters. Default stream: standard output."""
+    """Print a value as one line of ASCII JSON, by default to standard output."""
+    # `json.dumps` escapes all control characters except DEL.
     line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
     print(line, file=sys.stdout if stream is None else stream, flush=True)
 
 
 def one_line(text: str) -> str:
-    r"""The text in one readable line.
+    r"""Return the text in one readable line.
 
     >>> print(one_line("\x1b[2Jtwo\nlines"))
     \x1b[2Jtwo\nlines
@@ -297,7 +303,7 @@ def one_line(text: str) -> str:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text with an escape for each character that the encoding lacks.
+    """Escape the characters that an encoding lacks.
 
     >>> print(encodable("0.5 ±0.1 \u732b", "ascii"))
     0.5 +/-0.1 \u732b
@@ -318,7 +324,7 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def cut(text: str, characters: int) -> str:
-    """How a long text begins and how it ends.
+    """Shorten a text to its beginning and end.
 
     >>> cut("0123456789", 4)
     '01 ... (6 characters) ... 89'
@@ -330,7 +336,7 @@ def cut(text: str, characters: int) -> str:
 
 
 def cut_lines(text: str, lines: int) -> str:
-    r"""The same of a text of many lines.
+    r"""Shorten a text to its first and last lines.
 
     >>> cut_lines("1\n2\n3\n4\n5\n6", 4)
     '1\n2\n... (2 lines) ...\n5\n6'

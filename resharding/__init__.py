@@ -1,5 +1,5 @@
-"""Where weights live: how parameters lie over ranks, and how they get from one layout to another.
+"""Resharding: the layout of parameters over ranks, and transfers from one layout to another.
 
-On the ground beside `dataflow`: the two do not know each other. Workers use it; controllers only say "update weights to
-version v".
+Independent of `dataflow`, at the same level. Workers use it; controllers only say "update weights
+to version v".
 """

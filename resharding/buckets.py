@@ -1,13 +1,15 @@
-"""Buckets: the parts of a version in the order in which they travel, cut so that each bucket fits into its memory.
+"""Buckets: the parts of a version in transfer order, cut so that each bucket fits into its memory.
 
     parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
-    buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, k_proj, ...
+    buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, ...
 
-A bucket is a list of entries: a box of a tensor, its dtype, and where its bytes lie. Both sides go through the same list. Parts that lie in
-memory that others can map, as they travel (`shared_memory.py`), are read there; all others are copied into the memory of the buckets, which
-one bucket after the other uses. Whatever changes the bytes of an entry on their way (a delta, say)
-does so in two places: where the publisher writes an entry into its bucket (`Transfer._fill`), and where a receiver reads it
-(`IncomingWeights._elements`).
+A bucket is a list of entries. An entry names a box of a tensor, its dtype, and the position of its
+bytes. Both sides walk the same list. Receivers read a part in place if they can map its memory
+(`memory.py`). All other parts are copied into the bucket memory, which successive buckets reuse.
+
+Code that transforms the bytes of an entry, such as a delta, belongs in two places:
+`Transfer._fill`, where the publisher writes an entry into its bucket, and
+`IncomingWeights._elements`, where the receiver reads it.
 """
 
 from __future__ import annotations
@@ -33,40 +35,40 @@ from .memory import MemoryPlace, place_of
 from .weights import CHECKSUM_MODULUS, Part, tensor_factor
 
 BUCKET_BYTES = 16 << 20
-"""Of one bucket, where nothing else is asked for."""
+"""[bytes] Default size of a bucket."""
 
 SLOTS = 2
-"""Buckets that have memory at the same time: one is written while the other is read."""
+"""Buckets in memory at the same time: the publisher writes one while receivers read the other."""
 
-_ALIGNMENT = 64  # a view as any dtype needs its own size; a cache line is kinder to copies
+_ALIGNMENT = 64  # one cache line; a view as any dtype needs at least the size of its element
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A box of a tensor, and where its elements lie in a bucket."""
+    """A box of a tensor, and the position of its elements in a bucket."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     bucket: int
-    """Number of its bucket."""
+    """Index of the bucket."""
     offset: int
-    """In bytes, from the start of the bucket, or of its memory."""
+    """[bytes] Offset from the start of the bucket, or of the mapped memory."""
     memory: int = 0
-    """0: that of the buckets; else the number, from 1, of a memory in which the elements lie already."""
+    """0 for bucket memory; otherwise the number of the memory that holds the elements in place."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
         return self.box.numel * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
-        """Its elements in the memory of a bucket that starts there, or in the memory in which they lie already, from 0.
+        """Return the elements as a view of `memory`.
 
         Args:
-            memory: [bytes] uint8.
+            memory: [bytes] uint8, the bucket memory or the memory that holds the elements in place.
+            start: [bytes] where the bucket begins; 0 for elements held in place.
         """
         first = start + self.offset
         return (
@@ -75,25 +77,22 @@ class Entry:
 
 
 class Cutter:
-    """Cuts versions into buckets. A version whose parts are those of the one before has the same entries.
+    """Cut versions into buckets. Consecutive versions with the same parts get the same entries.
 
     Args:
-        bucket_bytes: what a bucket holds; one element takes more only if it is alone in it.
+        bucket_bytes: bucket size. A larger element gets a bucket to itself.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._forms: list[_Form] = []
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
-        """With the number of the part, and the index that selects the elements from it; None: all of it."""
+        """Entry, number of its part, and index into the part (None for all of it)."""
         self.description = described(())
-        """Of the entries of the last version, and of the memories in which some of them lie."""
+        """Description of the last version's entries."""
 
     def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
-        """Entries in the order of their buckets, each with its elements. A part that is larger than a bucket is cut into several.
-
-        Args:
-            parts: what a rank gives.
+        """Return the entries in bucket order with their elements. Large parts are cut into several.
 
         Raises:
             WeightSyncError: a part occurs twice.
@@ -121,7 +120,7 @@ class _Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     place: MemoryPlace | None
-    """Where others can read it as it travels."""
+    """Where other processes can read the part as it travels."""
 
     @classmethod
     def of(cls, part: Part) -> _Form:
@@ -130,7 +129,7 @@ class _Form(NamedTuple):
         return cls(part.name, part.box, part.shape, dtype, place)
 
     def offset_of(self, box: Box) -> int:
-        """[bytes] Of the first element of a box, which is contiguous in this part, in the memory in which the part lies."""
+        """[bytes] Offset in the part's memory of a box that is contiguous in the part."""
         assert self.place is not None
         starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
         rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
@@ -160,7 +159,7 @@ def _entries_of(
 
 
 def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
-    """Boxes of at most so many elements that make up a box: cut along its first dimensions, so that each is contiguous in it."""
+    """Cut a box along its first dimensions into contiguous boxes of limited size."""
     if box.numel <= max_elements:
         yield box
         return
@@ -175,26 +174,26 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """The entries of one publisher. It is the same object for as long as they are the same, so that receivers plan once."""
+    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
-    """For each tensor, the numbers of its entries: those of its pieces in the layout."""
+    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
     buckets: tuple[tuple[int, ...], ...]
-    """For each bucket, the numbers of its entries."""
+    """Indices of the entries of each bucket."""
     memories: tuple[tuple[str, int], ...]
-    """Path and bytes of each memory in which entries lie already."""
+    """Path and bytes of each memory that holds entries in place."""
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
-    """The checksum over all elements of entries: it also differs where the same bits have another name, dtype or shape.
+    """Return the checksum over one rank's entries. It depends on names, dtypes, shapes and bits.
 
     Args:
-        entries: of one rank.
-        sums: `box_sum` of each.
+        entries: entries of one rank.
+        sums: `box_sum` of each entry.
 
     Returns:
-        A number in [0, 2^64). Those of several ranks add up, modulo 2^64.
+        A number in [0, 2^64). Checksums of ranks add up modulo 2^64.
     """
     found = (
         value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True)
@@ -203,7 +202,7 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
 
 
 def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
-    """Entries, and the memories in which some of them lie, as JSON."""
+    """Serialize entries, and the memories that hold some of them in place, as JSON."""
     fields = [
         [e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory]
         for e in entries
@@ -212,13 +211,13 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 
 
 def fingerprint(description: bytes) -> str:
-    """By which a receiver knows a description that it has."""
+    """Return an identifier, so that a receiver can recognize a description that it already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
 @functools.lru_cache(maxsize=64)
 def read_description(description: bytes) -> Description:
-    """What `described` has written."""
+    """Parse the output of `described`."""
     fields, memories = json.loads(description)
     entries = tuple(
         Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
@@ -239,10 +238,10 @@ def read_description(description: bytes) -> Description:
 
 @functools.lru_cache(maxsize=8)
 def layout_of(ranks: tuple[Description, ...]) -> Layout:
-    """The layout of a trainer, from the descriptions of its ranks.
+    """Return the trainer's layout, from the descriptions of its ranks.
 
     Raises:
-        WeightSyncError: together they do not have each element of each tensor once.
+        WeightSyncError: the ranks together do not publish each element of each tensor exactly once.
     """
     layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
     for name, tensor in layout.tensors.items():
@@ -272,34 +271,29 @@ def _aligned(offset: int) -> int:
 
 # Bucket memory
 #
-# The memory of a publisher's buckets: on the host, where every process of the machine can map it,
-# or on a device.
+#     HostBuckets     an anonymous file (`memfd_create`), mapped as /proc/PID/fd/N
+#     DeviceBuckets   memory of a CUDA device, with the IPC handle if receivers map it
 #
-#     HostBuckets     an anonymous file (`memfd_create`), mapped as /proc/PID/fd/N; gone with the last process that has it open or mapped
-#     DeviceBuckets   memory of a CUDA device; where receivers are to map it, with the handle by which CUDA opens it in another process
-#
-# What is said of either travels as JSON: nothing is pickled.
+# Receivers learn about either as JSON; nothing is pickled.
 
 
 class BucketMemory(Protocol):
-    """Memory that grows with the largest version."""
+    """Memory that grows to fit the largest version."""
 
     def of(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8: at least so many. What `of` gave before stays what it is until nobody uses it."""
+        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
         ...
 
     def said(self) -> dict[str, Any]:
-        """What a receiver has to know to map the present memory."""
+        """Return the information that a receiver needs to map the current memory."""
         ...
 
     def close(self) -> None:
-        """Free it, as soon as nobody has it mapped."""
+        """Free the memory once no process maps it."""
         ...
 
 
 class HostBuckets:
-    """Memory of the host."""
-
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: torch.Tensor | None = None
@@ -315,12 +309,12 @@ class HostBuckets:
         return self._memory
 
     def said(self) -> dict[str, Any]:
-        """Path and bytes of the file, for processes of this machine and user."""
+        """Path and size of the file, for processes of this machine and user."""
         assert self._memory is not None
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory)}
 
     def close(self) -> None:
-        """Free it with the last view on it."""
+        """Free the memory with the last view of it."""
         self._memory = None
         if self._file is not None:
             os.close(self._file)
@@ -331,8 +325,8 @@ class DeviceBuckets:
     """Memory of a device.
 
     Args:
-        device: on which.
-        mapped: receivers map it.
+        device: device that holds the buckets.
+        mapped: receivers map the memory.
     """
 
     def __init__(self, device: torch.device, *, mapped: bool) -> None:
@@ -349,31 +343,30 @@ class DeviceBuckets:
         return self._memory
 
     def said(self) -> dict[str, Any]:
-        """Identity of the device, and the fields by which torch opens its memory in another process."""
+        """Identity of the device, and the fields with which torch maps its memory elsewhere."""
         return self._said
 
     def close(self) -> None:
-        """Free it."""
         self._memory = None
 
 
 def device_of(transport: Transport) -> torch.device | None:
-    """Where this process has the buckets of a transport; None: on the host.
+    """Return the device of a transport's buckets in this process, or None for the host.
 
     Raises:
-        WeightSyncError: they are to lie on a CUDA device, and torch sees none.
+        WeightSyncError: the transport needs a CUDA device, and torch finds none.
     """
     if transport in ("auto", "gloo"):
         return None
     if not torch.cuda.is_available():
         raise WeightSyncError(
-            f'transport="{transport}" moves weights from GPU to GPU, and torch sees none; take "auto"'
+            f'transport="{transport}" moves weights from GPU to GPU, and torch finds none; use "auto"'
         )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def opened(said: dict[str, Any]) -> torch.Tensor:
-    """[bytes] uint8: the device memory of a publisher, in this process. It is mapped until the last view on it is gone.
+    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped.
 
     Raises:
         OSError: this process does not see the device, or cannot open its memory.
@@ -397,7 +390,8 @@ def opened(said: dict[str, Any]) -> torch.Tensor:
 
 
 def _said_of(memory: torch.Tensor) -> dict[str, Any]:
-    """`torch.multiprocessing` pickles the same fields (`reductions.py`: `reduce_tensor`, `rebuild_cuda_tensor`)."""
+    # The same fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
+    # `rebuild_cuda_tensor`).
     fields = [
         {"bytes": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
         for field in memory.untyped_storage()._share_cuda_()

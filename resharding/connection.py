@@ -1,13 +1,13 @@
-"""Connection: messages between a publisher of weights and a receiver, over TCP.
+"""Connection: authenticated messages between a weight publisher and a receiver, over TCP.
 
     receiver                                         publisher
     connects                        <── nonce ──     listens
-    HMAC of the nonce, own nonce    ── proof ──>     checks it; whoever has not the token is cut off
+    HMAC of the nonce, own nonce    ── proof ──>     checks it; closes the connection if it is wrong
     checks it                       <── proof ──     HMAC of the receiver's nonce
 
-Then both send messages: a letter, a length, and bytes. The token travels in the record of the weights, which only the driver and its
-ranks see. Weights themselves travel in the clear, as they do with gloo and NCCL: the network of a run has to be one that strangers do
-not reach.
+Then both sides send messages: a letter, a length, and bytes. The token travels in the `Weights`
+record, which only the driver and its ranks see. Weights travel unencrypted, as with gloo and NCCL,
+so the network of a run must be private.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from ..dataflow.errors import WeightSyncError
 from .weights import LOOPBACK
 
 SILENCE_S = 60.0
-"""Longest time that either side waits for the other's next message, where little is to be sent."""
+"""[s] Longest wait for the next message. `expect` adds time for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""At least so much of a version is dealt with in a second: what a side does between two messages (packing a layer of experts, preparing
-the whole model at the end) takes longer with a large one."""
+"""Slowest rate of processing a version, for example packing a layer of experts between messages."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
-"""Largest message. A description of a million boxes takes half of it. Weights are not sent as messages."""
+"""Largest message. A description of a million boxes takes half of it. Weights are not messages."""
 SMALL_BYTES = 64 << 10
 """Largest greeting, challenge or acknowledgement."""
 _PIECE_BYTES = 1 << 20
@@ -50,7 +49,7 @@ _PROOF_BYTES = 32
 
 
 def this_machine() -> str:
-    """Identifies the kernel and the namespace of processes: where they are equal, one process can map what another one published.
+    """Return an identifier of kernel and PID namespace. Equal ones can map each other's memory.
 
     >>> this_machine() == this_machine()
     True
@@ -60,10 +59,10 @@ def this_machine() -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens at a free port of this machine.
+    """Return a socket that listens on a free port of this machine.
 
     Args:
-        host: an address of this machine, IPv4 or IPv6; empty: LOOPBACK.
+        host: IPv4 or IPv6 address of this machine; empty for LOOPBACK.
 
     Raises:
         WeightSyncError: this machine does not have that address.
@@ -75,21 +74,22 @@ def listen(host: str) -> socket.socket:
         )
     except OSError as error:
         raise WeightSyncError(
-            f"weights cannot be given away at {address}: {error.strerror or error}; "
-            "receivers on other machines need an address of this one"
+            f"cannot listen for weight receivers at {address}: {error.strerror or error}; "
+            "the host must be an address of this machine"
         ) from None
 
 
 class Connection:
-    """One side of an open connection whose two sides know each other's token. Made by `connect` and `accept`.
+    """One side of an authenticated connection. Create one with `connect` or `accept`.
 
-    All methods raise `OSError` when the other side is gone, and `TimeoutError` when it was silent for `silence_s`.
+    All methods raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for
+    `silence_s`.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.silence_s = SILENCE_S
-        """Longest time that this side waits for the other's next message."""
+        """[s] Longest wait for the other side's next message."""
         connected.settimeout(SILENCE_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -98,7 +98,7 @@ class Connection:
         """Connect to a publisher.
 
         Raises:
-            OSError: it is not there, is silent, or does not have the token.
+            OSError: the publisher is gone, is silent, or does not have the token.
         """
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
@@ -108,7 +108,7 @@ class Connection:
             if not hmac.compare_digest(
                 connection._receive(_PROOF_BYTES), _proof(token, b"publisher", nonce)
             ):
-                raise ConnectionRefusedError("whoever answers does not have the token of these weights")
+                raise ConnectionRefusedError("the publisher does not have the token of these weights")
         except BaseException:
             connection.close()
             raise
@@ -116,10 +116,10 @@ class Connection:
 
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
-        """Let a receiver in.
+        """Authenticate a receiver.
 
         Raises:
-            OSError: it is silent, or does not have the token. The socket is closed.
+            OSError: the receiver is silent or does not have the token. The socket is closed.
         """
         connection = cls(connected)
         try:
@@ -135,21 +135,20 @@ class Connection:
         return connection
 
     def expect(self, num_bytes: int) -> None:
-        """A version of so many bytes is to be sent: be as patient as that takes."""
+        """Extend the timeout for a version of this size."""
         self.be_patient(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
 
     def be_patient(self, silence_s: float) -> None:
-        """Wait so long for the other side's next message."""
+        """Set the timeout for the other side's next message."""
         self.silence_s = silence_s
         self._socket.settimeout(silence_s)
 
     @property
     def own_address(self) -> str:
-        """Address of this side, at which the other side reaches it."""
+        """Address of this side, as the other side reaches it."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
-        """For selectors."""
         return self._socket.fileno()
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
@@ -157,14 +156,15 @@ class Connection:
 
         Args:
             kind: one letter.
+            content: the bytes of the message.
         """
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """The next message: its letter, and its content.
+        """Return the letter and the content of the next message.
 
         Raises:
-            OSError: its content is larger than `most_bytes`, besides the reasons above.
+            OSError: the content is larger than `most_bytes`, or one of the reasons above.
         """
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
@@ -174,11 +174,10 @@ class Connection:
         return kind, self._receive(length)
 
     def send_bytes(self, content: Any) -> None:
-        """Send bytes of which the other side knows how many they are."""
+        """Send bytes whose number the other side knows."""
         self._socket.sendall(content)
 
     def receive_into(self, target: memoryview) -> None:
-        """Fill a memory with the next bytes."""
         while target:
             received = self._socket.recv_into(target)
             if not received:
@@ -186,19 +185,17 @@ class Connection:
             target = target[received:]
 
     def hang_up(self) -> None:
-        """End the connection; whoever waits for the other side on another thread is given an error."""
+        """End the connection. A thread that waits for the other side gets an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the socket."""
         self._socket.close()
 
     def _receive(self, num_bytes: int) -> bytes:
         content = bytearray()
-        while (
-            len(content) < num_bytes
-        ):  # allocate for the bytes that arrive, not for the announced number
+        # Allocate for the bytes that arrive: the announced length is untrusted.
+        while len(content) < num_bytes:
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
             self.receive_into(memoryview(piece))
             content += piece
@@ -209,25 +206,23 @@ def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
-# Channel
+# Channel: carries elements to receivers that do not map the publisher's memory.
 #
-# Channel: how the elements of boxes travel to a receiver that does not map the publisher's memory.
-#
-# transport   buckets lie      the bytes go
-# auto        on the host      over the connection that messages go over, to another machine (on one machine the memory is mapped)
-# gloo        on the host      from rank 0 to rank 1 of a process group of torch.distributed, wherever the receiver is
+# transport   buckets          route of the bytes
+# auto        on the host      mapped on one machine; over the message connection to another machine
+# gloo        on the host      between two torch.distributed ranks, even on one machine
 # nccl        on the device    the same, from device to device
-# ipc         on the device    nowhere: receivers map the device's memory
+# ipc         on the device    none: receivers map the device's memory
 #
-# By vLLM's own backends, "vllm:nccl" and "vllm:ipc", whole tensors travel, and none of this is
-# used (`vllm_publisher.py`).
+# vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors and do not use channels
+# (`vllm_publisher.py`).
 
 
 Transport = Literal["auto", "gloo", "nccl", "ipc"]
 
 
 class Channel(Protocol):
-    """Carries bytes of which both sides know how many they are. Its methods raise `OSError` when the other side is gone or silent."""
+    """Carries bytes whose number both sides know. Methods raise `OSError` like a connection."""
 
     def send(self, content: torch.Tensor) -> None:
         """Send bytes.
@@ -238,7 +233,7 @@ class Channel(Protocol):
         ...
 
     def receive_into(self, target: torch.Tensor) -> None:
-        """Fill a memory with the next bytes.
+        """Fill `target` with the next bytes.
 
         Args:
             target: [bytes] uint8, contiguous, on any device.
@@ -246,49 +241,45 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it has beside the connection; whoever waits on another thread is given an error."""
+        """Free the channel's own resources. A thread that waits on the channel gets an error."""
         ...
 
 
 class Stream:
-    """Bytes over the connection itself."""
+    """Sends bytes over the connection itself."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def send(self, content: torch.Tensor) -> None:
-        """Send bytes from host memory."""
         self._connection.send_bytes(content.numpy())
 
     def receive_into(self, target: torch.Tensor) -> None:
-        """Fill host memory."""
         own_bytes: Any = target.numpy()
         self._connection.receive_into(memoryview(own_bytes))
 
     def close(self) -> None:
-        """It has nothing beside the connection."""
+        """Do nothing: a stream has no resources besides the connection."""
 
 
-# Group channel
+# GroupChannel: bytes between two torch.distributed ranks, host to host with gloo, device to device
+# with NCCL.
 #
-# GroupChannel: bytes between two ranks of torch.distributed, by gloo from host to host, by NCCL
-# from device to device.
-#
-# The ranks meet over their connection, which knows the token: no store of torch listens anywhere.
-# Neither gloo nor NCCL checks who connects to it, at a port that only the other side is told of.
+# The ranks meet over their authenticated connection, so no torch store listens. gloo and NCCL do
+# not check who connects to them, but only the other side learns the port.
 
 
 _LOOK_S = 0.0002
-"""How often a device is asked whether it is through."""
+"""[s] Polling interval of `_await`."""
 
 
 class GroupChannel:
     """One side of a process group of two.
 
     Args:
-        connection: to the other side; nobody else uses it while the two meet.
-        rank: 0 of who sends, 1 of who receives.
-        device: on which both sides have what travels: "cpu" for gloo, a CUDA device for NCCL. What lies elsewhere is copied there first.
+        connection: connection to the other side. It must be unused while the two sides meet.
+        rank: 0 for the sender, 1 for the receiver.
+        device: "cpu" for gloo, a CUDA device for NCCL. Tensors elsewhere are copied there first.
 
     Raises:
         OSError: the other side is gone, or was silent.
@@ -296,7 +287,7 @@ class GroupChannel:
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
-        """That were handed to the group, or taken from it."""
+        """Bytes sent or received so far."""
         self._other = 1 - rank
         self._device = device
         self._connection = connection
@@ -310,13 +301,11 @@ class GroupChannel:
         meeting.end()
 
     def send(self, content: torch.Tensor) -> None:
-        """Send bytes."""
         self.num_bytes += len(content)
         with _as_os_errors():
             self._await(self._group.send([content.to(self._device)], self._other, 0))
 
     def receive_into(self, target: torch.Tensor) -> None:
-        """Fill a memory with the next bytes."""
         self.num_bytes += len(target)
         own = target if target.device == self._device else torch.empty_like(target, device=self._device)
         with _as_os_errors():
@@ -325,7 +314,7 @@ class GroupChannel:
             target.copy_(own)
 
     def close(self) -> None:
-        """End the group; whoever waits for the other side on another thread, and the other side, are given an error."""
+        """End the group. Both sides get an error if they wait for each other."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -334,7 +323,7 @@ class GroupChannel:
         self._await((self._group.recv if rank else self._group.send)([byte], self._other, 0))
 
     def _await(self, work: Any) -> None:
-        """Wait until bytes are sent, or there. NCCL's own `wait` only has the device wait, with no end to it."""
+        """Wait for the transfer. NCCL's own `wait` only blocks the device, without a timeout."""
         silence_s = self._connection.silence_s
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=silence_s))
@@ -344,7 +333,7 @@ class GroupChannel:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"NCCL moved nothing for {silence_s:.0f} s")
             time.sleep(_LOOK_S)
-        work.wait()  # the device's present stream goes on after it; an error is raised here
+        work.wait()  # order the device's current stream after it, and raise its errors
 
 
 def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
@@ -356,14 +345,14 @@ def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
 
 
 def _nccl(meeting: _Meeting, rank: int, device: torch.device) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # torch has it where it was built for CUDA
+    from torch.distributed import ProcessGroupNCCL  # missing in torch builds without CUDA
 
     with torch.cuda.device(device):
         return ProcessGroupNCCL(meeting, rank, 2, ProcessGroupNCCL.Options())
 
 
 class _Meeting(TorchStore):
-    """What the ranks of a group tell each other before they are connected: torch's store, over a connection."""
+    """A torch store over a connection. The ranks of a group exchange addresses through it."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -372,7 +361,7 @@ class _Meeting(TorchStore):
         self._has_ended = False
 
     def end(self) -> None:
-        """The ranks are connected: nothing is told any more, though NCCL's watchdog goes on using its store."""
+        """Stop sending: the ranks are connected. NCCL's watchdog still uses the store."""
         self._has_ended = True
 
     def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -404,7 +393,7 @@ class _Meeting(TorchStore):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Errors of gloo and NCCL as those of a connection."""
+    """Convert errors of gloo and NCCL to the errors that a connection raises."""
     try:
         yield
     except RuntimeError as error:

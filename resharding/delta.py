@@ -1,11 +1,12 @@
-"""Delta: the elements of a box that differ from those of the version before, coded as gaps and new bits.
+"""Delta: the changed elements of a box, encoded as gaps and new bits.
 
     changed       .  .  .  X  .  .  .  X  X  .         at 3, 7 and 8
     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes
     values        bits        bits     bits
 
-Positions count in the box's own order, the last dimension first. With one element in a hundred changed this is about 1.1 bytes and
-the element's own for each changed one. Bits are compared, not numbers: a zero that changes its sign has changed.
+Positions count in the box's own order, last dimension fastest. If one element in a hundred changes,
+each costs its own size plus about 1.1 bytes. The comparison is bitwise: a zero that changes its
+sign counts as changed.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ from ..dataflow.errors import WeightSyncError
 from .layout import Box
 
 MOST_CHANGED = 0.1
-"""Share of changed elements above which a box is given whole: coding more takes longer than sending them."""
+"""Largest share of changed elements. Above it, encoding takes longer than sending the whole box."""
 
 _ESCAPE = 255
-"""A byte that stands for so many unchanged elements, with more to come."""
+"""Gap byte for this number of unchanged elements, when the gap continues in the next byte."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What has changed in a box."""
-
     gaps: np.ndarray
     """[bytes] uint8."""
     values: np.ndarray
@@ -36,12 +35,11 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """That travel."""
         return self.gaps.nbytes + self.values.nbytes
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bits of a contiguous tensor as unsigned integers, in one dimension; on the host without a copy.
+    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host.
 
     >>> bits_of(torch.tensor([0.0, -0.0])).tolist()
     [0, 2147483648]
@@ -50,11 +48,11 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
-    """Code the elements that have changed.
+    """Encode the changed elements.
 
     Args:
         bits: [elements] new bits.
-        changed: positions of those that have changed, ascending.
+        changed: positions of the changed elements, ascending.
 
     >>> delta = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
     >>> delta.gaps.tolist(), delta.values.tolist()
@@ -68,14 +66,15 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
 
 
 def apply_delta(bits: np.ndarray, delta: Delta) -> None:
-    """Write the changed elements over those of the version before.
+    """Overwrite the changed elements of the previous version.
 
     Args:
-        bits: [elements] of the version before, overwritten.
-        delta: of the version after it.
+        bits: [elements] of the previous version, overwritten.
+        delta: the changes.
 
     Raises:
-        WeightSyncError: gaps and values are not those of one delta, or reach beyond the box; nothing is written.
+        WeightSyncError: gaps and values do not match, or reach beyond the box. The bits stay
+            unchanged.
     """
     ends = np.flatnonzero(delta.gaps != _ESCAPE)
     positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
@@ -89,11 +88,11 @@ def apply_delta(bits: np.ndarray, delta: Delta) -> None:
 
 
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
-    """Of the positions in a box those that lie in a part of it, as positions in the part.
+    """Select the positions inside a part of a box, relative to that part.
 
     Args:
-        positions: ascending.
-        outer: the box that they count in.
+        positions: positions in `outer`, ascending.
+        outer: the box.
         inner: a part of it.
 
     >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
@@ -112,37 +111,38 @@ def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
 
 
 class Shadow:
-    """What a publisher gave last, in host memory: the bits of each of its entries, and their version."""
+    """The bits that a publisher sent last, by entry, and their version. Held in host memory."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Of all entries; None: they are of several versions, or there are none."""
+        """Version of all entries; None if there are none or they belong to several versions."""
         self.compared = 0
-        """Elements of the last version that were compared with the one before."""
+        """Elements of the last version that were compared with the previous one."""
         self.differed = 0
-        """Those of them that differed."""
+        """Number of compared elements that differed."""
         self._bits: dict[int, np.ndarray] = {}
 
     def begin(self) -> int | None:
-        """A version comes. Until `version` is set again, it says None; returns what it was."""
+        """Start a version and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
         base, self.version = self.version, None
         return base
 
     def forget(self) -> None:
-        """Free the memory; the next version is given whole."""
+        """Free the memory. The next version is sent whole."""
         self.version = None
         self._bits.clear()
 
     def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Positions of the elements that differ from those given last. These are what was given last from now on.
+        """Return the positions of changed elements, and store the new bits.
 
         Args:
-            number: of the entry.
+            number: index of the entry.
             bits: [elements] of the entry.
 
         Returns:
-            Ascending positions; None: the entry is to be given whole, since most has changed or it was not given before.
+            Ascending positions, or None to send the whole entry because it is new or most of it
+            changed.
         """
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
@@ -161,5 +161,4 @@ class Shadow:
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
         return sum(bits.nbytes for bits in self._bits.values())

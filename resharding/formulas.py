@@ -1,11 +1,12 @@
-"""Layouts from formulas: for the tables of the papers, for planning, and for simulation, where there are no modules to read.
+"""Layouts computed from formulas, without modules: for planning, simulation and paper tables.
 
 A rank of HybridFlow (arXiv:2409.19256, section 5) has the coordinates
 
     rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d replicas
 
-and in generation, with p_g stages and t_g shards, it takes the stage `p_i // (p / p_g)` and the shard `t_i // (t / t_g)`. So what it
-holds for generation contains what it holds for training, and nothing is kept twice.
+For generation with p_g stages and t_g shards, it takes the stage `p_i // (p / p_g)` and the shard
+`t_i // (t / t_g)`. Its generation weights therefore contain its training weights, and need no
+second copy.
 """
 
 from __future__ import annotations
@@ -22,16 +23,13 @@ from .layout import Box, Layout, Piece, TensorLayout, Where
 
 # Pipeline stages
 #
-# Stages of a pipeline: which layers of a model lie on which.
-#
-# The model is cut into `stages * chunks` pieces of consecutive layers. Piece k lies on the stage
-# `k % stages`: with several chunks, stages take turns, as in Megatron-LM's interleaved schedule
-# (arXiv:2104.04473, section 2.2.2).
+# The model is cut into `stages * chunks` pieces of consecutive layers. Piece k belongs to the stage
+# `k % stages`, as in Megatron-LM's interleaved schedule (arXiv:2104.04473, section 2.2.2).
 
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """How the layers of a model are cut.
+    """Assignment of layers to pipeline stages.
 
     >>> PipelineStages.equal(num_layers=7, stages=3)
     PipelineStages(stages=3, layers=(3, 2, 2))
@@ -41,54 +39,55 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """How many layers each piece has, in the order of the model; may be 0, for a stage of the head alone, say."""
+    """Layers of each piece, in model order. May be 0, as for a stage with only the head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
             raise UserError(
-                f"{len(self.layers)} pieces of {self.layers} layers cannot lie on {self.stages} stages"
+                f"cannot distribute {len(self.layers)} pieces of {self.layers} layers over {self.stages} stages"
             )
 
     @property
     def chunks(self) -> int:
-        """Pieces of each stage."""
         return len(self.layers) // self.stages
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
         return sum(self.layers)
 
     def piece_of(self, layer: int) -> int:
-        """The piece that has a layer."""
+        """Return the piece that contains a layer."""
         if not 0 <= layer < self.num_layers:
             raise UserError(f"a pipeline of {self.num_layers} layers has no layer {layer}")
         return bisect.bisect_right(list(itertools.accumulate(self.layers)), layer)
 
     def stage_of(self, layer: int) -> int:
-        """The stage that has a layer."""
+        """Return the stage that contains a layer."""
         return self.piece_of(layer) % self.stages
 
     def of_pieces(self, layers: Sequence[float]) -> list[float]:
-        """What each piece has of something that is known for each layer (seconds, bytes), in all."""
+        """Sum a per-layer quantity (seconds, bytes) over each piece."""
         ends = list(itertools.accumulate(self.layers))
         return [math.fsum(layers[end - own : end]) for end, own in zip(ends, self.layers, strict=True)]
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Pieces of equally many layers; where that cannot be, the first ones have one more."""
+        """Cut the model into equal pieces. With a remainder, the first ones are longer."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Pieces whose most expensive one is as cheap as consecutive layers allow, and of those the most even ones (whose costs have
-        the least sum of squares): the classic partition of a line, by dynamic programming.
+        """Cut the model into pieces that are as balanced as possible.
+
+        Minimizes the cost of the most expensive piece, then the sum of squared costs (the classic
+        linear partition, by dynamic programming).
 
         Args:
-            costs: [layers] of each layer, at least 0. Add those of the embedding to the first, and of the head to the last.
-            stages: of the pipeline.
+            costs: [layers] of each layer, at least 0. Add the cost of the embedding to the first
+                layer, and the cost of the head to the last.
+            stages: pipeline stages.
             chunks: pieces of each stage.
 
         Returns:
@@ -119,13 +118,13 @@ def _partition(
     joined: Callable[[float, float], float],
     price: Callable[[float], float],
 ) -> tuple[float, list[int]]:
-    """The least price of cutting a line into pieces that are not empty, and where they end.
+    """Cut a line into nonempty pieces at the lowest price. Return the price and the ends.
 
     Args:
-        sums: [layers + 1] costs of all layers before each.
-        pieces: how many.
-        joined: the price of two parts of the line together.
-        price: of a piece of this cost.
+        sums: [layers + 1] cumulative costs: the cost of all layers before each.
+        pieces: number of pieces.
+        joined: combines the prices of two parts of the line.
+        price: price of a piece with this cost.
     """
     num_layers = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(price(sums[end]), [end]) for end in range(num_layers + 1)]
@@ -157,13 +156,13 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     split_dim: int | None = None
-    """The dimension that tensor parallelism splits; None: each shard has all of it."""
+    """Dimension that tensor parallelism splits; None if each shard holds the whole parameter."""
     layer: int = 0
-    """Pipeline stages are made of layers. Embeddings belong to the first layer, and the head to the last."""
+    """Layer of the parameter. Embeddings belong to the first layer, the head to the last."""
     tied_layer: int | None = None
-    """A further layer whose stage has a copy: of an embedding that is also the head, the last one."""
+    """Another layer whose stage has a copy: the last one, for an embedding tied to the head."""
     expert: int | None = None
-    """Which expert of its layer it belongs to; None: to none."""
+    """Index of the parameter's expert in its layer; None if it belongs to no expert."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,10 @@ class Parallelism:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in all."""
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = HYBRIDFLOW_ORDER) -> list[dict[str, int]]:
-        """For each rank, its "pp", "tp" and "dp" coordinates.
+        """Return the "pp", "tp" and "dp" coordinates of each rank.
 
         Args:
             order: the three names, the fastest first.
@@ -200,12 +198,13 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Ranks on devices of nodes that are filled one after the other.
+    """Assign ranks to the devices of consecutive nodes.
 
     Args:
-        num_ranks: how many.
-        ranks_per_node: devices of one node, each with one rank.
-        first_node: number of the first node: layouts of one pool have the same, layouts of different pools do not.
+        num_ranks: number of ranks.
+        ranks_per_node: devices of a node, each with one rank.
+        first_node: index of the first node. Layouts that share a pool of devices use the same
+            value.
     """
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
@@ -221,18 +220,18 @@ def three_dimensional(
     order: Sequence[str] = HYBRIDFLOW_ORDER,
     stages: PipelineStages | None = None,
 ) -> Layout:
-    """Pipeline, tensor and data parallelism, as Megatron-LM trains.
+    """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training.
 
     Args:
-        parameters: of the model.
+        parameters: parameters of the model.
         sizes: degrees of parallelism.
-        ranks: where each rank runs; by default on nodes of 8 devices.
-        dtype: of all parameters.
-        order: of the ranks, the fastest coordinate first.
-        stages: which of them has which layers; None: `PipelineStages.equal`.
+        ranks: location of each rank; by default on nodes of 8 devices.
+        dtype: dtype of all parameters.
+        order: order of the ranks, the fastest coordinate first.
+        stages: assignment of layers to stages; None for `PipelineStages.equal`.
 
     Raises:
-        UserError: there are not as many stages as `sizes` says, or layers.
+        UserError: the number of stages differs from `sizes`, or a layer is not assigned.
     """
     where = sizes.coordinates(order)
     parts = [(c["pp"], c["tp"]) for c in where]
@@ -251,20 +250,20 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """The same ranks in generation, with fewer stages and shards, and so with more replicas.
+    """Return the layout of the same ranks in generation, with fewer stages and shards.
+
+    Other arguments as for `three_dimensional`.
 
     Args:
-        parameters: of the model.
         training: degrees of parallelism in training.
-        pp: pipeline stages in generation; divides those of training.
-        tp: tensor-parallel shards in generation; divides those of training.
-        ranks: where each rank runs; by default on nodes of 8 devices.
-        dtype: of all parameters.
-        regrouped: HybridFlow's groups, in which a rank's shard for generation contains its shard for training; False: consecutive ranks
-            form a group, as in "HybridFlow-V" of its table 2.
+        pp: pipeline stages in generation; divides the number in training.
+        tp: tensor-parallel shards in generation; divides the number in training.
+        regrouped: True for HybridFlow's groups, in which a rank's generation shard contains its
+            training shard. False for groups of consecutive ranks, as in "HybridFlow-V" of its table
+            2.
 
     Raises:
-        UserError: a degree does not divide that of training.
+        UserError: `pp` or `tp` does not divide the degree in training.
     """
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
@@ -275,18 +274,22 @@ def generation(
 
 
 def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict[str, int]]:
-    """For each rank, its "pp", "tp" and "dp" in training, its "generation_pp" and "generation_tp", and its "micro_dp": the ranks with
-    equal "dp" and "micro_dp" hold one model together in generation, so they get equal rows, and others get other rows.
+    """Return the training and generation coordinates of each rank.
 
-    The paper's wording of its 3D_ALL_MICRO_DP protocol, taken literally, splits rows inside of such a group, which cannot be meant.
+    The keys are "pp", "tp" and "dp" in training, "generation_pp" and "generation_tp", and
+    "micro_dp". Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they
+    get the same rows.
+
+    The paper's 3D_ALL_MICRO_DP protocol, taken literally, would split rows inside such a group;
+    this function does not.
 
     Args:
         training: degrees of parallelism in training.
-        pp: pipeline stages in generation; divides those of training.
-        tp: tensor-parallel shards in generation; divides those of training.
+        pp: pipeline stages in generation; divides the number in training.
+        tp: tensor-parallel shards in generation; divides the number in training.
 
     Raises:
-        UserError: a degree does not divide that of training.
+        UserError: `pp` or `tp` does not divide the degree in training.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -312,14 +315,14 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """FSDP2 over tensor parallelism: tensor parallelism splits its dimension, then rows are cut into equal chunks.
+    """Return the layout of FSDP2 over tensor parallelism, which splits first.
+
+    Other arguments as for `three_dimensional`.
 
     Args:
-        parameters: of the model.
-        sharded: ranks over which FSDP cuts dimension 0, with `torch.chunk`'s sizes: the last chunks may be smaller, or empty.
+        sharded: ranks over which FSDP cuts dimension 0. Sizes follow `torch.chunk`: the last chunks
+            may be smaller, or empty.
         tp: tensor-parallel shards; the fastest coordinate.
-        ranks: where each rank runs; by default on nodes of 8 devices.
-        dtype: of all parameters.
     """
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
@@ -339,14 +342,13 @@ def replicas(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Independent engines of one tensor-parallel group each, as vLLM generates.
+    """Return the layout of independent engines of one tensor-parallel group each, as in vLLM.
+
+    Other arguments as for `three_dimensional`.
 
     Args:
-        parameters: of the model.
         tp: tensor-parallel shards of each engine.
-        num_replicas: engines.
-        ranks: where each rank runs; by default on nodes of 8 devices.
-        dtype: of all parameters.
+        num_replicas: number of engines.
     """
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
     return _of_stages_and_shards(
@@ -363,7 +365,7 @@ def _of_stages_and_shards(
     dtype: str,
     label: str,
 ) -> Layout:
-    """A layout in which each rank has one shard of one stage; `parts` says which."""
+    """Return a layout with one shard of one stage per rank; `parts` has both indices."""
     parameters = list(parameters)
     if isinstance(stages, int):
         layers = (layer for p in parameters for layer in (p.layer, p.tied_layer) if layer is not None)
@@ -393,7 +395,7 @@ def _shard(parameter: Parameter, shards: int, index: int) -> Box:
 
 
 def _chunk(box: Box, chunks: int, index: int) -> Box:
-    """A chunk of a box along its first dimension, as `torch.chunk` cuts it."""
+    """Return a chunk of a box along its first dimension, with the sizes of `torch.chunk`."""
     if not box.starts:
         return box if index == 0 else Box((0,), (0,))
     first, last = box.starts[0], box.stops[0]
@@ -404,22 +406,22 @@ def _chunk(box: Box, chunks: int, index: int) -> Box:
 
 @dataclass(frozen=True)
 class Transition:
-    """A row of HybridFlow's table 2: what one method of going from training to generation costs a rank, in bytes."""
+    """A row of HybridFlow's table 2: the cost per rank of one transition, in bytes."""
 
     method: str
     received_bytes: float
-    """That each rank receives."""
+    """Bytes that each rank receives."""
     peak_bytes: float
-    """Largest memory for parameters."""
+    """Peak memory for parameters."""
     redundant_bytes: float
-    """Parameters for training that lie beside those for generation."""
+    """Training parameters held in addition to generation parameters."""
 
 
 def hybridflow_table(model_bytes: float, training: Parallelism, pp: int, tp: int) -> list[Transition]:
-    """Table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation on the same ranks.
+    """Return table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation.
 
     Args:
-        model_bytes: of all parameters, M.
+        model_bytes: M, the size of all parameters.
         training: degrees p, t and d.
         pp: pipeline stages in generation, p_g.
         tp: tensor-parallel shards in generation, t_g.

@@ -1,11 +1,11 @@
-"""The receiving side of a transfer: connected to every rank of the trainer, it takes the buckets as they come.
+"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
 
-open_weights ──> layout of what comes ──> slices, which are written as they come ──> finish: all has come, and is right
+open_weights ──> layout ──> slices, written on arrival ──> finish: checks completeness
 
 with open_weights(weights) as incoming:
     plan = ReshardPlan(incoming.layout, mine)
     for name, copy, elements in incoming.slices(plan.received_by(0)):
-        ...                          # written, and summed where they were written
+        ...                          # write the elements, and sum them in their destination
         incoming.check(name, copy, found)
     incoming.finish()
 """
@@ -45,33 +45,30 @@ from .plan import Copy, ReshardPlan
 from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, RankWeights, Weights, box_sum
 
-# Held boxes
-#
-# HeldBoxes: what a receiver took of a publisher last, in host memory, so that the next version can
-# come as deltas.
+# Boxes held for deltas
 
 
 class HeldBoxes:
-    """The bits of the boxes that a receiver took, and their version.
+    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
 
     Args:
-        publisher: who gives them; the numbers of entries are its own.
+        publisher: identity of the publisher. Entry numbers depend on it.
     """
 
     def __init__(self, publisher: str) -> None:
         self.publisher = publisher
         self.version: int | None = None
-        """Of all boxes; None: they are of several versions, or there are none."""
+        """Version of all boxes; None if there are none or they belong to several versions."""
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 
     def begin(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """A version comes. Until `version` is set again, it says None.
+        """Start a version: keep `version` at None until it is set again.
 
         Args:
-            wanted: number of the entry, and box, of all that will be taken.
+            wanted: entry number and box of everything that the receiver will take.
 
         Returns:
-            The version that is held of all of these; None: deltas are of no use.
+            The version that is held of all of these; None if deltas do not apply.
         """
         keys = set(wanted)
         base, self.version = self.version, None
@@ -81,10 +78,10 @@ class HeldBoxes:
         return base
 
     def box(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """The bits of a box, [elements]: those held, or memory for them.
+        """Return the bits of a box, [elements]: the held bits, or new memory for them.
 
         Args:
-            number: of its entry.
+            number: index of the entry.
             dtype: unsigned integers of the elements' size.
         """
         key = (number, box)
@@ -94,22 +91,22 @@ class HeldBoxes:
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
         return sum(bits.nbytes for bits in self._bits.values())
 
 
 _held: dict[tuple[str, int, int], HeldBoxes] = {}
-"""By name of the receiver, number of its part, and rank of the publisher."""
+"""By receiver name, part number, and publisher rank."""
 
 
 def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
-    """What this process holds of a rank of the trainer.
+    """Return the boxes that this process holds of a trainer rank.
 
     Args:
-        receiver: its name; of one without a name nothing is held for the next version.
-        part: number of this process of the receiver.
-        rank: of the publisher.
-        publisher: what tells apart publishers, and their descriptions of entries. What another one gave is dropped.
+        receiver: name of the receiver. Without a name, the boxes are not kept for the next version.
+        part: index of this process in the receiver.
+        rank: rank of the publisher.
+        publisher: identity of the publisher and its description of entries. A new identity drops
+            the held boxes.
     """
     found = _held.get((receiver, part, rank))
     if found is None or found.publisher != publisher:
@@ -120,12 +117,10 @@ def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes
 
 
 # Mapped memory
-#
-# MappedMemory: what a publisher on this machine lets be read, as this process maps it.
 
 
 class MappedMemory:
-    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them."""
+    """A publisher's bucket memory and parameter memory, mapped into this process."""
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self.memories = memories
@@ -133,7 +128,7 @@ class MappedMemory:
         self._views: Views | None = None
 
     def views(self, parts: Description) -> Views:
-        """Of the entries that lie there now: the same object for as long as they are the same."""
+        """Return the views of the current entries. Unchanged entries give the same object."""
         views = self._views
         if views is None or views.parts is not parts:
             self._views = views = Views(self.memories, parts)
@@ -149,7 +144,7 @@ class Views:
         self._elements: dict[int, torch.Tensor] = {}
 
     def elements(self, number: int) -> torch.Tensor:
-        """Of the entry of this number, while its bucket is the one that came last."""
+        """Return the elements of an entry. They are valid until the next bucket."""
         if (known := self._elements.get(number)) is not None:
             return known
         entry = self.parts.entries[number]
@@ -160,17 +155,17 @@ class Views:
 
 
 _mapping_lock = threading.Lock()
-"""Several threads of a process may take weights at once."""
+"""Several threads of a process may take weights at the same time."""
 
 _maps: dict[tuple[tuple[str, int, int], ...], MappedMemory] = {}
-"""By path, bytes and inode of their files: another publisher, or new memory of the same one, may come to have the same paths."""
+"""By path, size and inode of the files, because paths may be reused."""
 
 
 def map_files(files: Sequence[tuple[str, int]]) -> MappedMemory:
-    """The memories of a publisher, which stay mapped from version to version for as long as it has them.
+    """Map a publisher's memories. They stay mapped across versions while the files exist.
 
     Raises:
-        OSError: one of them is not there any more.
+        OSError: a file is gone.
     """
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _mapping_lock:
@@ -192,7 +187,8 @@ def _is_there(path: str, inode: int) -> bool:
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
+        # Private instead of read-only: torch needs writable memory, and writes must not reach other
+        # receivers.
         mapping: Any = mmap.mmap(
             file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -202,20 +198,20 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
 
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""Longest time that a receiver hears of no bucket, its own or another's, where little is to be sent: the publisher may be waiting for a
-receiver, for as long as the connection allows."""
+"""[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
 
 
 class IncomingWeights:
-    """A version of the weights that is being given away. Closed, it tells the publishers that this receiver takes no more.
+    """A version in transfer. Closing it tells the publishers that this receiver takes no more.
 
     Args:
-        weights: where it is given.
-        part: number of this process, where the receiver has several.
-        parts: how many it has.
+        weights: record of the version.
+        part: index of this process in the receiver.
+        parts: number of processes in the receiver.
 
     Raises:
-        WeightSyncError: a publisher has ended, gives another version, or the ranks' parts do not make up each tensor.
+        WeightSyncError: a publisher has ended or has another version, or the ranks' parts do not
+            make up each tensor.
     """
 
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
@@ -228,7 +224,7 @@ class IncomingWeights:
                 self._sources.append(_Source(rank, where, weights, part, parts))
             try:
                 self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
-                """Which rank gives which boxes: the same object for all versions whose parts are the same."""
+                """The boxes of each rank. Equal versions share one object."""
             except WeightSyncError as error:
                 raise WeightSyncError(f"weights version {weights.version}: {error}") from None
         except BaseException:
@@ -243,17 +239,18 @@ class IncomingWeights:
 
     @property
     def neighbours(self) -> int:
-        """How many ranks of the trainer give on this machine, at the same time."""
+        """Number of trainer ranks that publish on this machine at the same time."""
         return sum(source.is_mapped for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """The elements of these copies, with the copies, in the order in which they come. A tensor is valid until the next one is taken.
+        """Yield the copies and their elements on arrival. A tensor is valid until the next one.
 
         Args:
-            copies: of a plan whose source is this layout, with the tensors' names.
+            copies: tensor names and copies, from a plan whose source is this layout.
 
         Raises:
-            WeightSyncError: a publisher has ended, has given up, or was silent for too long; the message says which and when.
+            WeightSyncError: a publisher has ended, has given up, or was silent for too long. The
+                message names it and the progress.
         """
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
@@ -278,7 +275,7 @@ class IncomingWeights:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
-        """Numbers of the sources from which a bucket comes."""
+        """Return the indices of the sources that have a message."""
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -289,21 +286,23 @@ class IncomingWeights:
         return ready
 
     def piece_sum(self, name: str, rank: int, piece: int) -> int:
-        """`box_sum` of one piece that has come, as the rank that publishes it computed it."""
+        """Return the publisher's `box_sum` of one received piece."""
         source = self._sources[rank]
         return source.sums[source.parts.numbers[name][piece]]
 
     def published_sum(self, name: str) -> int:
-        """`box_sum` over all of a tensor that has come, as the ranks that publish it computed it."""
+        """Return the publishers' `box_sum` over a whole received tensor."""
         pieces = self.layout.tensors[name].pieces
         sums = (self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own)))
         return sum(sums) % CHECKSUM_MODULUS
 
     def check(self, name: str, copy: Copy, found: int) -> None:
-        """Compare what has arrived of one copy with what was published, where it is a whole piece.
+        """Compare a received copy with the published elements, if it is a whole piece.
 
         Args:
-            found: `box_sum` of what has arrived, in the dtype of the publisher.
+            name: name of the tensor.
+            copy: the received copy.
+            found: `box_sum` of the received elements, in the publisher's dtype.
 
         Raises:
             WeightSyncError: they differ.
@@ -316,17 +315,18 @@ class IncomingWeights:
             )
 
     def finish(self) -> str:
-        """Everything was taken and is right: tell the publishers, and return the checksum of the version.
+        """Check and acknowledge the complete version. Return its checksum.
 
         Raises:
-            WeightSyncError: the sums of the parts are not those that the publishers add up, or a publisher has ended.
+            WeightSyncError: the checksums of a publisher and this receiver differ, or a publisher
+                has ended.
         """
         total = 0
         for source in self._sources:
             own = checksum_of(source.parts.entries, source.sums)
             if (found := source.checksum()) != own:
                 raise WeightSyncError(
-                    f"{source.where}: checksum {found:016x} was published, {own:016x} came"
+                    f"{source.where}: checksum {found:016x} was published, but {own:016x} arrived"
                 )
             total += own
         for source in self._sources:
@@ -334,24 +334,21 @@ class IncomingWeights:
         return f"{total % CHECKSUM_MODULUS:016x}"
 
     def hang_up(self) -> None:
-        """End the connections from another thread; the one that takes slices is given an error, and closes."""
+        """End the connections from another thread; iterating over slices then raises an error."""
         for source in self._sources:
             source.hang_up()
 
     def close(self) -> None:
-        """End the connections."""
         for source in self._sources:
             source.close()
 
 
 def open_weights(weights: Weights, part: int = 0, parts: int = 1) -> IncomingWeights:
-    """Connect to those who give a version away; see `IncomingWeights`."""
+    """Connect to the publishers of a version; see `IncomingWeights`."""
     return IncomingWeights(weights, part, parts)
 
 
 class _Source:
-    """One rank of the trainer."""
-
     def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
         host = rank.host or LOOPBACK
         self.where = f"{where} at {host}:{rank.port}"
@@ -361,7 +358,9 @@ class _Source:
         self._memory: Views | None = None
         here = this_machine() == rank.machine
         if not here and not rank.host:
-            raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
+            raise WeightSyncError(
+                f"{where} is on another machine, and only serves receivers on its own machine"
+            )
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
         self._channel: Channel = Stream(self.connection)
@@ -383,12 +382,12 @@ class _Source:
             self._transport = place["transport"]
             if self._transport == "ipc" and not here:
                 raise WeightSyncError(
-                    f'{where} is on another machine, and transport="ipc" gives to its own alone: choose "nccl"'
+                    f'{where} is on another machine, and transport="ipc" works on one machine only; choose "nccl"'
                 )
             self._device = (
                 None if self._transport == "ipc" else device_of(self._transport)
             ) or torch.device("cpu")
-            """On which its bytes come, unless its memory is mapped."""
+            """Device that receives the bytes, unless memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
             if place["deltas"] and not mapped:
@@ -407,7 +406,7 @@ class _Source:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether this process maps its memory."""
+        """Whether this process maps the publisher's memory."""
         return self._memory is not None
 
     @property
@@ -416,7 +415,7 @@ class _Source:
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
-        """Say what is wanted, of which bytes come in this order; of a memory that is mapped, everything is there."""
+        """Request copies. Their bytes arrive in this order; mapped memory needs no list."""
         said = b""
         if self._memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
@@ -432,7 +431,7 @@ class _Source:
                 self._channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
-        """Wait for the next message; returns the number of the bucket that has come. None: the publisher serves others meanwhile."""
+        """Wait for the next message. Return the bucket, or None for a keepalive."""
         kind, content = self._receive_one_of(b"BP")
         if kind == b"P":
             return None
@@ -446,7 +445,7 @@ class _Source:
         return bucket
 
     def elements(self, number: int, copy: Copy) -> torch.Tensor:
-        """The elements of a copy, of the entry of this number, which is in the bucket that came last."""
+        """Return the elements of a copy of this entry, which belongs to the current bucket."""
         entry = self.parts.entries[number]
         if self._memory is not None:
             found = self._memory.elements(number)
@@ -456,38 +455,37 @@ class _Source:
         return self._streamed(entry, copy)
 
     def release(self, bucket: int) -> None:
-        """The bucket's memory may be written again."""
+        """Let the publisher reuse the memory of the bucket."""
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
         if self._memory is not None:
             if self._transport == "ipc":
-                torch.accelerator.synchronize()  # what reads it has been started, and may not be through
+                torch.accelerator.synchronize()  # reads of the bucket may still be in flight
             with self._named():
                 self.connection.send(b"T")
 
     def checksum(self) -> int:
-        """Of everything, as the rank adds it up."""
+        """Receive the rank's checksum over all of its entries."""
         return int(self._receive(b"E"), 16)
 
     def thank(self) -> None:
-        """Say that everything was taken."""
+        """Acknowledge the complete version."""
         if self._held is not None:
             self._held.version = self._version
-        with contextlib.suppress(OSError):  # it knows what it has given
+        with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
             self.connection.send(b"K")
 
     def hang_up(self) -> None:
-        """Give whoever waits for the publisher an error."""
+        """End the connection from another thread; waiting threads get an error."""
         self._channel.close()
         self.connection.hang_up()
 
     def close(self) -> None:
-        """End the connection."""
         self._channel.close()
         self.connection.close()
 
     def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
-        """The elements of a copy that come as a delta, or whole: they are held for the next version."""
+        """Receive a copy as a delta or whole, and hold its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.box(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         with self._named():
@@ -526,7 +524,7 @@ class _Source:
         return self._receive_one_of(wanted)[1]
 
     def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
-        """The next message, whose letter has to be one of these."""
+        """Receive the next message, and check that its letter is one of `wanted`."""
         with self._named():
             kind, content = self.connection.receive()
         if kind == b"F":
@@ -537,7 +535,7 @@ class _Source:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of the connection say who was waited for."""
+        """Convert connection errors to errors that name the publisher."""
         try:
             yield
         except OSError as error:
@@ -550,7 +548,6 @@ class _Source:
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
     def _map(self, buckets: dict[str, Any]) -> Views:
-        """The entries in the memory of the publisher's buckets, and where its parameters lie."""
         try:
             if self._transport == "auto":
                 return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(
@@ -565,10 +562,10 @@ class _Source:
 
 
 _lock = threading.Lock()
-"""Several threads of a process may take weights at once."""
+"""Several threads of a process may take weights at the same time."""
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
-"""Of the publishers that this process knows. They describe their parts once, as long as these are the same."""
+"""Descriptions by publisher. Publishers send a description only when it has changed."""
 
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
@@ -579,16 +576,13 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
             del _descriptions[next(iter(_descriptions))]
 
 
-# Tensor receiver
+# Receiver for modules whose parameters match the checkpoint: whole, or sharded by FSDP.
 #
-# The receiving side for modules whose parameters lie as they do in the checkpoint: whole, or cut
-# over ranks by FSDP.
-#
-# vLLM fuses, pads and repacks its parameters; `vllm_receiver.py` is its side.
+# vLLM fuses, pads and repacks its parameters, so it uses `vllm_receiver.py` instead.
 
 
 SumOverRanks = Callable[[np.ndarray], np.ndarray]
-"""Adds up an int64 array over the ranks of the receiving group, modulo 2^64."""
+"""Adds an int64 array over the ranks of the receiving group, modulo 2^64."""
 
 
 @torch.no_grad()
@@ -598,27 +592,31 @@ def receive_parts(
     counted: Sequence[bool] | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> str:
-    """Copy what this rank needs of a version into its own tensors as it comes, and check what has arrived.
+    """Copy this rank's parts of a version into its tensors as they arrive, and check them.
 
     Args:
-        incoming: the version; it is finished when this returns.
-        parts: the rank's own tensors, which are overwritten; one box of each tensor that was published.
-            Where they have another dtype, what was published is cast.
-        counted: for each part, whether this rank counts it: of ranks that hold equal parts, one does. None: all.
-        sum_over_ranks: where the group's ranks hold parts of tensors. None: each part is a whole tensor.
+        incoming: the version. It is finished when this returns.
+        parts: the rank's own tensors, which are overwritten: one box of each published tensor.
+            Elements are cast to the dtype of the part.
+        counted: for each part, whether this rank counts it. Among ranks with equal parts, exactly
+            one must. None to count all.
+        sum_over_ranks: sum over the group, if its ranks hold parts of tensors. None if each part is
+            a whole tensor.
 
     Returns:
         The checksum of the version.
 
     Raises:
-        WeightSyncError: the tensors are not those published, by name or shape, and nothing is overwritten; or one did not arrive as it was
-            published, or not at all, and they are partly overwritten. The message names tensor, box and rank.
+        WeightSyncError: names or shapes differ from the published tensors, and no part is
+            overwritten; or a tensor arrived damaged or incomplete, and parts are partly
+            overwritten. The message names tensor, box and rank.
     """
     own = {part.name: part for part in parts}
     for name in incoming.layout.tensors:
         if name not in own:
             raise WeightSyncError(
-                f"weights version {incoming.version}: tensor {name!r} was published, the model has none of that name{nearest(name, own)}"
+                f"weights version {incoming.version}: tensor {name!r} was published, "
+                f"but the model has no tensor of that name{nearest(name, own)}"
             )
     plan = _plan(
         incoming.layout,
@@ -629,7 +627,7 @@ def receive_parts(
         part = own[name]
         target = part.tensor[copy.box.within(part.box)]
         copy_elements(target, source)
-        # Where the dtype changes, so do the bits: what came is compared.
+        # A cast changes the bits, so compare the received elements.
         found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
         incoming.check(name, copy, found)
         sums[name] += found
@@ -645,7 +643,7 @@ def receive_parts(
             sources = sorted({copy.source for name, copy in plan.received_by(0) if name == part.name})
             raise WeightSyncError(
                 f"weights version {incoming.version}: tensor {part.name!r} did not arrive as it was published: {part.box} at "
-                f"{incoming.receiver}, from the ranks {sources} of the trainer, or what other ranks of the receiver have of it"
+                f"{incoming.receiver}, from the trainer's ranks {sources}, or a part on another rank of the receiver"
             )
     return incoming.finish()
 

@@ -1,11 +1,12 @@
-"""Layout: which box of each tensor each rank holds, and where in its memory.
+"""Layout: the box of each tensor that each rank holds, and its position in the rank's memory.
 
-Names and coordinates are those of the checkpoint, on both sides: the trainer's layout is read from its DTensors, and vLLM's
-is recorded while its own loaders run. So no table says which projections an engine fuses, or which heads it holds twice.
+Both sides use the names and coordinates of the checkpoint. The trainer's layout comes from its
+DTensors. vLLM's layout is recorded while its own loaders run, so no table lists fused projections
+or replicated heads.
 
     "model.layers.0.self_attn.k_proj.weight", shape (64, 128), two ranks
         trainer, FSDP     rank 0: rows 0 to 32       rank 1: rows 32 to 64
-        vLLM, TP          rank 0: rows 0 to 32       rank 1: rows 32 to 64     in "model.layers.0.self_attn.qkv_proj.weight"
+        vLLM, TP          rank 0: rows 0 to 32       rank 1: rows 32 to 64     (in "qkv_proj.weight")
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Self
 
 from ..dataflow.errors import UserError, nearest
 
-# Box
-#
-# Box: a rectangular part of a tensor. Resharding is made of intersections of boxes.
+# Box: a rectangular part of a tensor. Resharding consists of intersections of boxes.
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a tensor whose index lies in [start, stop) along each dimension.
+    """The elements of a tensor with indices in [start, stop) along each dimension.
 
     >>> rows = Box((0, 0), (4, 8))
     >>> columns = Box((0, 6), (10, 8))
@@ -41,7 +40,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Self:
-        """The box of all elements of a tensor.
+        """Return the box of all elements of a tensor.
 
         Args:
             shape: the tensor's extent along each dimension.
@@ -50,14 +49,13 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """The box of the indices [start, stop) along one dimension, and of all along the others."""
+        """Return the box of the indices [start, stop) along one dimension."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
         return cls(tuple(starts), tuple(stops))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent along each dimension."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
@@ -67,24 +65,24 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects these elements from an array of the whole tensor."""
+        """Index of these elements in an array of the whole tensor."""
         return tuple(map(slice, self.starts, self.stops))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The index that selects these elements from an array that holds the box `outer` alone."""
+        """Return the index of these elements in an array that holds only the box `outer`."""
         return tuple(
             slice(start - origin, stop - origin)
             for start, stop, origin in zip(self.starts, self.stops, outer.starts, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None where there is none."""
+        """Return the common elements of both boxes; None if there are none."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def minus(self, other: Box) -> list[Box]:
-        """The elements that `other` does not have, as disjoint boxes: at most two for each dimension."""
+        """Return the elements outside `other`, as disjoint boxes: at most two per dimension."""
         common = self.intersection(other)
         if common is None:
             return [self]
@@ -112,16 +110,16 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a rank runs. Copies prefer a source that is near."""
+    """Location of a rank. Copies prefer a near source."""
 
     node: str = ""
     device: str = ""
-    """Name of the memory on that node, as "cuda:3". What two ranks hold in one memory need not travel; empty: each rank has its own."""
+    """Name of the memory on that node, such as "cuda:3". Ranks that share one need no transfer."""
     process: str = ""
-    """Name of the process on that node; empty: each rank has its own."""
+    """Name of the process on that node; empty if each rank has its own."""
 
     def distance(self, other: Where) -> int:
-        """0 in one process, 1 in one device's memory, 2 on one node, 3 between nodes."""
+        """0 within a process, 1 within one device's memory, 2 on one node, 3 between nodes."""
         if self.node != other.node:
             return 3
         if self.process and self.process == other.process:
@@ -130,16 +128,19 @@ class Where:
 
 
 IN_PLACE = 1
-"""The largest distance over which nothing travels."""
+"""Largest distance without a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the elements of a box lie in the memory of a rank. The element at the index `i` (counted from the start of the box) is
-    the element `offset + sum(i * strides)` of the memory."""
+    """Position of a box's elements in a rank's memory.
+
+    The element at index `i`, relative to the start of the box, is the element `offset + sum(i *
+    strides)` of the memory.
+    """
 
     memory: str
-    """Name of a contiguous piece of the rank's memory: of a parameter of the module, in general."""
+    """Name of a contiguous part of the rank's memory, usually a parameter of the module."""
     offset: int
     """In elements."""
     strides: tuple[int, ...]
@@ -152,21 +153,21 @@ class Piece:
 
     box: Box
     place: Place | None = None
-    """None in a layout that was computed from a formula, where there is no memory."""
+    """None in a layout that was computed from a formula, without memory."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor lies over the ranks."""
+    """Distribution of one tensor over the ranks."""
 
     name: str
     """Name in the checkpoint."""
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
     dtype: str
-    """torch's name for it, as "bfloat16"."""
+    """Name of the torch dtype, such as "bfloat16"."""
     pieces: tuple[tuple[Piece, ...], ...]
-    """For each rank, what it holds; empty where it holds nothing."""
+    """For each rank, the pieces that it holds; empty if it holds nothing."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -175,10 +176,10 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """See that each box lies inside of the tensor.
+        """Check that each box is inside the tensor.
 
         Raises:
-            UserError: naming tensor, rank and box.
+            UserError: a box is outside. The message names tensor, rank and box.
         """
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
@@ -187,23 +188,22 @@ class TensorLayout:
                     piece.box.numel and piece.box.intersection(whole) != piece.box
                 ):
                     raise UserError(
-                        f"tensor {self.name!r}, rank {rank}: {piece.box} lies outside of the shape {self.shape}"
+                        f"tensor {self.name!r}, rank {rank}: {piece.box} is outside the shape {self.shape}"
                     )
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """For each rank, the boxes of its pieces. Equal tensors of different layers have equal boxes."""
+        """Boxes of each rank's pieces. Equal tensors of different layers have equal boxes."""
         return tuple(tuple(piece.box for piece in pieces) for pieces in self.pieces)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank reports of one tensor."""
+    """One rank's report on one tensor."""
 
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
@@ -213,43 +213,41 @@ class Held:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank holds: plain data that travels to whoever makes the plan."""
+    """The tensors that one rank holds, as plain data for the planner."""
 
     where: Where
     tensors: Mapping[str, Held]
-    """By name in the checkpoint. A tensor of which the rank holds nothing may be left out."""
+    """By name in the checkpoint. Tensors that the rank does not hold may be missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How all tensors of a model lie over the ranks of one side of a transfer."""
+    """Distribution of a model's tensors over the ranks of one side of a transfer."""
 
     tensors: Mapping[str, TensorLayout]
-    """By name in the checkpoint, in the order in which they are transferred."""
+    """By name in the checkpoint, in the order of the transfer."""
     ranks: tuple[Where, ...]
-    """Where each rank runs."""
     label: str = ""
-    """What `explain` calls this layout, as "FSDP 4"."""
+    """Name of the layout in `explain`, such as "FSDP 4"."""
 
     def __post_init__(self) -> None:
         checked: set[tuple[int, tuple[int, ...]]] = set()
         for tensor in self.tensors.values():
-            if (
-                shared := (id(tensor.pieces), tensor.shape)
-            ) not in checked:  # equal layers share them in layouts from formulas
+            # Equal layers share pieces in layouts from formulas, so check each pair once.
+            if (shared := (id(tensor.pieces), tensor.shape)) not in checked:
                 checked.add(shared)
                 tensor.check_boxes()
             if len(tensor.pieces) != len(self.ranks):
                 raise UserError(
-                    f"layout {self.label!r}: tensor {tensor.name!r} lies over {len(tensor.pieces)} ranks, the layout has {len(self.ranks)}"
+                    f"layout {self.label!r}: tensor {tensor.name!r} covers {len(tensor.pieces)} ranks, but the layout has {len(self.ranks)}"
                 )
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], ranks: Sequence[Where], label: str = "") -> Layout:
-        """A layout of these tensors, in this order.
+        """Return a layout of these tensors, in this order.
 
         Raises:
-            UserError: two tensors have one name, or one lies over another number of ranks.
+            UserError: two tensors have the same name, or a tensor has a different number of ranks.
         """
         by_name: dict[str, TensorLayout] = {}
         for tensor in tensors:
@@ -259,10 +257,10 @@ class Layout:
 
     @classmethod
     def of_ranks(cls, reports: Sequence[RankLayout], label: str = "") -> Layout:
-        """The layout of a group, from what each of its ranks reports, in the order of the ranks.
+        """Return the layout of a group from the reports of its ranks, in rank order.
 
         Raises:
-            UserError: two ranks say different shapes or dtypes of one tensor.
+            UserError: two ranks report different shapes or dtypes of one tensor.
         """
         known: dict[str, tuple[int, Held]] = {}
         for rank, report in enumerate(reports):
@@ -283,12 +281,12 @@ class Layout:
         return cls.of(tensors, [report.where for report in reports], label)
 
     def num_bytes(self, rank: int) -> int:
-        """Bytes that a rank holds; elements that it holds twice count twice."""
+        """Return the bytes that a rank holds. Elements that it holds twice count twice."""
         return self._bytes_of_ranks[rank]
 
     @cached_property
     def _bytes_of_ranks(self) -> list[int]:
-        """`num_bytes` of each rank; what equal layers share is counted once, and multiplied."""
+        """`num_bytes` of each rank. Equal layers are counted once and multiplied."""
         shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
         times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
         found = [0] * len(self.ranks)

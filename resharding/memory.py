@@ -1,7 +1,8 @@
-"""SharedMemory: host memory that other processes of this machine can map. Parameters that lie there are read there, and copied once.
+"""SharedMemory: host memory that other processes of this machine can map and read in place.
 
-The memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder, and no limit but that
-of host memory; it is gone with the last process that has it open or mapped.
+The memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no
+name in any folder and no limit besides host memory. It is freed when the last process closes and
+unmaps it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ _ALIGNMENT = 64
 
 
 class MemoryPlace(NamedTuple):
-    """Where a tensor begins in memory that other processes can map."""
+    """Position of a tensor in memory that other processes can map."""
 
     path: str
-    """Of the file, for processes of this machine and user."""
+    """Path of the file, for processes of this machine and user."""
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     offset: int
-    """[bytes] Of the tensor's first element."""
+    """[bytes] Offset of the tensor's first element."""
 
 
 class SharedMemory:
-    """Memory for tensors, one after the other. It is freed when neither it nor any of its tensors is there any more.
+    """Memory for consecutive tensors. It lives as long as this object or any of its tensors.
 
     Args:
-        num_bytes: of all tensors, each rounded up (`room`).
+        num_bytes: total size of all tensors, each rounded up (`room`).
 
     >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
     >>> tensor = memory.empty((2, 3), torch.float32)
@@ -50,9 +51,8 @@ class SharedMemory:
         self.num_bytes = max(num_bytes, _ALIGNMENT)
         os.ftruncate(file, self.num_bytes)
         self._memory = mmap.mmap(file, self.num_bytes)
-        weakref.finalize(
-            self._memory, os.close, file
-        )  # tensors hold the mapping, and who reads them opens the file
+        # Tensors keep the mapping alive, and readers open the file by its path.
+        weakref.finalize(self._memory, os.close, file)
         self._taken = 0
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         with _starts_lock:
@@ -63,14 +63,14 @@ class SharedMemory:
 
     @staticmethod
     def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
-        """[bytes] What tensors of these shapes take."""
+        """[bytes] Memory that tensors of these shapes take."""
         return sum(_rounded(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros in this memory, with a storage of its own.
+        """Return a tensor of zeros in this memory. Each tensor has a separate storage.
 
         Raises:
-            ValueError: there is no room left for it.
+            ValueError: there is not enough room left.
         """
         numel = torch.Size(shape).numel()
         if not numel:
@@ -85,7 +85,7 @@ class SharedMemory:
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace | None:
-    """Where a tensor begins in a `SharedMemory` of this process; None: it lies elsewhere, or its elements do not lie in their order."""
+    """Return the position of a contiguous tensor in a `SharedMemory` of this process, or None."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()
@@ -102,24 +102,23 @@ def _rounded(num_bytes: int) -> int:
 
 
 _starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, MemoryPlace]] = weakref.WeakKeyDictionary()
-"""Address and place of each mapping that is there, be it for its tensors alone."""
+"""Address and place of each live mapping, including mappings that only tensors keep alive."""
 _starts_lock = threading.Lock()
-"""Memory is made in one thread while another one asks where tensors lie."""
+"""One thread may create memory while another calls `place_of`."""
 
 
-# Host memory
-#
-# Copies in host memory, and how many threads one process may use for its part of a transfer.
+# Copies in host memory, and the thread budget of a transfer.
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor over another one of its shape; in host memory, by the calling thread alone.
+    """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
 
-    torch shares a copy out over all cores and waits for each. Both sides of a transfer run at once, so a core that the other side has
-    makes all others wait: a receiver with two threads on two cores took twice as long as with one, beside two ranks that gave.
+    torch splits a copy over all cores and waits for each. Both sides of a transfer run at once, so
+    a core that the other side occupies delays the whole copy. With two ranks publishing on two
+    cores, a receiver with two threads took twice as long as with one.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         bits = _BITS.get(dtype.itemsize)
@@ -137,7 +136,7 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """torch's operations in this thread leave each of so many other processes of this machine a core.
+    """Limit torch in this thread, so that each of `others` processes on this machine keeps a core.
 
     >>> before = torch.get_num_threads()
     >>> with threads_beside(10_000):

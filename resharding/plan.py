@@ -1,10 +1,11 @@
 """ReshardPlan: the copies that turn one layout into another. Pure arithmetic on boxes.
 
 A plan has these invariants (`tests/resharding/test_plan.py` compares them with brute force):
-- Each element that a destination rank holds is covered by exactly one copy to that rank.
-- What a rank already has in its device's memory does not travel.
-- Among equal sources the nearest is taken, and among equally near ones the one that has sent least so far.
-- Equal tensors (of different layers, in general) share their copies, so a plan of a large model is made in seconds.
+- Exactly one copy to a destination rank covers each element that the rank holds.
+- Elements that are already in a rank's device memory do not travel.
+- Among equal sources, the nearest wins, then the one that has sent least so far.
+- Equal tensors, for example in different layers, share their copies, so planning a large model
+  takes seconds.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ class Copy:
     source: int
     """Rank in the source layout."""
     source_piece: int
-    """Which of the source's pieces of this tensor has the box."""
+    """Index of the source's piece of this tensor that has the box."""
     destination: int
     """Rank in the destination layout."""
     destination_pieces: tuple[int, ...]
-    """Which of the destination's pieces the box is written to: several, if the rank holds the same box in several places."""
+    """Indices of the pieces to write; several if the destination holds the box repeatedly."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
 
 
 class ReshardPlan:
-    """Which rank gives which box of which tensor to which rank.
+    """The copies of boxes from source ranks to destination ranks.
 
     Args:
-        source: layout of the ranks that have the weights. It may have tensors that nobody needs.
-        destination: layout of the ranks that need them. Its dtypes are those of the transfer.
+        source: layout of the ranks that have the weights. It may contain tensors that the
+            destination does not need.
+        destination: layout of the ranks that need them. The transfer uses its dtypes.
 
     Raises:
-        WeightSyncError: the source lacks a tensor or a box that the destination needs, or has it in another shape. The message names
-            the tensor, the box and the rank.
+        WeightSyncError: the source lacks a tensor or a box that the destination needs, or has it in
+            another shape. The message names the tensor, the box and the rank.
     """
 
     def __init__(self, source: Layout, destination: Layout) -> None:
@@ -67,7 +69,7 @@ class ReshardPlan:
             self._plan_equal(tensors)
 
     def copies(self, tensor: str) -> tuple[Copy, ...]:
-        """The copies of one tensor, ordered by destination rank.
+        """Return the copies of one tensor, ordered by destination rank.
 
         Args:
             tensor: its name in the checkpoint.
@@ -75,7 +77,7 @@ class ReshardPlan:
         return self._copies[tensor]
 
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
-        """What one destination rank gets, with the tensors' names, in the order of the transfer."""
+        """Iterate over the copies to one destination rank, in the order of the transfer."""
         return (
             (name, copy)
             for name in self.destination.tensors
@@ -84,9 +86,10 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that the device of a destination rank holds for the source layout, and that the destination layout does not have there.
+        """Bytes that a destination rank's device holds only for the source layout.
 
-        0 for HybridFlow's layouts, whose shards for training are parts of those for generation (arXiv:2409.19256, table 2).
+        0 for HybridFlow's layouts, whose training shards are parts of the generation shards
+        (arXiv:2409.19256, table 2).
         """
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE)
         return max(
@@ -94,11 +97,11 @@ class ReshardPlan:
         )
 
     def explain(self, bucket_bytes: int = 256 << 20, beside: Sequence[Transition] = ()) -> str:
-        """A table with a line for each rank: what it receives and sends, what it has, and what memory the transfer takes.
+        """Return a table with one line per rank: bytes received, sent and held, and peak memory.
 
         Args:
-            bucket_bytes: the largest part that is under way at once.
-            beside: what published methods cost a rank (`hybridflow_table`), as further lines.
+            bucket_bytes: most bytes in flight at once.
+            beside: costs of published methods (`hybridflow_table`), appended as rows.
         """
         source, destination = self.source, self.destination
         model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
@@ -130,7 +133,7 @@ class ReshardPlan:
         return "\n".join(lines)
 
     def _given(self) -> tuple[Counter[int], dict[int, set[int]]]:
-        """For each source rank the number of copies that it sends to other devices, and the ranks that get them."""
+        """Return each source rank's number of copies to other devices, and their receivers."""
         given, receivers = Counter[int](), defaultdict[int, set[int]](set)
         equal = Counter(map(id, self._copies.values()))
         for copies in {id(copies): copies for copies in self._copies.values()}.values():
@@ -141,7 +144,7 @@ class ReshardPlan:
         return given, receivers
 
     def _plan_equal(self, names: Sequence[str]) -> None:
-        """Plan tensors that have equal shapes and boxes. Where several ranks have the same box, they take turns over the tensors."""
+        """Plan equal tensors. Ranks that hold the same box take turns over the tensors."""
         source, destination = self.source.tensors[names[0]], self.destination.tensors[names[0]]
         equal_sources = max(Counter(box for boxes in source.boxes for box in boxes).values(), default=1)
         num_variants = min(len(names), equal_sources)
@@ -173,7 +176,7 @@ class ReshardPlan:
     def _cover(
         self, pieces: _SourcePieces, box: Box, rank: int, name: str
     ) -> Iterator[tuple[int, int, Box]]:
-        """Cut a box into parts, each with the source rank that gives it and the number of that rank's piece."""
+        """Cut a box into parts, each with its source rank and the index of that rank's piece."""
         found, commons, once = pieces.overlapping(box)
         if once:  # no element has two sources, so the order does not matter
             yield from (
@@ -204,7 +207,7 @@ class ReshardPlan:
 
 
 class _SourcePieces:
-    """The pieces of one tensor over all source ranks, to be found by the box that they overlap."""
+    """The pieces of one tensor over all source ranks, indexed for overlap queries."""
 
     def __init__(self, tensor: TensorLayout) -> None:
         held = [
@@ -222,8 +225,8 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Indices of the pieces that have an element of this box, what they have of it, and whether that is each element once."""
-        if box not in self._found:  # replicas ask for the same boxes
+        """Return the pieces that overlap a box, the overlaps, and whether they cover it exactly."""
+        if box not in self._found:  # replicas request the same boxes
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)
             )
@@ -233,7 +236,7 @@ class _SourcePieces:
         return self._found[box]
 
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
-        """Whether the pieces that were found are disjoint, and make up the box."""
+        """Whether the pieces are disjoint and cover the box."""
         if sum(common.numel for common in commons) != box.numel:
             return False
         starts = np.maximum(self._starts[found], box.starts)
@@ -257,14 +260,14 @@ def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.nd
 
 
 def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:
-    """The destination's tensors by what their plan depends on: shape, dtype, and boxes on both sides."""
+    """Group the destination's tensors by shape, dtype, and boxes on both sides."""
     numbers: dict[tuple[tuple[Box, ...], ...], int] = {}
     by_identity: dict[int, int] = {}
 
     def number(tensor: TensorLayout) -> int:
-        key = id(
-            tensor.pieces
-        )  # layouts from formulas share them, so that 36,000 experts need not be compared box by box
+        # Layouts from formulas share pieces. Comparing identities avoids comparing the boxes of
+        # 36,000 experts.
+        key = id(tensor.pieces)
         if key not in by_identity:
             by_identity[key] = numbers.setdefault(tensor.boxes, len(numbers))
         return by_identity[key]

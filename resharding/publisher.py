@@ -1,9 +1,10 @@
-"""The publishing side of a transfer: a rank of the trainer gives away the parts that it holds, straight from where they lie.
+"""WeightPublisher: the sending side of a transfer, on each trainer rank.
 
-    publish ──> receivers come, each takes all buckets (`transfer.py`) ──> finish
+    publish ──> receivers connect, and each takes all buckets (`transfer.py`) ──> finish
 
-Receivers on the same machine map the memory of the buckets (`bucket_memory.py`), and that in which parameters lie that can be read there
-(`shared_memory.py`); those on others are sent what they want of each (`channel.py`). Nothing is left behind when the publisher is killed.
+Receivers on the same machine map the bucket memory (`buckets.py`) and the shared memory that holds
+parameters (`memory.py`). Receivers on other machines get the boxes that they request
+(`connection.py`). A killed publisher leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -48,23 +49,27 @@ from .weights import Part, RankWeights, Weights
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
 _AGAIN_S = 0.05
-"""Pause before receivers are let in again when one could not be."""
+"""[s] Pause after a connection could not be accepted."""
 
 
 class WeightPublisher:
-    """Gives versions of a rank's weights away, one at a time. Together the ranks of a group give each element once.
+    """Publishes a rank's weights, one version at a time. A group publishes each element once.
 
-    Memory beyond the model's own: SLOTS buckets, or none where all parts are read where they lie.
+    Extra memory: SLOTS buckets, or none if receivers read all parts in place.
 
     Args:
-        host: address at which receivers on other machines reach this process; empty: there are none.
-        bucket_bytes: of one bucket.
-        deltas: send receivers on other machines what has changed since the version that they hold. Where there are any, a copy of all parts
-            is kept in host memory, in the dtype in which they travel, and each of them keeps one of what it takes.
-        transport: how the bytes travel (see `channel.py`); whatever is not "auto" is used on this machine, too.
+        host: address of this process for receivers on other machines; empty if there are none.
+        bucket_bytes: size of a bucket.
+        deltas: send receivers on other machines only the elements that changed since the version
+            that they hold. The publisher keeps a copy of all parts in host memory, in the dtype of
+            the transfer, once such a receiver has connected. Each receiver keeps a copy of its
+            elements.
+        transport: route of the bytes (see `connection.py`). Any value except "auto" also applies on
+            this machine.
 
     Raises:
-        WeightSyncError: this machine does not have that address, or not the device that the transport needs.
+        WeightSyncError: this machine does not have that address, or the transport needs a device
+            that is missing.
     """
 
     def __init__(
@@ -80,9 +85,9 @@ class WeightPublisher:
         self._device = device_of(transport)
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
-        """What the last version sent over the network."""
+        """Network traffic of the last version."""
         self.num_bytes = 0
-        """Of the parts of the last version."""
+        """Size of the parts of the last version."""
         self._host = host
         self._listener = listen(host)
         self._memory: BucketMemory = (
@@ -93,28 +98,28 @@ class WeightPublisher:
         self._is_closed = False
         self._token = secrets.token_hex(32)
         self._version = -1
-        """Published last."""
         self._transfer: Transfer | None = None
         self._lost: dict[str, str] = {}
         self._description = b""
         self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        # One thread for all versions: torch makes a pool of threads for each thread that copies.
+        # One thread serves all versions: torch creates a thread pool for each thread that copies.
         threading.Thread(target=self._fill, name="weft-weights", daemon=True).start()
         threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
 
     def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer the parts that this rank gives; returns at once. They must stay what they are until `finish`.
+        """Offer this rank's parts and return at once. Do not change the parts before `finish`.
 
         Args:
-            parts: on any device, of any dtype.
-            version: policy version of these weights, at least 0. One that is lower than the version before begins anew: records and deltas
-                of earlier versions are of no use from here on.
-            receivers: names of those who will take them; they begin together. Whoever comes late begins when these are through.
+            parts: parts on any device, of any dtype.
+            version: policy version of these weights, at least 0. A version below the previous one
+                starts over: earlier records and deltas become invalid.
+            receivers: names of the expected receivers, which begin together. Late receivers begin
+                after these.
 
         Returns:
-            The record that receivers need; the records of several ranks add up.
+            The record that receivers need. Records of several ranks add up.
 
         Raises:
             WeightSyncError: a part occurs twice, or this publisher is closed.
@@ -131,9 +136,8 @@ class WeightPublisher:
             (entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0
         )
         memory = self._memory.of(SLOTS * (-(-slot_bytes // SLOT_ALIGNMENT) or 1) * SLOT_ALIGNMENT)
-        if (
-            version < self._version
-        ):  # later versions will be others than those that receivers hold under the same numbers
+        # Receivers may hold other weights under the version numbers that follow.
+        if version < self._version:
             self._token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
@@ -147,13 +151,14 @@ class WeightPublisher:
         return Weights(version, (RankWeights(self._host, port, this_machine(), self._token),))
 
     def finish(self) -> str | None:
-        """End the transfer that is under way: the weights may change from here on. Whoever has not taken everything is given an error.
+        """End the current transfer. Receivers that are not done get an error.
 
         Returns:
-            The checksum of what was given (see `checksum.py`): ranks' sums add up. None: nobody took it, or nothing was published.
+            The checksum of the published elements (see `weights.py`); checksums of ranks add up.
+            None if no receiver took everything, or no version was published.
 
         Raises:
-            WeightSyncError: the parts could not be read, or were changed meanwhile.
+            WeightSyncError: the parts could not be read, or changed during the transfer.
         """
         transfer, self._transfer = self._transfer, None
         if transfer is None:
@@ -166,11 +171,11 @@ class WeightPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Receivers of the version published last that did not take everything -> how far they came."""
+        """Receivers that did not take all of the last published version -> their progress."""
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
-        """End what is under way, listen no more, and free the memory as soon as no receiver has it mapped."""
+        """End the current transfer, stop listening, and free the memory."""
         if self._is_closed:
             return
         with contextlib.suppress(WeightSyncError):
@@ -195,14 +200,14 @@ class WeightPublisher:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(_AGAIN_S)  # this one is gone, or too many files are open: others are let in
+                time.sleep(_AGAIN_S)  # the client hung up, or too many files are open
                 continue
             threading.Thread(
                 target=self._serve, args=(connected,), name="weft-weights", daemon=True
             ).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        # A receiver that dies, or strays, costs its own connection and nothing else.
+        # A receiver that dies or misbehaves loses its connection, without effect on others.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection = Connection.accept(connected, self._token)
             try:
@@ -216,7 +221,7 @@ class WeightPublisher:
                         else f"version {transfer.version} is published"
                     )
                     connection.send(
-                        b"F", f"version {hello['version']} is not there any more: {now}".encode()
+                        b"F", f"version {hello['version']} is no longer available: {now}".encode()
                     )
                     return
                 transfer.serve(
@@ -226,7 +231,7 @@ class WeightPublisher:
                 connection.close()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> bytes:
-        """Tell a receiver what comes and where it lies; returns what it wants."""
+        """Describe the buckets and their memory to a receiver, and return its requests."""
         description = self._description
         known = fingerprint(description) == hello["known"]
         place = {"known": known, "deltas": self._shadow is not None, "transport": self._transport}
@@ -238,7 +243,6 @@ class WeightPublisher:
         return wants
 
     def _open_channel(self, connection: Connection) -> Channel:
-        """What a receiver that maps nothing is sent its bytes over."""
         if self._transport not in ("gloo", "nccl"):
             return Stream(connection)
         return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))

@@ -1,18 +1,22 @@
 """Transfer: one version of a rank's parts on its way to its receivers, bucket by bucket.
 
-    filler (one thread)                               session (a thread for each connection)
-    waits for receivers                               hello, description, what the receiver wants  ──> joins the next pass
+    filler (one thread)                               session (one thread per connection)
+    waits for receivers                               hello, description, requests  ──> joins the next pass
     pass: for each bucket
-      waits until everyone has taken the bucket       waits until the bucket is filled
-      whose memory it needs
-      copies into the memory what others cannot       tells the receiver, or sends it what it wants
-      read where it lies, sums all parts
-                                                      waits until the receiver has taken it
-    next pass: whoever came later                     the checksum of all; the receiver's word that it has everything
+      waits until every receiver is done with the     waits until the bucket is filled
+      previous bucket in this memory
+      copies parts that cannot be mapped in place,    notifies the receiver, or sends it the requested boxes
+      sums all parts
+                                                      waits until the receiver has taken the bucket
+    next pass: receivers that came late               checksum, then the receiver's acknowledgement
 
-So a receiver never gets more than SLOTS buckets behind, memory beyond the model is that of SLOTS buckets, and whoever comes late (a
-rank that was replaced) gets a pass of its own, and is told meanwhile that the others get on. A receiver that is gone, or silent for
-longer than its connection allows, is left behind by the others.
+Invariants:
+- A receiver is never more than SLOTS buckets behind, and the transfer needs memory for SLOTS
+  buckets.
+- A late receiver, such as a replaced rank, gets a separate pass, and keepalives while others are
+  served.
+- A receiver that is gone, or silent for longer than its connection allows, does not delay the
+  others.
 """
 
 from __future__ import annotations
@@ -38,81 +42,79 @@ from .memory import copy_elements
 from .weights import box_sum
 
 GRACE_S = 1.0
-"""Longest time that the first receivers wait for the others, before they get a pass without them."""
+"""[s] Longest time that the first receivers wait for the others to join their pass."""
 
 NEWS_S = 15.0
-"""How often a receiver that waits for its pass is told that the pass of the others goes on: it may take longer than anyone's patience."""
+"""[s] Interval of keepalives to a receiver that waits for its pass."""
 
 NUMBER = struct.Struct("<q")
 
 FORM = struct.Struct("<qq")
-"""Bytes of gaps and number of values of a delta, before the bytes of each box that a receiver is sent."""
+"""Header of each box that a receiver is sent: bytes of gaps and number of values of a delta."""
 
 WHOLE = (-1, -1)
-"""What stands in their place before a box that is sent whole."""
+"""Header of a box that is sent whole."""
 
 MOST_TIMES = 16
-"""How often a receiver may request the same elements: once for each of its tensors that has them."""
+"""How often a receiver may request an element: once for each tensor that contains it."""
 
 Want = tuple[int, Box]
-"""Number of an entry, and the box that is wanted of it."""
+"""Index of an entry, and the requested box of it."""
 
 
 @dataclass(eq=False)
 class Sent:
-    """What went to receivers on other machines."""
+    """Traffic to receivers on other machines."""
 
     num_bytes: int = 0
     whole_bytes: int = 0
-    """The same without deltas."""
+    """Size of the same boxes without deltas."""
     compared: int = 0
-    """Elements of this rank that were compared with the version before."""
+    """Elements of this rank that were compared with the previous version."""
     changed: int = 0
-    """Those of them that had changed."""
+    """Number of compared elements that had changed."""
 
 
 @dataclass(eq=False)
 class _Pass:
-    """The buckets, once through."""
+    """One pass over all buckets."""
 
     filled: int = 0
-    """Buckets that were written."""
     through: bool = False
-    """All were, and their sums agree with those of earlier passes."""
+    """True once all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
-    """Of the entries of each of them."""
+    """Sums of the entries of each filled bucket."""
     base: int | None = None
-    """Version from which `changed` counts; None: there is none."""
+    """Version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Positions of the changed elements of the entries that are in memory, by number; None: the entry is given whole."""
+    """Changed positions by entry, for entries in memory; None for entries to send whole."""
 
 
 @dataclass(eq=False)
 class _Session:
-    """A receiver that is connected."""
+    """A connected receiver."""
 
     receiver: str
     part: int
-    """Number of this process of the receiver, which may have several."""
+    """Index of this process in a receiver with several processes."""
     parts: int
     connection: Connection
     channel: Channel | None = None
-    """Over which it is sent what it wants."""
     wants: dict[int, list[Want]] | None = None
-    """By bucket, what it is sent; None: it maps the memory."""
+    """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None
-    """Version that it holds of all that it wants; None: of none."""
+    """Version that the receiver holds of all that it requests; None without one."""
     turn: _Pass | None = None
     taken: int = 0
-    """Buckets that it needs no more."""
+    """Number of buckets that the receiver is done with."""
     gone: bool = False
 
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
-        """Whether its pass has begun, and come so far."""
+        """Whether its pass has begun and satisfies `far`."""
         return self.turn is not None and far(self.turn)
 
     def hang_up(self) -> None:
-        """Whoever waits for it on another thread is given an error."""
+        """End the connection. Threads that wait for the receiver get an error."""
         if self.channel is not None:
             self.channel.close()
         self.connection.hang_up()
@@ -122,14 +124,17 @@ class _Session:
 
 
 class Transfer:
-    """One version of a rank's parts, and whoever takes it.
+    """One version of a rank's parts, and its receivers.
 
     Args:
         version: policy version.
-        parts: entries in the order of their buckets, each with its elements, which must not change before `end`.
-        memory: [bytes] uint8, of SLOTS buckets, on any device.
-        expected: names of the receivers; they begin together if they come within GRACE_S of each other. Others are served as well.
-        shadow: what was given last: receivers on other machines that hold it are sent deltas (`delta.py`). None: they are sent everything.
+        parts: entries in bucket order, each with its elements. Elements must not change before
+            `end`.
+        memory: [bytes] uint8, for SLOTS buckets, on any device.
+        expected: names of the receivers that begin together if they come within GRACE_S of each
+            other. Other receivers are served as well.
+        shadow: bits of the previous version. Receivers on other machines that hold it get deltas
+            (`delta.py`). None to send everything.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class Transfer:
         self.version = version
         self._shadow = shadow
         self.sent = Sent()
-        """What went over the network."""
+        """Traffic over the network."""
         self._expected = set(expected)
         self._memory = memory
         self._slot_bytes = len(memory) // SLOTS
@@ -158,17 +163,17 @@ class Transfer:
         self._sessions: list[_Session] = []
         self._served: set[tuple[str, int]] = set()
         self._filled = 0
-        """Buckets that were written in all passes."""
+        """Buckets that were filled in all passes."""
         self._ended = False
         self._failure = ""
         self._checksum: int | None = None
         self.lost: dict[str, str] = {}
-        """Receivers that did not take everything -> how far they came."""
+        """Receivers that did not take everything -> their progress."""
 
     # The filler's thread
 
     def fill(self) -> None:
-        """Serve passes until the transfer ends. An error is told to everyone, and raised by `end`."""
+        """Serve passes until the transfer ends. Errors go to the receivers, and to `end`."""
         try:
             while members := self._gather():
                 self._fill_pass(members)
@@ -179,14 +184,14 @@ class Transfer:
         self._tensors = []
 
     def _gather(self) -> list[_Session]:
-        """The receivers of the next pass; none when the transfer has ended."""
+        """Return the receivers of the next pass, or none when the transfer has ended."""
         with self._condition:
             self._condition.wait_for(lambda: self._ended or self._waiting())
             complete = self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
             if self._ended:
                 return []
             members, turn = self._waiting(), _Pass()
-            if not complete:  # whoever comes later gets a pass of its own: no other pass waits for it
+            if not complete:  # late receivers get a separate pass, and later passes do not wait for them
                 self._expected &= self._came()
             for session in members:
                 session.turn = turn
@@ -196,7 +201,7 @@ class Transfer:
         return [s for s in self._sessions if s.turn is None and not s.gone]
 
     def _complete(self) -> bool:
-        """Whether everyone has come who is expected, with all parts."""
+        """Whether all expected receivers are here, with all their parts."""
         here = self._waiting()
         came = self._served | {(s.receiver, s.part) for s in here}
         parts = {s.receiver: s.parts for s in here}
@@ -240,7 +245,7 @@ class Transfer:
         self._await_taken(members, len(self._buckets))
 
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
-        """Wait until nobody needs the buckets below this number; False: nobody is there any more. A session ends by its own deadline."""
+        """Wait until all members are done with `number` buckets. Return False if none is left."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._ended or all(s.gone or s.taken >= number for s in members)
@@ -248,14 +253,14 @@ class Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Write an entry into its bucket, unless it is read where it lies; returns its sum. The elements are cast here."""
+        """Copy and cast an entry into its bucket, unless it is read in place. Return its sum."""
         entry, target = self.entries[number], self._elements(number, slot)
         if not entry.memory:
             copy_elements(target, self._tensors[number])
         return box_sum(target, entry.box, entry.shape)
 
     def _elements(self, number: int, slot: int) -> torch.Tensor:
-        """Those of an entry as they travel."""
+        """Return the elements of an entry as they travel."""
         entry = self.entries[number]
         return (
             self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
@@ -265,13 +270,10 @@ class Transfer:
         return bits_of(self._elements(number, slot))
 
     def _add_up(self, turn: _Pass) -> None:
-        total = checksum_of(
-            self.entries, itertools.chain.from_iterable(turn.sums)
-        )  # entries are in the order of buckets
+        # Entries are in bucket order.
+        total = checksum_of(self.entries, itertools.chain.from_iterable(turn.sums))
         if self._checksum not in (None, total):
-            raise WeightSyncError(
-                f"the weights of version {self.version} changed while they were given away"
-            )
+            raise WeightSyncError(f"the weights of version {self.version} changed during the transfer")
         self._checksum = total
 
     # The sessions' threads
@@ -283,19 +285,20 @@ class Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Channel] = Stream,
     ) -> None:
-        """Give a receiver everything, on the thread of its connection.
+        """Serve a receiver on the thread of its connection.
 
         Args:
-            hello: `receiver`, `part` and `parts` say who it is.
-            answer: sends it what it has to know, and returns what it wants.
-            open_channel: over which it is sent what it wants.
+            connection: connection to the receiver.
+            hello: identity of the receiver: `receiver`, `part` and `parts`.
+            answer: describes the version to the receiver, and returns its requests.
+            open_channel: opens the channel for requested boxes.
         """
         session = _Session(str(hello["receiver"]), int(hello["part"]), int(hello["parts"]), connection)
         try:
             connection.expect(sum(entry.num_bytes for entry in self.entries))
             with self._condition:
                 self._sessions.append(session)
-                session.turn = _Pass()  # it takes no part before it has said what it wants
+                session.turn = _Pass()  # keep it out of the next pass until its requests are known
             session.base, session.wants = self._read_wants(answer())
             if session.wants is not None:
                 session.channel = open_channel(connection)
@@ -309,13 +312,13 @@ class Transfer:
             connection.receive(SMALL_BYTES)
             with self._condition:
                 self._served.add((session.receiver, session.part))
-        except Exception as error:  # whatever it is, the others must not wait for this one
+        except Exception as error:  # any error ends only this session; others must not wait for it
             self._lose(session, error)
         finally:
             session.hang_up()
 
     def _give(self, session: _Session, number: int) -> None:
-        """Give a receiver one bucket, and wait until it needs it no more."""
+        """Give a receiver one bucket, and wait until the receiver is done with it."""
         turn = self._await(session, lambda turn: turn.filled > number)
         sums = np.array(turn.sums[number], np.uint64).tobytes()
         session.connection.send(b"B", NUMBER.pack(number) + sums)
@@ -335,7 +338,7 @@ class Transfer:
             self._condition.notify_all()
 
     def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
-        """Wait until the pass of a receiver has come so far. While others have theirs, it is told that this goes on."""
+        """Wait until the receiver's pass satisfies `come`, and send keepalives meanwhile."""
         seen = self._filled
         while True:
             with self._condition:
@@ -355,7 +358,7 @@ class Transfer:
     def _send(
         self, channel: Channel, number: int, box: Box, slot: int, changed: np.ndarray | None
     ) -> None:
-        """Send a box of an entry: where there is a shadow, with a word on its form before it."""
+        """Send a box of an entry. With a shadow, a header precedes it."""
         elements = self._elements(number, slot)[box.within(self.entries[number].box)].contiguous()
         delta = None
         if changed is not None:
@@ -370,15 +373,16 @@ class Transfer:
         for content in contents:
             if len(content):
                 channel.send(content)
-        with self._condition:  # other receivers are sent theirs on other threads
+        with self._condition:  # other threads send to other receivers
             self.sent.num_bytes += sum(content.nbytes for content in contents)
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """The version that a receiver holds and the boxes that it wants, or None for both if it maps the memory.
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
 
         Raises:
-            ValueError: it wants a box that this rank does not have, or more than MOST_TIMES the bytes of this rank.
+            ValueError: it requests a box that this rank does not have, or more than MOST_TIMES the
+                bytes of this rank.
         """
         if not content:
             return None, None
@@ -401,7 +405,7 @@ class Transfer:
         return base, wants
 
     def _stops(self, session: _Session) -> str:
-        """Why a receiver is given nothing more; empty if it is."""
+        """Return the reason to stop serving a receiver; empty to continue."""
         if self._failure and not session.has_come(lambda turn: turn.through):
             return self._failure
         return "the publisher has ended the transfer" if self._ended else ""
@@ -414,13 +418,13 @@ class Transfer:
             self.lost[str(session)] = f"{session} {why} {where} of version {self.version}"
             self._condition.notify_all()
 
-    # Whoever publishes
+    # The publisher's thread
 
     def end(self) -> str | None:
-        """End what is under way; returns the checksum, or None if nobody took it all.
+        """End the transfer. Return the checksum, or None if no receiver took everything.
 
         Raises:
-            WeightSyncError: the parts could not be read, or changed meanwhile.
+            WeightSyncError: the parts could not be read, or changed during the transfer.
         """
         with self._condition:
             self._ended = True

@@ -1,15 +1,15 @@
-"""How a trainer whose weights travel by one of vLLM's own backends drives the engines that take them.
+"""vLLM control: a trainer drives engines that receive weights through one of vLLM's own backends.
 
-vLLM's trainers call four methods of a client, which have to reach every rank of every engine. Here they go over a `Connection` to each
-engine, and the engine passes them on to its ranks.
+vLLM's trainers call four client methods, which must reach every rank of every engine. A
+`Connection` to each engine carries the calls, and the engine forwards them to its ranks.
 
     engine                                              rank 0 of the trainer
-    connects, says who it is                ── H ──>    waits for all that are expected
-    knows how patient to be                 <── D ──    bytes of the version
-    has its ranks do it                     <── C ──    a method of vLLM's workers, and what it takes
-    did it, or says why not                 ── K, F ──> goes on when all have answered
-    compares what its loaders were given    <── E ──    sums of all tensors
-    has everything                          ── K ──>
+    connects, sends its identity            ── H ──>    waits for all expected engines
+    sets its timeout                        <── D ──    bytes of the version
+    calls its ranks                         <── C ──    a method of vLLM's workers, and its payload
+    reports success or the error            ── K, F ──> continues when all have answered
+    compares with what its loaders got      <── E ──    sums of all tensors
+    acknowledges the version                ── K ──>
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from ..dataflow.errors import WeightSyncError
 from .connection import SILENCE_S, Connection, listen, this_machine
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights, tensor_factor
 
-# Plain values
+# Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
 #
-# Plain values: what vLLM's transfer backends tell each other, as JSON. Nothing is pickled.
-#
-# Their payloads are dictionaries of names, numbers and shapes; that of CUDA IPC has the arguments
-# by which torch opens a memory in another process: bytes, dtypes and classes of torch. Whatever is
-# not listed here is refused by name.
+# Payloads are dictionaries of names, numbers and shapes. Payloads for CUDA IPC also contain the
+# arguments for torch to open shared memory: bytes, dtypes and torch classes. Other values are
+# rejected.
 
 
 _CLASSES: dict[str, type] = {
@@ -52,22 +50,22 @@ _NAMES = {found: name for name, found in _CLASSES.items()}
 
 
 def encoded(value: Any) -> str:
-    """A value as JSON.
+    """Encode a value as JSON.
 
     >>> decoded(encoded({"handle": (torch.Size([2, 3]), b"\\x00", torch.float32, None)}))
     {'handle': ((2, 3), b'\\x00', torch.float32, None)}
 
     Raises:
-        TypeError: it holds something that is not plain.
+        TypeError: it contains a value that is not plain.
     """
     return json.dumps(_plain(value))
 
 
 def decoded(text: str | bytes) -> Any:
-    """What `encoded` has made JSON of. Sizes become tuples.
+    """Decode the output of `encoded`. Sizes become tuples.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     return _value(json.loads(text))
 
@@ -88,7 +86,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, type) and value in _NAMES:
         return {"class": _NAMES[value]}
     raise TypeError(
-        f"{value!r} is not plain: a transfer backend that tells receivers such values cannot be used here"
+        f"cannot encode {value!r} for receivers; choose a transfer backend with plain payloads"
     )
 
 
@@ -109,7 +107,7 @@ def _value(said: Any) -> Any:
             return found
         if kind == "class" and content in _CLASSES:
             return _CLASSES[content]
-    raise ValueError(f"{said!r} is not what a transfer backend says")
+    raise ValueError(f"{said!r} is not a payload of a transfer backend")
 
 
 METHODS = (
@@ -118,11 +116,11 @@ METHODS = (
     "update_weights",
     "finish_weight_update",
 )
-"""Of vLLM's `VLLMWeightSyncClient`, and of its workers."""
+"""Methods of vLLM's `VLLMWeightSyncClient` and of its workers."""
 
 
 class TensorSum(NamedTuple):
-    """A whole tensor, as it was given or as it came."""
+    """Checksum of a whole tensor, as published or as received."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -130,7 +128,7 @@ class TensorSum(NamedTuple):
 
 
 def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
-    """The checksum of a version, as `buckets.checksum_of` has it, from the sums of its tensors or of what a rank has of them."""
+    """Return the checksum of a version or of one rank's part, from the sums of its tensors."""
     total = sum(
         found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items()
     )
@@ -139,20 +137,18 @@ def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
 
 @dataclass(eq=False)
 class _Engine:
-    """An engine that is connected."""
-
     receiver: str
     ranks: int
-    """Of the engine."""
+    """Number of ranks of the engine."""
     identity: str
     """Differs for a replacement engine under the same name."""
     version: int
     connection: Connection
     lost: str = ""
-    """Why it dropped out; empty: it takes part."""
+    """Why the engine dropped out; empty while it takes part."""
 
     def ask(self, method: str, payload: Any) -> None:
-        """Have it do something. If it cannot, it is `lost`."""
+        """Call a method on the engine's ranks. On failure, the engine is `lost`."""
         try:
             self.connection.send(b"C", encoded([method, payload]).encode())
             kind, content = self.connection.receive()
@@ -164,11 +160,11 @@ class _Engine:
 
 
 class Receivers:
-    """The engines that take versions: the client of vLLM's trainer (`VLLMWeightSyncClient`), on its rank 0.
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0.
 
     Args:
-        host: address at which engines on other machines reach this process; empty: there are none.
-        together: whether engines take part in one collective, so that none goes on without one of them.
+        host: address of this process for engines on other machines; empty if there are none.
+        together: engines share one collective, so the loss of one stops all.
 
     Raises:
         WeightSyncError: this machine does not have that address.
@@ -187,35 +183,36 @@ class Receivers:
         threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
 
     def place(self) -> RankWeights:
-        """Where engines find this."""
+        """Return the endpoint that engines connect to."""
         return RankWeights(self._host, self._listener.getsockname()[1], this_machine(), self._token)
 
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until those who are expected have come.
+        """Wait until the expected engines have connected.
 
         Args:
-            version: that they are to take.
-            expected: their names.
-            num_bytes: of the version.
-            patience_s: longest wait for them. The transfer begins without those who have not come.
+            version: version to transfer.
+            expected: names of the engines.
+            num_bytes: size of the version.
+            patience_s: longest wait. The transfer begins without engines that are late.
 
         Returns:
-            Names and identities of those who have come, in the order in which they were expected, which is that of their ranks.
+            Names and identities of the engines that have connected, in the expected order, which is
+            also the order of their ranks.
         """
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
         while not set(expected) <= here.keys():
-            try:  # engines that have come are taken even when time is up
+            try:  # with a timeout of 0, still take engines that have already connected
                 engine = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             if engine.version != version:
                 self._refuse(
                     engine,
-                    f"version {engine.version} is not there any more: version {version} is published",
+                    f"version {engine.version} is no longer available: version {version} is published",
                 )
                 continue
             here[engine.receiver] = engine
@@ -235,13 +232,13 @@ class Receivers:
 
     @property
     def num_ranks(self) -> int:
-        """Of all engines that have come."""
+        """Total number of ranks of the connected engines."""
         return sum(engine.ranks for engine in self._engines)
 
-    # What vLLM's trainers call
+    # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the ranks prepare to receive. Where a backend numbers them, those of one engine stand behind those of the one before."""
+        """Prepare the ranks to receive. Numbered ranks get consecutive offsets over engines."""
         payloads, before = [], 0
         for engine in self._engines:
             offset = init_info.get("rank_offset")
@@ -252,22 +249,23 @@ class Receivers:
         self._ask("init_weight_transfer_engine", payloads)
 
     def start_weight_update(self) -> None:
-        """Have the ranks await weights."""
+        """Tell the ranks to expect weights."""
         self._ask("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Have the ranks take weights, some or all."""
+        """Tell the ranks to receive some or all weights."""
         self._ask("update_weights", [update_info] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Everything was sent. An engine knows the version by itself."""
+        """Finish the update. Engines already know the version, so the argument is unused."""
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Have all engines do something at once, and wait for all.
+        """Call a method on all engines in parallel, and wait for all.
 
         Raises:
-            WeightSyncError: one has failed or is gone where all are needed, or none is left.
+            WeightSyncError: an engine has failed and the backend needs all engines, or no engine is
+                left.
         """
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
@@ -283,7 +281,7 @@ class Receivers:
             raise WeightSyncError("; ".join(self.lost.values()))
 
     def end(self, tensors: Mapping[str, TensorSum]) -> None:
-        """Tell the engines what was given, which they compare with what they have."""
+        """Send the published sums to the engines, which compare them with their own."""
         said = json.dumps(
             {name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}
         ).encode()
@@ -293,12 +291,12 @@ class Receivers:
             except OSError as error:
                 self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
         for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
-            with contextlib.suppress(OSError):  # it knows what it has
+            with contextlib.suppress(OSError):  # the engine has the version even if it is gone
                 engine.connection.receive()
         self._hang_up("")
 
     def give_up(self, why: str) -> None:
-        """Tell engines that take part, and those that wait, that nothing more comes."""
+        """Tell participating and waiting engines that the transfer has ended."""
         while True:
             try:
                 self._engines.append(self._came.get_nowait())
@@ -307,7 +305,7 @@ class Receivers:
         self._hang_up(why)
 
     def close(self) -> None:
-        """Listen no more, and end what is under way."""
+        """Stop listening, and end the current transfer."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -331,14 +329,14 @@ class Receivers:
             try:
                 connected, _ = self._listener.accept()
             except OSError:
-                time.sleep(0 if self._is_closed else 0.05)  # this one is gone, or too many files are open
+                time.sleep(0 if self._is_closed else 0.05)  # client gone, or too many open files
                 continue
             threading.Thread(
                 target=self._greet, args=(connected,), name="weft-weights", daemon=True
             ).start()
 
     def _greet(self, connected: socket.socket) -> None:
-        # Whoever strays costs a connection, and nothing else.
+        # An engine that misbehaves loses its connection, without effect on others.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection = Connection.accept(connected, self._token)
             hello = json.loads(connection.receive()[1])
@@ -360,26 +358,29 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Take a version as the trainer's rank 0 says, and compare what has come with what was given.
+    """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
 
     Args:
-        weights: where it is given.
-        ranks: of the engine.
-        engine: names the engine among those that had its name before.
-        call: has all ranks do one of `METHODS`, with what it takes (None: nothing).
-        loaded: for each rank, what its loaders were given, when everything has come.
+        weights: record of the version.
+        ranks: number of ranks of the engine.
+        engine: identity that distinguishes the engine from predecessors of the same name.
+        call: calls one of `METHODS` with its payload (or None) on all ranks.
+        loaded: returns for each rank the sums of the tensors that its loaders got.
 
     Returns:
         The checksum of the version.
 
     Raises:
-        WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a tensor did not come as it was given.
+        WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a
+            tensor differs from the published one.
     """
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"
     if not place.host and this_machine() != place.machine:
-        raise WeightSyncError(f"{where}: it is on another machine, and serves its own alone")
+        raise WeightSyncError(
+            f"{where}: it is on another machine, and only serves receivers on its own machine"
+        )
     try:
         connection = Connection.connect(host, place.port, place.token)
     except OSError as error:
@@ -392,7 +393,7 @@ def take_as_told(
             "version": weights.version,
         }
         connection.send(b"H", json.dumps(hello).encode())
-        connection.be_patient(2 * SILENCE_S)  # others may come later
+        connection.be_patient(2 * SILENCE_S)  # the trainer may be waiting for other engines
         while True:
             kind, content = connection.receive()
             if kind == b"D":
@@ -405,7 +406,7 @@ def take_as_told(
                     for name, (d, s, t) in json.loads(content).items()
                 }
                 _compare(weights, said, loaded())
-                with contextlib.suppress(OSError):  # it knows what it has given
+                with contextlib.suppress(OSError):  # complete even if the trainer is gone
                     connection.send(b"K")
                 return checksum_of_tensors(said)
             else:
@@ -425,7 +426,7 @@ def _carry_out(connection: Connection, content: bytes, call: Callable[[str, Any]
     method, payload = decoded(content)
     try:
         if method not in METHODS:
-            raise WeightSyncError(f"{method!r} is no method of a weight update")
+            raise WeightSyncError(f"{method!r} is not a method of a weight update")
         call(method, payload)
     except Exception as error:
         with contextlib.suppress(OSError):

@@ -1,14 +1,15 @@
-"""The layout of vLLM's side, recorded: which box of which checkpoint tensor lands where in which parameter of this rank.
+"""vLLM layout: records where each box of a checkpoint tensor lands in this rank's parameters.
 
-The model's own `load_weights` runs once, on tensors without memory, while a dispatch mode notes each copy instead of
-making it. So no table of fused projections, grouped heads, padding or experts is ours to maintain.
+The model's own `load_weights` runs once, on tensors without memory, while a dispatch mode records
+each copy instead of executing it. So Weft maintains no table of fused projections, grouped heads,
+padding or experts.
 
     checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
     layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
 
-A view of a fake keeps its storage, offset and strides: these say which box it is. A clone of a view is recorded as the view. What is
-neither (a cast, a sum) has no box, and is refused by name. So is what would not arrive at its place: a copy onto another. A tensor that
-a loader sets to zero before it copies it is a fill.
+A view of a fake keeps its storage, offset and strides, which determine its box. A clone of a view
+is recorded as the view, and a tensor that a loader zeroes before it copies it is a fill. Other
+results (a cast, a sum) have no box and raise an error, as does a copy on top of another.
 """
 
 from __future__ import annotations
@@ -34,16 +35,13 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get
 from ..dataflow.errors import UserError, WeftError
 from .layout import Box, Held, Piece, Place, RankLayout, Where
 
-# Strided
+# Strided views as boxes of a contiguous tensor, by arithmetic on offsets and strides.
 #
-# Strided views as boxes: which boxes of a contiguous tensor a view of it shows.
-#
-# Pure arithmetic on offsets and strides. A loader may narrow, transpose, split or flatten a tensor
-# before it copies; what counts is which elements go where.
+# A loader may narrow, transpose, split or flatten a tensor before it copies elements.
 
 
 MAX_BOXES = 1 << 16
-"""A view that falls into more boxes (every second element of a long row) is refused."""
+"""Views that consist of more boxes (every second element of a long row) are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class _Axis(NamedTuple):
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements.
+    """Return the strides of a contiguous tensor, in elements.
 
     >>> contiguous_strides((2, 3, 4))
     (12, 4, 1)
@@ -75,21 +73,22 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
-    """The boxes of a tensor that a view of it shows, each with where its elements lie in another memory.
+    """Return the boxes that a view covers, each with its position in another memory.
 
-    Each returned view has the shape of its box, one stride for each dimension of the tensor.
+    Each returned view has the shape of its box, with one stride per dimension of the tensor.
 
     >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
     >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
     [(Box([2:4, 0:4]), View(offset=100, shape=(2, 4), strides=(16, 1)))]
 
     Args:
-        shape: of the tensor, which is contiguous.
-        view: of the tensor.
-        other: of the other memory; its shape is that of `view`.
+        shape: shape of the tensor, which is contiguous.
+        view: view of the tensor.
+        other: view of the other memory, with the same shape.
 
     Raises:
-        ValueError: the view shows an element several times by a stride of 0, its elements form no boxes, or more than `MAX_BOXES`.
+        ValueError: the view repeats an element by a stride of 0, its elements form no boxes, or
+            more than `MAX_BOXES`.
     """
     if math.prod(view.shape) == 0:
         return []
@@ -111,7 +110,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
 def _boxes(
     starts: tuple[int, ...], spans: list[_Axis], outer: list[tuple[int, _Axis]], offset: int
 ) -> Iterator[tuple[Box, View]]:
-    """One box for each index along the axes that no box can span."""
+    """Yield one box for each index along the axes that no box can span."""
     lengths = tuple(axis.length for axis in spans)
     strides = tuple(axis.stride for axis in spans)
     for index in itertools.product(*(range(axis.length) for _, axis in outer)):
@@ -124,7 +123,6 @@ def _boxes(
 
 
 def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
-    """The index of the element that lies at an offset of a contiguous tensor."""
     if not 0 <= offset < math.prod(shape):
         raise ValueError(f"the view starts at element {offset} of {math.prod(shape)}")
     index = []
@@ -135,7 +133,7 @@ def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
 
 
 def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
-    """For each dimension of the tensor, the dimensions of the view that run along it."""
+    """For each dimension of the tensor, return the dimensions of the view that run along it."""
     tensor_strides = contiguous_strides(shape)
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     found: list[list[_Axis]] = [[] for _ in shape]
@@ -151,7 +149,7 @@ def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
             if count <= length:
                 found[dim].append(_Axis(count, step, there))
                 break
-            # Several dimensions of the tensor are one of the view.
+            # One dimension of the view spans several dimensions of the tensor.
             if shape[dim] % step or count % length:
                 raise ValueError(
                     f"a dimension of {count} elements ends inside of dimension {dim} of the shape {shape}"
@@ -162,7 +160,7 @@ def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
 
 
 def _merged(axes: list[_Axis]) -> list[_Axis]:
-    """The axes by step, those joined that continue one another in both memories."""
+    """Sort axes by step, and join axes that continue each other in both memories."""
     merged: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.step):
         if merged:
@@ -176,7 +174,7 @@ def _merged(axes: list[_Axis]) -> list[_Axis]:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Elements that a loader sets to one value: the padding of a vocabulary."""
+    """Elements that a loader sets to one value, such as the padding of a vocabulary."""
 
     memory: str
     view: View
@@ -185,30 +183,31 @@ class Fill:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a rank takes of a checkpoint, and what its loaders do besides. Plain data."""
+    """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data."""
 
     layout: RankLayout
-    """By name in the checkpoint, in the order of the model's layers. A place's memory is the name of a parameter or buffer; dtypes
-    are those of the parameters: whoever sends casts."""
+    """By name in the checkpoint, in the order of the model's layers. A place's memory is the name
+    of a parameter or buffer. The sender casts to the dtypes of the parameters."""
     fills: tuple[Fill, ...]
-    """To be done before what the layout says."""
+    """Fills, which precede the copies of the layout."""
     unused: tuple[str, ...]
-    """Tensors of the checkpoint of which this rank takes nothing: other ranks' experts and layers, an output head that is tied."""
+    """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
 
 
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
 ) -> Recording:
-    """Run the model's own loader once on fakes, and note what it copies where. The model is as before when this returns.
+    """Run the model's own loader once on fakes, and record its copies. The model is unchanged.
 
     Args:
-        model: a model of vLLM, loaded or not, made by vLLM's own `initialize_model`.
-        checkpoint: shape, and torch's name of the dtype, of each tensor by its name in the checkpoint.
-        where: where this rank runs.
+        model: a vLLM model, loaded or not, from vLLM's own `initialize_model`.
+        checkpoint: tensor name -> shape and name of the torch dtype.
+        where: location of this rank.
 
     Raises:
-        UserError: the loader refuses a name or a shape, computes with a tensor instead of copying boxes of it, loads an element
-            twice, or leaves one without a value. The message names the tensor and the parameter.
+        UserError: the loader rejects a name or a shape, computes with a tensor instead of copying
+            boxes of it, loads an element twice, or leaves one without a value. The message names
+            the tensor and the parameter.
     """
     wanted = dict(model.named_parameters())
     fakes = {
@@ -226,7 +225,7 @@ def record_layout(
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Put back the tensors that vLLM's kernels use wherever a layer waits for its weights: undoes `initialize_layerwise_reload`."""
+    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use."""
     for layer in model.modules():
         restore_layer(layer)
     if hasattr(model, "_original_do_torchao_reload"):
@@ -234,7 +233,7 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def restore_layer(layer: torch.nn.Module) -> None:
-    """Put back the tensors that vLLM's kernels use, if this layer waits for its weights."""
+    """Restore the tensors that vLLM's kernels use, if this layer waits for its weights."""
     info = get_layerwise_info(layer)
     if info.can_load():
         _unwrap_loaders(layer)
@@ -244,21 +243,21 @@ def restore_layer(layer: torch.nn.Module) -> None:
 
 @dataclass
 class _Memory:
-    """A parameter or buffer, and what lands in it."""
+    """A parameter or buffer, and the copies and fills that land in it."""
 
     name: str
     tensor: torch.Tensor
     kernel: torch.Tensor | None
-    """What the model computes with: the same object in two places where parameters are tied."""
+    """Tensor that the model computes with. Tied parameters share one object."""
     reason: str
-    """Why nothing can be written into it from outside; empty: something can."""
+    """Why copies into it are not possible; empty if they are."""
     boxes: list[tuple[Box, str]] = field(default_factory=list)
-    """In its own coordinates, each with the name of the tensor that lands there."""
+    """Boxes in the parameter's own coordinates, each with the name of its tensor."""
     filled: list[Box] = field(default_factory=list)
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """The memories that loaders may write, by their storage. Their original loaders are put back: vLLM has wrapped them."""
+    """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -279,7 +278,7 @@ def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dic
 
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Give the tensors their original loaders back; vLLM wraps them so that the weights of a layer are kept until all have come."""
+    """Restore the original loaders, which vLLM wraps to collect a layer's weights."""
     for tensor in get_layer_tensors(layer).values():
         if (loader := _get_original_loader(tensor)) is not getattr(tensor, "weight_loader", loader):
             tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue]
@@ -307,7 +306,7 @@ def _load(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from fakes into memories, and fills of memories, without making them."""
+    """Records copies from fakes into memories, and fills of memories, without executing them."""
 
     def __init__(self, fakes: Mapping[str, torch.Tensor], memories: Mapping[int, _Memory]) -> None:
         super().__init__()
@@ -334,7 +333,7 @@ class _Recorder(TorchDispatchMode):
                 self._fill(memory, target, args[1])
             else:
                 raise UserError(
-                    f"parameter {memory.name!r}: its loader writes by {func}; copies and fills can be recorded"
+                    f"parameter {memory.name!r}: its loader writes with {func}; only copies and fills can be recorded"
                 )
             return target
         if not sources:
@@ -349,12 +348,12 @@ class _Recorder(TorchDispatchMode):
         if not views or any(not self._is_view(view) for view in views):
             names = ", ".join(repr(self._fakes[_storage(source)][0]) for source in sources)
             raise UserError(
-                f"tensor {names}: vLLM's loader makes a new tensor of it by {func}; copies of its boxes can be recorded"
+                f"tensor {names}: vLLM's loader creates a new tensor from it with {func}; only copies of its boxes can be recorded"
             )
         return result
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is all of a fake, of which nothing has been copied."""
+        """Whether a tensor is a whole fake that has no recorded copies."""
         name, fake = self._fakes[_storage(tensor)]
         return tensor.numel() == fake.numel() and name not in self._pieces
 
@@ -366,7 +365,7 @@ class _Recorder(TorchDispatchMode):
         name, fake = self._fakes.get(_storage(source), ("", None))
         if fake is None:
             raise UserError(
-                f"parameter {memory.name!r}: its loader copies what is no part of a tensor of the checkpoint"
+                f"parameter {memory.name!r}: its loader copies from a tensor that is not in the checkpoint"
             )
         if _storage(source) in self._zeroed:
             self._fill(memory, target, 0)
@@ -410,7 +409,7 @@ class _Recorder(TorchDispatchMode):
         self._fills.append(Fill(memory.name, view, value))
 
     def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> Recording:
-        """What was noted, checked.
+        """Check the recording and return it.
 
         Raises:
             UserError: an element of a parameter was loaded twice, or not at all.
@@ -424,7 +423,7 @@ class _Recorder(TorchDispatchMode):
                     f"{first!r} and {memory.name!r} are one parameter, and the checkpoint has both; leave out one of them"
                 )
         if missing := [name for name, parameter in wanted.items() if id(parameter) not in loaded]:
-            raise UserError(f"the checkpoint lacks what vLLM needs for: {', '.join(missing)}")
+            raise UserError(f"the checkpoint lacks weights for vLLM's parameters: {', '.join(missing)}")
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
         held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
@@ -443,7 +442,6 @@ _READS = (
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or the results of an operation."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -460,7 +458,7 @@ def _writes(func: Any) -> bool:
 
 
 def _check(memory: _Memory) -> None:
-    """Each element that vLLM loads must come from one place."""
+    """Check that each element that vLLM loads comes from exactly one place."""
     boxes = sorted(memory.boxes, key=lambda entry: entry[0].starts)
     for position, (box, name) in enumerate(boxes):
         for other, other_name in boxes[position + 1 :]:
@@ -475,7 +473,8 @@ def _check(memory: _Memory) -> None:
     for box in memory.filled:
         filled += _minus([box], filled + [box for box, _ in boxes])
     found = sum(box.numel for box, _ in boxes) + sum(box.numel for box in filled)
-    # vLLM may declare that some elements are never loaded: those that round a size up for a kernel.
+    # vLLM may declare that some elements are never loaded, such as padding to a kernel's block
+    # size.
     if found < min(get_tensor_load_numel(memory.tensor), whole.numel):
         left = _minus([whole], [*filled, *(box for box, _ in boxes)])
         raise UserError(
@@ -490,7 +489,7 @@ def _minus(boxes: list[Box], others: list[Box]) -> list[Box]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identifies the storage, on `meta`, too, where it has no address."""
+    """Return an identifier of the storage that also works on `meta`, without an address."""
     return tensor.untyped_storage()._cdata
 
 

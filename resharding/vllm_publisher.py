@@ -1,11 +1,13 @@
-"""The publishing side where weights travel by one of vLLM's own backends (`vllm.distributed.weight_transfer`).
+"""VllmPublisher: the sending side of `vllm.distributed.weight_transfer`.
 
-vLLM's trainers take whole tensors, one after the other, from a `WeightSource`, which all ranks of the trainer go through together. So each
-tensor is put together on every rank from the parts that the ranks hold. Rank 0 drives the engines (`vllm_control.py`).
+vLLM's trainers take whole tensors, one at a time, from a `WeightSource` that all trainer ranks
+iterate together. So every rank assembles each tensor from the parts of all ranks. Rank 0 drives the
+engines (`vllm_control.py`).
 
-    publish ──> send, on all ranks, while the engines take it ──> finish
+    publish ──> send, on all ranks, while the engines receive ──> finish
 
-What an engine's loaders are given is summed there, and compared with the sums that the ranks have of their parts.
+The engines sum the tensors that their loaders get, and compare the sums with those of the trainer's
+ranks.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights, box_sum
 
 @dataclass(frozen=True)
 class Terms:
-    """What the two sides of a backend begin with."""
+    """Initialization parameters of a backend."""
 
     rank: int
-    """Of this process in the trainer."""
+    """Rank of this process in the trainer."""
     host: str
     """Address of the trainer's rank 0."""
     num_ranks: int
-    """Of all engines."""
+    """Total number of ranks of all engines."""
     buffer_bytes: int
-    """Of one buffer, which holds the largest tensor at least."""
+    """Size of one buffer, which holds at least the largest tensor."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One of vLLM's backends that can be used."""
+    """A supported backend of vLLM."""
 
     init_info: Callable[[Terms], TrainerInitInfo]
     together: bool
@@ -89,20 +91,22 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Gives versions away by a backend of vLLM's. All ranks of the trainer make each call together.
+    """Publishes versions through a vLLM backend. All trainer ranks call each method together.
 
-    Memory beyond the model's own: on each rank two of vLLM's buffers, which hold `bucket_bytes` or the largest tensor, and that tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of
+    `bucket_bytes` or the size of the largest tensor.
 
     Args:
         backend: key of BACKENDS.
-        rank: of this process in the trainer, whose ranks are the default group of `torch.distributed`.
-        ranks: of the trainer.
-        host: address at which engines on other machines reach rank 0; empty: there are none.
-        bucket_bytes: of one buffer.
-        advance: called for each tensor that was sent.
+        rank: rank of this process in the trainer, in the default group of `torch.distributed`.
+        ranks: number of trainer ranks.
+        host: address of rank 0 for engines on other machines; empty if there are none.
+        bucket_bytes: size of one buffer.
+        advance: called after each tensor.
 
     Raises:
-        WeightSyncError: the backend needs a GPU and torch sees none, or this machine does not have that address.
+        WeightSyncError: the backend needs a GPU and torch finds none, or this machine does not have
+            that address.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class VllmPublisher:
         self._backend = BACKENDS[backend]
         if self._backend.on_gpus and not torch.cuda.is_available():
             raise WeightSyncError(
-                f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch sees none; take "auto"'
+                f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch finds none; use "auto"'
             )
         device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -133,27 +137,27 @@ class VllmPublisher:
         self._receivers = Receivers(host, together=self._backend.together) if rank == 0 else None
         self._trainer: TrainerWeightTransferEngine[Any] | None = None
         self._engines: list[str] = []
-        """That this trainer was made for."""
+        """Engines of the current trainer."""
         self._expected: Sequence[str] = ()
         self._was_sent = False
         self.sent = Sent()
-        """Nothing is sent as a delta."""
+        """Stays empty: these backends send no deltas."""
         self.num_bytes = 0
-        """Of this rank's parts of the last version."""
+        """Size of this rank's parts of the last version."""
 
     def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer the parts that the ranks hold. They must stay what they are until `finish`.
+        """Offer the parts of all ranks. Do not change them before `finish`.
 
         Args:
-            parts: of this rank; together the ranks give each element once.
+            parts: parts of this rank. The ranks together hold each element once.
             version: policy version of these weights.
-            receivers: names of those who will take them.
+            receivers: names of the expected engines.
 
         Returns:
-            The record that receivers need; those of all ranks add up.
+            The record that receivers need; the records of all ranks add up.
 
         Raises:
-            WeightSyncError: the ranks do not give each element once.
+            WeightSyncError: the ranks do not hold each element exactly once.
         """
         self._source.take(list(parts), version)
         self.num_bytes = self._source.num_bytes
@@ -162,10 +166,11 @@ class VllmPublisher:
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Give the version that was published to those who come, and return when all of them have it.
+        """Send the published version to the engines, and return when all of them have it.
 
         Raises:
-            WeightSyncError: an engine has failed, and without it the others get nothing.
+            WeightSyncError: the transfer failed. With a collective backend, the failure of one
+                engine is enough.
         """
         try:
             if not self._meet(version):
@@ -177,7 +182,7 @@ class VllmPublisher:
                 self._receivers.end(tensors)
             self._was_sent = True
         except BaseException as error:
-            self._trainer = None  # who of them is where in the transfer, nobody knows
+            self._trainer = None  # the progress of the engines is unknown
             if self._receivers is not None:
                 self._receivers.give_up(f"the trainer has given up: {error}")
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -187,10 +192,11 @@ class VllmPublisher:
             ) from error
 
     def finish(self) -> str | None:
-        """End the transfer: the weights may change from here on.
+        """End the transfer, so that the weights may change.
 
         Returns:
-            The checksum of this rank's parts: ranks' sums add up. None: nobody took them.
+            The checksum of this rank's parts; checksums of ranks add up. None if the version was
+            not sent.
         """
         if self._receivers is not None:
             self._receivers.give_up("the trainer has ended the transfer")
@@ -203,13 +209,14 @@ class VllmPublisher:
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:
-        """End what is under way, and listen no more."""
+        """End the current transfer, and stop listening."""
         if self._receivers is not None:
             self._receivers.close()
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines; the ranks agree on whether there are any, and whether they are others than before."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without
+        engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -238,16 +245,16 @@ class VllmPublisher:
 
 
 class _Nobody:
-    """The client on ranks that drive no engine: vLLM calls none of its methods there."""
+    """Client on ranks that drive no engine: vLLM calls none of its methods there."""
 
 
 class _GatheredTensors(WeightSource):
-    """The tensors of a version, each put together on all ranks when its turn comes.
+    """The tensors of a version, each assembled on all ranks during iteration.
 
     Args:
-        ranks: of the default group.
-        device: on which they are put together.
-        advance: called for each tensor.
+        ranks: size of the default group.
+        device: device of the assembled tensors.
+        advance: called after each tensor.
     """
 
     def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
@@ -256,15 +263,15 @@ class _GatheredTensors(WeightSource):
         self._advance = advance
         self._own: dict[str, list[Part]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
-        """Name, dtype, shape, and elements that this rank has, of its last version."""
+        """Name, dtype, shape, and number of this rank's elements, for each tensor."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 
     def take(self, parts: Sequence[Part], version: int) -> None:
-        """These parts are the next version.
+        """Set the parts of the next version.
 
         Raises:
-            WeightSyncError: the ranks do not give each element of each tensor once.
+            WeightSyncError: the ranks do not hold each element of each tensor exactly once.
         """
         own: defaultdict[str, list[Part]] = defaultdict(list)
         for part in parts:
@@ -284,21 +291,18 @@ class _GatheredTensors(WeightSource):
 
     @property
     def num_bytes(self) -> int:
-        """Of the parts of this rank."""
         return sum(elements * getattr(torch, dtype).itemsize for _, dtype, _, elements in self._forms)
 
     @property
     def whole_bytes(self) -> int:
-        """Of all tensors."""
         return sum(map(_num_bytes, self._metadata))
 
     @property
     def largest_bytes(self) -> int:
-        """Of the largest tensor."""
         return max(map(_num_bytes, self._metadata), default=0)
 
     def metadata(self) -> list[ParamMeta]:
-        """Of all tensors, in the order in which they come."""
+        """Return the metadata of all tensors, in transfer order."""
         return self._metadata
 
     @torch.no_grad()
@@ -309,22 +313,22 @@ class _GatheredTensors(WeightSource):
             found = 0
             for part in self._own.get(tensor.name, ()):
                 target = full[part.box.slices]
-                target.copy_(part.tensor.detach())  # it is cast here
+                target.copy_(part.tensor.detach())  # casts to the dtype of the transfer
                 found += box_sum(target, part.box, tensor.shape)
             self._sums[tensor.name] = found % CHECKSUM_MODULUS
             if self._ranks > 1 and full.numel():
-                dist.all_reduce(
-                    full.view(-1).view(torch.uint8)
-                )  # of each byte, one rank has what is not zero
+                # At each byte, at most one rank has a nonzero value, so the sum is the whole
+                # tensor.
+                dist.all_reduce(full.view(-1).view(torch.uint8))
             self._advance()
             yield tensor.name, full
 
     def own_sums(self) -> dict[str, TensorSum]:
-        """Of what this rank has of each tensor, as it went last."""
+        """Return the sums of this rank's parts in the last transfer."""
         return self._with_forms(self._sums)
 
     def complete_sums(self) -> dict[str, TensorSum]:
-        """Of each tensor, from what all ranks have of it."""
+        """Return the sums of whole tensors, over the parts of all ranks."""
         sums = np.array([self._sums[tensor.name] for tensor in self._metadata], np.uint64).view(np.int64)
         if self._ranks > 1:
             dist.all_reduce(torch.from_numpy(sums))
@@ -332,7 +336,6 @@ class _GatheredTensors(WeightSource):
         return self._with_forms(dict(zip(names, sums.view(np.uint64).tolist(), strict=True)))
 
     def drop(self) -> None:
-        """Let the parts go."""
         self._own = {}
 
     def _with_forms(self, sums: dict[str, int]) -> dict[str, TensorSum]:
@@ -342,7 +345,6 @@ class _GatheredTensors(WeightSource):
         }
 
     def _told(self, forms: list[tuple[str, str, tuple[int, ...], int]]) -> list[list[Any]]:
-        """What all ranks say of their parts."""
         own = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
         if self._ranks == 1:
             return [json.loads(bytes(own.numpy()))]
@@ -358,7 +360,7 @@ class _GatheredTensors(WeightSource):
 
 
 def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
-    """The tensors that the ranks make up, in the order of the first rank that has each."""
+    """Return the tensors that the ranks hold together, in order of first appearance."""
     found: dict[str, ParamMeta] = {}
     elements: defaultdict[str, int] = defaultdict(int)
     for name, dtype, shape, of_rank in (form for forms in told for form in forms):

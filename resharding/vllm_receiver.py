@@ -1,4 +1,4 @@
-"""The receiving side of a weight update inside vLLM, through its public `WeightTransferEngine` interface.
+"""BucketReceiver: receives weights inside vLLM, as a `WeightTransferEngine`.
 
 Importing this module registers the transfer engine.
 """
@@ -39,12 +39,12 @@ BACKEND = "weft"
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Each version says where it is given away."""
+    """Empty: each version's record names its publishers."""
 
 
 @dataclass
 class WeightsUpdateInfo(WeightTransferUpdateInfo):
-    """The fields of a `Weights` record as plain data: vLLM carries dictionaries between its processes."""
+    """A `Weights` record as plain data, because vLLM passes dictionaries between processes."""
 
     version: int
     ranks: list[dict[str, Any]]
@@ -52,12 +52,11 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
 
     @property
     def weights(self) -> Weights:
-        """The record that it came from."""
         return Weights(self.version, tuple(RankWeights(**rank) for rank in self.ranks), self.receiver)
 
 
 def to_update_info(weights: Weights) -> dict[str, Any]:
-    """The record as the dictionary that vLLM's `update_weights` takes."""
+    """Return the record as the dictionary that vLLM's `update_weights` takes."""
     record = asdict(weights)
     del record["backend"]
     return record
@@ -65,44 +64,44 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Received:
-    """What a rank holds after an update, of one tensor. Plain data."""
+    """The state of one tensor on a rank after an update. Plain data."""
 
     published: int
-    """`box_sum` over the whole tensor, as its publishers computed it."""
+    """`box_sum` over the whole tensor, as computed by its publishers."""
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """Starts, stops and `box_sum` of each box that this rank has written."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The last version that a rank has taken. Plain data."""
+    """The last version that a rank has loaded. Plain data."""
 
     version: int
     checksum: str
-    """Of the whole version, as its publishers say."""
+    """Checksum of the whole version, from its publishers."""
     received: dict[str, Received]
-    """What arrived of each tensor."""
 
 
 @dataclass(frozen=True)
 class _Staging:
-    """A version that a thread takes into memory beside the model."""
+    """A version that a thread receives into staging memory."""
 
     incoming: IncomingWeights
     done: Future[Loaded]
     ranks: tuple[RankWeights, ...]
-    """Who gives it: another trainer may give another version of the same number."""
+    """The publishers: another trainer may publish another version of the same number."""
 
 
 def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
-    """Compare what all ranks of an engine hold with what was published. Together they hold each tensor that any of them holds.
+    """Compare the boxes on all ranks of an engine with the published tensors.
 
     Args:
-        version: of the weights.
-        ranks: by rank, what it holds of each tensor.
+        version: version of the weights.
+        ranks: for each rank, the state of each tensor.
 
     Raises:
-        WeightSyncError: the boxes of a tensor do not add up to what was published; the message names tensor and ranks.
+        WeightSyncError: the boxes of a tensor do not add up to the published tensor. The message
+            names tensor and ranks.
     """
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
@@ -122,13 +121,13 @@ def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
 
 
 class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
-    """Takes a version as it comes, and writes this rank's part of it into vLLM's model in place."""
+    """Receives a version, and writes this rank's part of it into vLLM's model in place."""
 
     init_info_cls = NoInitInfo
     update_info_cls = WeightsUpdateInfo
 
     loaded: Loaded | None = None
-    """What is in the model; None before the first update, and where one failed."""
+    """Version in the model; None before the first update, and after a failed one."""
     _writer: WeightWriter | None = None
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
@@ -137,7 +136,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to prepare."""
+        """Do nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
         self._arriving = self.loaded = None
@@ -145,9 +144,8 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(
-                self.device
-            )  # the memory is the sender's again when this returns
+            # The sender may reuse its memory when this returns.
+            torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
         staging = self._staging
@@ -166,7 +164,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             self._arriving = self._take(incoming, self._writer.apply)
 
     def stage(self, weights: Weights) -> None:
-        """Begin to take a version into memory beside the model, on a thread of its own, while the model goes on computing."""
+        """Start a thread that receives a version, while the model continues to compute."""
         self._end_staging()
         incoming = self._open(weights)
         assert self._writer is not None
@@ -183,10 +181,10 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the version that is being staged has come.
+        """Whether the staged version has arrived.
 
         Raises:
-            WeightSyncError: it did not arrive as it was published.
+            WeightSyncError: it arrived damaged or incomplete.
         """
         assert self._staging is not None
         done = self._staging.done
@@ -196,7 +194,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         return done.done()
 
     def _end_staging(self) -> Loaded | None:
-        """What has been staged; None: nothing has, or not all of it, and it is given up, since other ranks of the engine have failed."""
+        """End staging, and return the staged version; None if there is none or it is incomplete."""
         staging, self._staging = self._staging, None
         if staging is None:
             return None
@@ -205,7 +203,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         return None if staging.done.exception(PATIENCE_S) is not None else staging.done.result()
 
     def _open(self, weights: Weights) -> IncomingWeights:
-        """Connect to those who give a version away, and plan what this rank takes of it."""
+        """Connect to the publishers of a version, and plan this rank's copies."""
         incoming = open_weights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
             if self._writer is None or self._source is not incoming.layout:
@@ -231,10 +229,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self.loaded = self._arriving
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def _prepare(self, incoming: IncomingWeights) -> None:
-        """Record what this rank takes of these tensors, and plan which rank gives it."""
         checkpoint = {
             name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()
         }
@@ -244,17 +241,16 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self._source = incoming.layout
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """What this rank takes, as it comes."""
         assert self._plan is not None
         for name, copy, source in incoming.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype
-            if (
-                wanted != incoming.layout.tensors[name].dtype
-            ):  # the bits change: what was read is compared
+            # A cast changes the bits, so sum the received elements.
+            if wanted != incoming.layout.tensors[name].dtype:
                 self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
                 source = source.to(dtype=getattr(torch, wanted))
             yield name, copy.box, source
-            if (found := self._sums[name].get(copy.box)) is not None:  # it was written in one piece
+            # It was written in one piece, so it can be compared here.
+            if (found := self._sums[name].get(copy.box)) is not None:
                 incoming.check(name, copy, found)
 
     def _note(self, name: str, box: Box, elements: torch.Tensor) -> None:
@@ -273,20 +269,17 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 
-# Vllm backends
-#
-# Versions that come to a rank of vLLM by one of vLLM's own backends: whole tensors, which its
-# model's loaders cut by themselves.
+# Versions that arrive through vLLM's own backends: whole tensors, which the model's loaders cut.
 
 
 class VllmBackends:
-    """The transfer engines of vLLM's own backends in a rank. While a version comes by one of them, it stands where Weft's receiver does.
+    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
 
     Args:
-        receiver: Weft's.
-        settings: vLLM's, of the rank.
-        device: of the rank.
-        model: of the rank.
+        receiver: Weft's receiver.
+        settings: vLLM's settings of the rank.
+        device: device of the rank.
+        model: model of the rank.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class VllmBackends:
         self._loaded: _LoadedTensors | None = None
 
     def begin(self, backend: str) -> WeightTransferEngine[Any, Any]:
-        """A version comes by a backend: note what the model's loaders are given; returns the engine, which vLLM's factory makes."""
+        """Start a version: return vLLM's engine, and record the tensors that the loaders get."""
         if backend not in self._engines:
             config = WeightTransferConfig(backend=backend)
             made = WeightTransferEngineFactory.create_engine(
@@ -310,28 +303,28 @@ class VllmBackends:
         return self._engines[backend]
 
     def end(self, whole: bool) -> dict[str, TensorSum]:
-        """It has come, or nothing more comes of it; returns what the loaders were given.
+        """End a version, complete or not. Return the sums of the tensors that the loaders got.
 
         Args:
-            whole: it has come. Otherwise layers whose weights have not all come keep those that they had.
+            whole: the version is complete. Otherwise incomplete layers keep their previous weights.
         """
         loaded, self._loaded = self._loaded, None
-        if loaded is None:  # this rank could not begin
+        if loaded is None:  # `begin` failed on this rank
             assert not whole
             return {}
         loaded.end()
         if whole:
-            process_tied(self._model)  # which vLLM's own engines do not
+            process_tied(self._model)  # vLLM's own engines do not do this
         else:
             restore(self._model)
         return loaded.sums
 
 
 class _LoadedTensors:
-    """Sums of what a model's loaders are given, tensor by tensor, from here on until `end`.
+    """Sums of the tensors that a model's loaders get, from construction until `end`.
 
     Args:
-        model: of vLLM.
+        model: vLLM's model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -345,7 +338,7 @@ class _LoadedTensors:
         model.load_weights = load_and_sum
 
     def end(self) -> None:
-        """Give the model its own loaders back."""
+        """Restore the model's own loader."""
         del self._model.load_weights
 
     def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -358,13 +351,10 @@ class _LoadedTensors:
             yield name, tensor
 
 
-# Vllm adapter
+# Adapters (LoRA) inside vLLM, served from tensors instead of files.
 #
-# Adapters (LoRA) inside vLLM: a published version of an adapter, served from tensors, without
-# files.
-#
-# An engine has one slot, and requests name the one adapter in it. A version takes the place of the
-# one before between two steps, as complete weights do: unfinished requests go on under it.
+# An engine has one slot, and requests name the adapter in it. A new version replaces the adapter
+# between two steps, like full weights; unfinished requests continue with it.
 
 
 _SLOT = 1
@@ -372,20 +362,21 @@ _SLOT = 1
 
 
 def adapter_request() -> LoRARequest:
-    """What a request says so that the adapter is added to its weights."""
+    """Return the request that selects the adapter."""
     return LoRARequest("weft", _SLOT, "received, not read")
 
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
-    """Take a version of an adapter, check it, and put it into vLLM's slot; returns its checksum. vLLM cuts it for this rank by itself.
+    """Receive an adapter, check it, and put it into vLLM's slot. Return its checksum.
 
     Args:
         manager: vLLM's `WorkerLoRAManager`.
-        incoming: the version, in the names of `peft`.
-        settings: "r", "lora_alpha" and "use_rslora", as `peft` has them.
+        incoming: the version, with `peft` names.
+        settings: "r", "lora_alpha" and "use_rslora", as in `peft`.
 
     Raises:
-        WeightSyncError: something did not arrive as it was published, or vLLM has no layer for it. The slot keeps what it had.
+        WeightSyncError: a tensor arrived damaged, or vLLM has no layer for it. The slot keeps its
+            previous adapter.
     """
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
@@ -405,8 +396,8 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
     served = {part for name in slots.modules for part in slots.packed_modules.get(name, [name])}
     if unserved := [name for name in adapter.loras if name not in served]:
         raise WeightSyncError(
-            f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} serves no adapter of layer {unserved[0]!r}"
-            f"{nearest(unserved[0], served)}; Lora(targets=...) without it, or Lora(published='merged'), needs none"
+            f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} does not support an adapter on layer {unserved[0]!r}"
+            f"{nearest(unserved[0], served)}; remove it from Lora(targets=...), or use Lora(published='merged')"
         )
     before = slots.get_adapter(_SLOT)
     try:

@@ -1,11 +1,12 @@
-"""WeightWriter: received slices into vLLM's model, layer by layer, where its loaders would have put them.
+"""WeightWriter: writes received slices into vLLM's model, layer by layer.
 
-A layer gets memory to be written when its first slice comes, and vLLM prepares it with its last (`vllm_layer.py`). So memory beyond the
-model's own is that of the layers whose slices have come in part: one layer, where the slices come in the order of the recorded layout.
-On CPU, that of one layer of each shape stays for the next version.
+A layer gets memory with its first slice, and vLLM prepares it after its last slice. So only
+incomplete layers need extra memory: one layer, if slices arrive in the order of the recorded layout.
+On CPU, the memory of one layer of each shape is kept for the next version.
 
-A version can also be staged: written to memory beside the model while this goes on computing with what it has. Linear layers on CPU are
-packed there, too. Then only the exchange is left, and the preparation of other layers.
+A version can also be staged: written to staging memory while the model continues to compute. Linear
+layers on CPU are packed there as well. Applying a staged version exchanges these, and prepares the
+other layers.
 
     apply:  begin ──> write slices, prepare each layer with its last slice ──> finish
     stage:  write slices beside the model      apply_staged:  begin ──> exchange or prepare each layer ──> finish
@@ -37,36 +38,33 @@ from .layout import Box, Held, Place
 from .memory import copy_elements
 from .vllm_layout import Fill, Recording, View, restore, restore_layer
 
-# Vllm layer
+# Layer: a module of vLLM whose own parameters are written together, and the memory for them.
 #
-# Layer: a module of vLLM whose own parameters are written together, and the memory in which they
-# are.
+#     module                   memory to write               preparation
+#     embeddings               the memory that kernels read  packing on CPU, for a head that uses them
+#     linear layers, CUDA      the memory that kernels read  none
+#     linear layers, CPU       lent, reused between layers   vLLM's packing
+#     all others               new                           vLLM, which copies it to the kernels' memory
 #
-#     as loaders write it         memory                                             made ready by
-#     embeddings                  the one that kernels read: written in place        packing on CPU, for a head that uses them
-#     linear layers, CUDA         the one that kernels read: written in place        nothing
-#     linear layers, CPU          lent; the next layer of this shape has it next     vLLM's packing
-#     whatever else               new                                                vLLM, which copies it to where kernels read it
-#
-# A layer can also be made ready beside the module that computes: a copy of the module with other
-# parameters is prepared, and what this leaves behind is given to the module afterwards.
+# Staging prepares a copy of the module with other parameters, and later moves the results to the
+# module.
 
 
 class SpareMemory:
-    """Host memory in the loading format of layers that were prepared. It is mapped and warm, and stays from version to version."""
+    """Host memory in the loading format of prepared layers, kept warm across versions."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def take(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor of this shape, these strides and this dtype."""
+        """Return memory for a tensor of this shape, strides and dtype."""
         free = self._free.get(_form(wanted))
         return (
             free.pop() if free else torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
         )
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Nothing refers to it any more."""
+        """Return memory that is no longer referenced to the pool."""
         self._free.setdefault(_form(memory), []).append(memory)
 
 
@@ -74,9 +72,10 @@ class Layer:
     """A module whose own parameters are written together.
 
     Args:
-        name: of the module in the model.
-        written: names of parameters and buffers, with the module's, that slices are written to.
-        spare: from which memory is lent.
+        name: name of the module in the model.
+        module: the module.
+        written: full names of the parameters and buffers that slices are written to.
+        spare: pool for lent memory.
     """
 
     def __init__(
@@ -89,21 +88,21 @@ class Layer:
         self.fills: list[Fill] = []
         self.started = False
         self.in_place = False
-        """Whether kernels read what is written."""
+        """Whether kernels read the written memory directly."""
         self._written = {own_name(memory) for memory in written}
         self._spare = spare
         self._lent: list[torch.Tensor] = []
         self._memories: dict[str, tuple[torch.Tensor, int]] = {}
-        """The module's parameters, since `start`, each with the offset at which it begins in its storage."""
+        """The module's parameters since `start`, each with its offset in the storage."""
         self._beside = False
-        """Whether it is packed beside the module."""
+        """Whether a copy of the module is packed, instead of the module."""
         self._staged: dict[str, torch.Tensor] = {}
-        """What lies beside the module, by names of its parameters."""
+        """Staged memory, by names of the module's parameters."""
         self._new: dict[str, Any] = {}
-        """What packing has left on the module that was packed in its place, besides parameters."""
+        """Attributes besides parameters that packing has set on the copy of the module."""
 
     def elements(self, memory: str, view: View) -> torch.Tensor:
-        """These elements of one of its parameters, to be written."""
+        """Return a writable view of these elements of a parameter."""
         if (found := self._memories.get(memory)) is None:
             tensor = getattr(self.module, own_name(memory)).data
             found = self._memories[memory] = tensor, tensor.storage_offset()
@@ -111,7 +110,7 @@ class Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Whether vLLM's kernels read this parameter itself: also that of a bias, which has no loading format of its own."""
+        """Whether vLLM's kernels read this parameter directly, as a bias without loading format."""
         if self.in_place:
             return True
         parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
@@ -119,7 +118,7 @@ class Layer:
         return getattr(self.module, name) is parameters.get(name, buffers.get(name))
 
     def start(self) -> bool:
-        """Give the module memory to be written, with its padding; returns whether kernels read some of what that has overwritten."""
+        """Give the module writable memory. Return whether padding overwrote memory in use."""
         self.started = True
         self._memories = {}
         if self._is_read_as_written():
@@ -133,8 +132,8 @@ class Layer:
         return any(self.computes_with(fill.memory) for fill in self.fills)
 
     def finish(self) -> None:
-        """All slices have come: vLLM prepares the module, and copies to where its kernels read it what was not written there."""
-        self._memories = {}  # which hold memory that vLLM frees
+        """After its last slice, let vLLM prepare the module and copy it to its kernels' memory."""
+        self._memories = {}  # they would keep memory alive that vLLM frees
         if self.in_place:
             prepare(self.module)
             return
@@ -145,7 +144,7 @@ class Layer:
         self._lent = []
 
     def _is_read_as_written(self) -> bool:
-        """Whether kernels read all of its parameters as loaders write them."""
+        """Whether kernels read all of its parameters in the loading format."""
         method = type(getattr(self.module, "quant_method", None))
         if method is not UnquantizedEmbeddingMethod and not (
             method is UnquantizedLinearMethod and current_platform.is_cuda()
@@ -159,7 +158,7 @@ class Layer:
         )
 
     def _lend(self) -> None:
-        """On CPU, where preparing a layer leaves nothing behind that refers to the memory in the loading format, lend it."""
+        """On CPU, lend memory if preparing the layer leaves no reference to it."""
         if not is_cpu_packed(self.module):
             return
         for name, wanted in get_layer_tensors(self.module).items():
@@ -167,13 +166,13 @@ class Layer:
                 self._lent.append(self._spare.take(wanted))
                 setattr(self.module, name, _like(wanted, self._lent[-1]))
 
-    # Beside the module, which goes on computing
+    # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Have memory beside the module, with its padding.
+        """Allocate staging memory, and fill its padding.
 
         Args:
-            kept: memory that stays from version to version, by the names of parameters in the model.
+            kept: memory that is kept across versions, by parameter names in the model.
         """
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
@@ -183,7 +182,7 @@ class Layer:
                 and wanted.is_meta
                 and type(self.module.quant_method) is UnquantizedLinearMethod
             ):
-                continue  # it is lent when the first slice comes
+                continue  # memory is lent when the first slice arrives
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
                 kept[memory] = self._new_beside(wanted)
@@ -192,7 +191,7 @@ class Layer:
             self.staged_elements(fill.memory, fill.view).fill_(fill.value)
 
     def staged_elements(self, memory: str, view: View) -> torch.Tensor:
-        """These elements of one of its parameters, to be written beside it."""
+        """Return a writable view of these elements of a staged parameter."""
         name = own_name(memory)
         if name not in self._staged:
             self._staged[name] = self._spare.take(self._loading_format(name))
@@ -200,7 +199,7 @@ class Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def finish_staged(self) -> None:
-        """All slices have come: where the module is packed for kernels on CPU, pack what came, and free the rest."""
+        """After the last slice, pack the parameters for CPU kernels, and free the rest."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)
@@ -222,7 +221,7 @@ class Layer:
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
-        """Give the module what was staged; vLLM waits for its weights."""
+        """Move the staged parameters into the module, which waits for its weights."""
         self.started = True
         if self._beside:
             restore_layer(self.module)
@@ -241,7 +240,7 @@ class Layer:
         self.finish()
 
     def _loading_format(self, name: str) -> torch.Tensor:
-        """One of its parameters as loaders write it: of a bias, which has no loading format of its own, the one that kernels read."""
+        """Return a parameter in the loading format, or if it has none, in the kernels' format."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
         found = parameters.get(name, buffers.get(name))
         return getattr(self.module, name) if found is None else found
@@ -255,7 +254,7 @@ class Layer:
 
 
 def own_name(memory: str) -> str:
-    """Name of a parameter in its module.
+    """Return the name of a parameter in its module.
 
     >>> own_name("model.layers.0.mlp.down_proj.weight")
     'weight'
@@ -264,14 +263,14 @@ def own_name(memory: str) -> str:
 
 
 def is_cpu_packed(module: torch.nn.Module) -> bool:
-    """Whether vLLM packs the module's weight for its kernels on CPU, and keeps nothing of the memory in the loading format."""
+    """Whether vLLM packs the weight for its CPU kernels, and keeps no unpacked memory."""
     method = type(getattr(module, "quant_method", None))
     known = method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return known and current_platform.is_cpu() and not current_platform.is_zen_cpu()
 
 
 def prepare(module: Any) -> None:
-    """Have vLLM prepare a module whose kernels read its parameters. An embedding is packed when a head uses it, which it may never do."""
+    """Let vLLM prepare a module. An embedding is packed lazily, when a head first uses it."""
     if not _is_looked_up(module):
         module.quant_method.process_weights_after_loading(module)
     elif hasattr(module, "cpu_linear"):
@@ -279,7 +278,7 @@ def prepare(module: Any) -> None:
         def pack_and_multiply(
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
-            module.quant_method.process_weights_after_loading(module)  # which replaces this function
+            module.quant_method.process_weights_after_loading(module)  # replaces this function
             return module.cpu_linear(x, weight, bias)
 
         module.cpu_linear = pack_and_multiply
@@ -287,9 +286,10 @@ def prepare(module: Any) -> None:
 
 @contextlib.contextmanager
 def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Have vLLM pack the experts among these layers for its CPU kernel whenever it prepares them.
+    """Make vLLM repack the experts among these layers for its CPU kernel whenever it prepares them.
 
-    vLLM 0.32 packs them once, at start-up, and takes the weights of an update as they are: it then computes with garbage.
+    vLLM 0.32 packs experts once, at start-up, and takes updated weights without packing them, which
+    produces garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
     packed = (
@@ -304,12 +304,12 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # none of its weights came
+            if method.moe_kernel is None:  # no weights arrived for it
                 method.moe_kernel = kernel
 
 
 def _is_looked_up(module: torch.nn.Module) -> bool:
-    """Whether it is an embedding on CPU, whose rows are looked up, and no head by its class."""
+    """Whether it is an embedding on CPU whose rows are looked up, rather than a head."""
     return type(module) is VocabParallelEmbedding and is_cpu_packed(module)
 
 
@@ -318,7 +318,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """A tensor of the class and with the loader of one on `meta`, in this memory: as vLLM's `materialize_meta_tensor` makes it."""
+    """Return `memory` with class and loader of `wanted`, like vLLM's `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__
     found.__dict__ = wanted.__dict__.copy()
@@ -326,11 +326,13 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
 
 
 class ModelState(enum.Enum):
-    """What a model of vLLM holds.
+    """State of a vLLM model.
 
     WHOLE --begin--> WRITING --finish--> WHOLE
                         |
-                        +-----abort----> PARTIAL, or as before if nothing was written  --begin--> WRITING
+                        +-----abort----> PARTIAL --begin--> WRITING
+
+    An abort before the first write returns to the previous state.
     """
 
     WHOLE = "all weights of one version"
@@ -342,7 +344,11 @@ class _Target:
     """A piece of a tensor that a layer waits for.
 
     Args:
-        parts: of which it was made up by the version before; empty: there was none. Parts that come again need no arithmetic on boxes.
+        layer: the layer.
+        box: box of the piece.
+        place: position of the piece.
+        parts: parts of the previous version, as they arrived; empty if there was none. Repeated parts
+            need no arithmetic on boxes.
     """
 
     def __init__(self, layer: Layer, box: Box, place: Place, parts: frozenset[Box]) -> None:
@@ -350,18 +356,18 @@ class _Target:
         self.box = box
         self.place = place
         self.came: set[Box] = set()
-        """Disjoint parts."""
+        """Disjoint parts that have arrived."""
         self._parts = parts
 
     def lacks(self, part: Box) -> bool:
-        """Whether no element of this part has come."""
+        """Whether no element of this part has arrived."""
         if part in self._parts:
             return part not in self.came
         self._parts = frozenset()
         return not any(came.intersection(part) for came in self.came)
 
     def take(self, part: Box) -> bool:
-        """A part has come; returns whether it was the last one."""
+        """Record a part. Return whether it was the last one."""
         self.came.add(part)
         if self._parts:
             return self.came_as_before
@@ -369,29 +375,29 @@ class _Target:
 
     @property
     def came_as_before(self) -> bool:
-        """Whether all has come, in the parts of the version before."""
+        """Whether everything has arrived, in the parts of the previous version."""
         return bool(self._parts) and len(self.came) == len(self._parts)
 
     def left(self) -> list[Box]:
-        """What has not come."""
+        """Return the boxes that have not arrived."""
         left = [self.box]
         for came in self.came:
             left = _minus(left, came)
         return left
 
     def view(self, part: Box) -> View:
-        """Where a part of the box goes."""
+        """Return the position of a part of the box."""
         steps = zip(part.starts, self.box.starts, self.place.strides, strict=True)
         shift = sum((start - first) * stride for start, first, stride in steps)
         return View(self.place.offset + shift, part.shape, self.place.strides)
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
-"""Where a part of a slice goes: number of the target, the part, its place, and the index that selects it; None: it is all of the slice."""
+"""Target number, part of the slice, position, and index into the slice (None for all of it)."""
 
 
 class _Route(NamedTuple):
-    """Where a slice of a name and a box goes, and what it has to be."""
+    """The destinations of a slice, and its required dtype and shape."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -399,13 +405,14 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions of the weights into a model, from slices in the checkpoint's names and coordinates.
+    """Writes versions into a model, from slices in the checkpoint's names and coordinates.
 
     Args:
         model: the model that was recorded.
         model_config: vLLM's own.
-        recording: what `record_layout` found for it.
-        written: is told of each slice what the model has of it, before vLLM repacks it: name, box, and elements.
+        recording: result of `record_layout` for the model.
+        written: called with name, box and elements of each slice in the model, before vLLM repacks
+            it.
     """
 
     def __init__(
@@ -422,24 +429,24 @@ class WeightWriter:
         self._tensors: dict[str, Held] = dict(recording.layout.tensors)
         self._fills = recording.fills
         self._written_to: defaultdict[str, set[str]] = defaultdict(set)
-        """Module -> names of its parameters that are written, with the module's."""
+        """Module -> full names of its written parameters."""
         for memory in [p.place.memory for held in self._tensors.values() for p in held.pieces if p.place]:
             self._written_to[memory.rpartition(".")[0]].add(memory)
         for fill in recording.fills:
             self._written_to[fill.memory.rpartition(".")[0]].add(fill.memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
-        """Where slices go that have come before."""
+        """Destinations of slices that have arrived before."""
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
-        """Tensor and number of a target -> the parts in which it came last."""
+        """Tensor and target number -> parts of the last version, as they arrived."""
         self._layers: dict[str, Layer] = {}
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
-        """Whether this update has changed something that the model computes with."""
+        """Whether this update has changed memory that the model computes with."""
         self._spare = SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
-        """Memory for what is staged, which stays from version to version."""
+        """Staging memory that is kept across versions."""
         self._staging = False
 
     @torch.no_grad()
@@ -447,11 +454,12 @@ class WeightWriter:
         """Write a version: everything that this rank holds, each element once.
 
         Args:
-            slices: name in the checkpoint, box, and the elements of that box, in the dtype of the recorded layout.
+            slices: name in the checkpoint, box, and the elements of that box, in the dtype of the
+                recorded layout.
 
         Raises:
-            WeightSyncError: a slice is not of the layout, has another shape or dtype, or came twice; or slices were missing. `state`
-                says what the model holds then.
+            WeightSyncError: a slice does not match the layout in name, shape or dtype, arrived
+                twice, or is missing. `state` then tells what the model holds.
         """
         self.begin()
         try:
@@ -464,13 +472,13 @@ class WeightWriter:
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version beside the model, which is not touched: the arguments and errors are those of `apply`."""
+        """Write a version to staging memory, with the arguments and errors of `apply`."""
         self._expect()
         self._staging = True
         try:
             for layer in self._layers.values():
                 layer.stage(self._kept)
-                if not layer.waiting:  # all of it is padding
+                if not layer.waiting:  # the layer is all padding
                     layer.finish_staged()
             for name, box, source in slices:
                 self._take(name, box, source)
@@ -480,7 +488,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def apply_staged(self) -> None:
-        """Have the model compute with the version that was staged last."""
+        """Switch the model to the last staged version."""
         staged = self._layers
         self.begin()
         self._layers = staged
@@ -503,7 +511,6 @@ class WeightWriter:
         self._before, self.state = self.state, ModelState.WRITING
 
     def _expect(self) -> None:
-        """Note what is to come, of which nothing has."""
         self._layers, self._targets, self._touched = {}, defaultdict(list), False
         for name, held in self._tensors.items():
             for number, piece in enumerate(held.pieces):
@@ -517,7 +524,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def write(self, name: str, box: Box, source: torch.Tensor) -> None:
-        """Copy one slice to wherever the model has elements of it."""
+        """Copy one slice to all places that hold elements of it."""
         self._take(name, box, source)
 
     def _take(self, name: str, box: Box, source: torch.Tensor) -> None:
@@ -537,7 +544,6 @@ class WeightWriter:
             self._write(name, targets[number], part, view, source if index is None else source[index])
 
     def _steps_of(self, name: str, box: Box) -> list[_Step]:
-        """Where the parts of a slice go."""
         nowhere = [box] if box.numel else []
         steps: list[_Step] = []
         for number, target in enumerate(self._targets[name]):
@@ -553,10 +559,10 @@ class WeightWriter:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The last slice has come: make sure that all have."""
+        """Complete the update after the last slice. Checks that no slice is missing."""
         self._check_complete()
         for layer in self._layers.values():
-            if not layer.started:  # all of it is padding
+            if not layer.started:  # the layer is all padding
                 layer.start()
                 layer.finish()
         self._touched = True
@@ -565,7 +571,7 @@ class WeightWriter:
         self.state = ModelState.WHOLE
 
     def abort(self) -> None:
-        """Give up the update. Layers whose slices have not all come keep the weights that they had."""
+        """Abort the update. Incomplete layers keep their previous weights."""
         restore(self._model)
         self.state = ModelState.PARTIAL if self._touched else self._before
 
@@ -596,12 +602,12 @@ class WeightWriter:
         }
         if came and came != self._parts:
             if self._parts:
-                self._routes.clear()  # of slices that do not come any more
+                self._routes.clear()  # the sender now cuts its slices differently
             self._parts = came
 
     def _check(self, name: str, box: Box, source: torch.Tensor) -> None:
         if self.state is not ModelState.WRITING and not self._staging:
-            raise WeightSyncError(f"tensor {name!r} came outside of an update")
+            raise WeightSyncError(f"tensor {name!r} came outside an update")
         held = self._tensors.get(name)
         if held is None:
             raise WeightSyncError(
@@ -639,10 +645,10 @@ class WeightWriter:
 
 
 def process_tied(model: torch.nn.Module) -> None:
-    """Prepare anew what shares its weight with a layer that was loaded (an output head tied to the embedding).
+    """Prepare modules that share their weight with a loaded layer, such as a tied output head.
 
-    vLLM's layerwise reload does this for loaded layers only. On CPU the head multiplies by a packed copy of its
-    weight, which would stay that of the old version.
+    vLLM's layerwise reload only prepares loaded layers. On CPU the head multiplies by a packed copy
+    of its weight, which would otherwise keep the old version.
     """
     seen: set[int] = set()
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""Where a version of the weights is given away, as plain data, and the parts that it is made of."""
+"""Weights: plain-data records of a published version, its parts, and checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..dataflow.lazy import torch
 from .layout import Box
 
 BY_VLLM = "vllm:"
-"""Before the name of one of vLLM's own backends, as a transport."""
+"""Prefix of a transport that is one of vLLM's own backends."""
 
 CHECKSUM_MODULUS = 1 << 64
 """Checksums are counted modulo this number."""
@@ -26,68 +26,67 @@ class Part(NamedTuple):
     name: str
     """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     tensor: torch.Tensor
     """The elements, of the box's shape."""
     dtype: torch.dtype | None = None
-    """In which they travel; None: their own. They are cast as they are copied, so that no second copy is held."""
+    """Dtype of the transfer; None for the tensor's own. Casts happen during the copy."""
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Full tensors, each as the only part of itself."""
+    """Yield each full tensor as one part."""
     for name, tensor in named_tensors.items():
         yield Part(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
 
 LOOPBACK = "127.0.0.1"
-"""Where a rank listens that no other machine has to reach."""
+"""Address on which a rank listens if no other machine has to reach it."""
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Where one rank gives its parts away. Plain data, of a size that does not depend on the model."""
+    """The endpoint that publishes one rank's parts, as plain data of constant size."""
 
     host: str
-    """Address at which receivers on other machines reach it; empty: there are none, and it listens on LOOPBACK."""
+    """Address for receivers on other machines; empty for none, and LOOPBACK only."""
     port: int
     machine: str
-    """Where its memory can be mapped (see `this_machine`). Receivers on other machines are sent what they take."""
+    """Machine that can map the rank's memory (see `this_machine`); others get messages."""
     token: str = field(default="", repr=False)
-    """The secret that receivers show."""
+    """Secret that authenticates receivers."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A version that is given away. Those of several ranks add up to those of their group."""
+    """A published version. The records of a group's ranks add up."""
 
     version: int
     ranks: tuple[RankWeights, ...]
     receiver: str = ""
-    """Who takes it, in the words of messages: "rollout[0]"."""
+    """Receiver's name in messages, such as "rollout[0]"."""
     backend: str = ""
-    """vLLM's own, by which it travels while both sides work on it; empty: Weft's own way."""
+    """vLLM backend that carries the weights; empty for Weft's transfer."""
 
     def __add__(self, other: Weights) -> Weights:
         if other.version != self.version:
-            raise ValueError(f"weights of the versions {self.version} and {other.version} do not add up")
+            raise ValueError(f"cannot add weights of versions {self.version} and {other.version}")
         return replace(self, ranks=self.ranks + other.ranks)
 
     def to(self, receiver: str) -> Weights:
-        """The same for this receiver."""
+        """Return the same record, addressed to this receiver."""
         return replace(self, receiver=receiver)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was given of a version. That of several ranks adds up to that of their group."""
+    """Summary of a published version. The summaries of a group's ranks add up."""
 
     version: int
     checksum: str | None
-    """Sum over all elements, as 16 hexadecimal digits (see `checksum.py`); every receiver must arrive at the same. None: nobody took all
-    of it."""
+    """Sum over all elements, as 16 hexadecimal digits; None if no receiver took everything."""
     num_bytes: int
-    """Of all elements, as they travel to a receiver that takes all of them."""
+    """Size of all elements, as they travel to a receiver that takes all of them."""
 
     def __add__(self, other: Given) -> Given:
         num_bytes = self.num_bytes + other.num_bytes
@@ -99,31 +98,28 @@ class Given:
 
 # Checksum
 #
-# A checksum of weights that does not depend on how they lie over ranks: sums over boxes add up to
-# the sum over the tensor.
+#     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
 #
-#     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)     modulo 2^64
-#
-# The column is the index along the last dimension, the row is the flat index over all others, both
-# in the whole tensor, and the weights are odd pseudo-random numbers. So a slice that is missing,
-# exchanged, shifted or of another version changes the sum, unless about one chance in 2^64 hides
-# it; and any way of cutting a tensor gives the same sum. Bits are those of the dtype: no rounding
-# is involved.
+# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
+# other dimensions. Both count in the whole tensor, and all weights are odd pseudo-random numbers.
+# Any way of cutting a tensor gives the same sum. A slice that is missing, swapped, shifted or from
+# another version changes the sum, except with a chance of about 2^-64. Bits are taken in the
+# tensor's dtype, without rounding.
 
 
 _BLOCK_ELEMENTS = 1 << 16
 
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """The sum over one box of a tensor.
+    """Return the checksum of one box of a tensor.
 
     Args:
-        tensor: the elements of the box, of the box's shape; any dtype, strides and device.
-        box: where they are in the whole tensor.
-        shape: of the whole tensor.
+        tensor: the elements, of the box's shape; any dtype, strides and device.
+        box: position of the elements in the whole tensor.
+        shape: shape of the whole tensor.
 
     Returns:
-        A number in [0, 2^64); 0 for a box without elements. Disjoint boxes add up, modulo 2^64.
+        A number in [0, 2^64); 0 for an empty box. Sums of disjoint boxes add up modulo 2^64.
 
     >>> whole = torch.arange(12.0).view(3, 4)
     >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
@@ -152,15 +148,14 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The odd number by which the sum of a tensor is multiplied in the sum over a model: the same bits under another name, dtype or shape
-    are other weights."""
+    """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
 
 
 @functools.lru_cache(maxsize=256)
 def _weights(kind: int, count: int) -> np.ndarray:
-    """Odd pseudo-random numbers for the indices below `count`: those of rows (0) or of columns (1)."""
+    """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
     with np.errstate(over="ignore"):
         mixed = _mixed(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
@@ -170,13 +165,13 @@ def _weights(kind: int, count: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1 << 15)
 def _weights_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of the rows and of the columns of a box: of a tensor with at most two dimensions, views."""
+    """Weights of a box's rows and columns; views if the tensor has at most two dimensions."""
     start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
     return _row_weights(box, shape), _weights(1, shape[-1] if shape else 1)[start:stop]
 
 
 def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
-    """Weights of the rows of a box, by the rows' flat indices in the whole tensor."""
+    """Weights of a box's rows, by the flat indices of the rows in the whole tensor."""
     leading = shape[:-1]
     if not leading:
         return _weights(0, 1)
@@ -190,7 +185,7 @@ def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit of the result depends on all bits of the number."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
     with np.errstate(over="ignore"):
         numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
-"""Graders: values that say whether a response is right, as `(response, answer) -> 0 to 1`.
+"""Graders: values that grade a response, as `(response, answer) -> 0 to 1`.
 
-Each is a reward function as it stands: `weft.group(weft.RewardWorker, function=Gsm8k(), tokenizer=...)`.
+Each is a reward function: `weft.group(weft.RewardWorker, function=Gsm8k(), tokenizer=...)`.
 
-- `extraction.py` finds the final answer in a response; `numbers.py` reads numbers as people write them.
-- `text.py` (exact, F1, regular expression), `gsm8k.py`, `choice.py`, `json_schema.py` and `form.py` (format and length) are pure.
-- `math.py` asks a process of its own (`math_process.py`), which runs `math_program.py` and can be killed: `equality.py`.
+- `extraction.py` finds the final answer in a response; `numbers.py` parses numbers in common notations.
+- `text.py` (exact, F1, regular expression, format, length, JSON schema) and `choice.py` are pure.
+- `math.py` compares formulas in a separate process, which runs `math_program.py` and can be killed: `equality.py`.
 """

@@ -1,4 +1,4 @@
-"""MultipleChoice: the letter or number of the option that a response settles on."""
+"""MultipleChoice: grades the letter or number of the option that a response settles on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADVERB = r"(?i:for\s+sure|definitely|clearly|thus|therefore|probably|most\s+lik
 
 
 def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
-    """The expressions that find an option; `keys` is a range of characters, in upper case."""
+    """Return the expressions that find an option; `keys` is a range of upper-case characters."""
     bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
     small = rf"(?-i:[{keys.lower()}])"
     key = rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
@@ -63,13 +63,13 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""The option that a response gives as its answer, in upper case, or None if it gives no option.
+    r"""Return the option that a response gives as its answer, in upper case, or None.
 
-    A box or an `<answer>` counts most, then "the answer is C", then a letter that begins or ends the response. Options that the
-    response denies ("it isn't C", "B is wrong") do not count.
+    A box or an `<answer>` takes precedence, then "the answer is C", then a letter that begins or
+    ends the response. Options that the response denies ("it isn't C", "B is wrong") do not count.
 
     Args:
-        response: the text of the model.
+        response: text of the model.
         numbers: options are numbered 1 to 9 instead of A to J.
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
@@ -84,6 +84,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         return _at_start(inside, patterns) or (
             letter_of(inside, numbers=numbers) if inside != text else None
         )
+    # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):
@@ -110,12 +111,12 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
 
 
 def _in_short_runs(text: str) -> str:
-    """The text without long runs of spaces and of stars, which would make the expressions above slow."""
+    """Shorten long runs of spaces and stars, which would make the expressions slow."""
     return re.sub(r"\*{3,}", "**", re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", text))
 
 
 def _is_key(found: re.Match[str], text: str) -> bool:
-    """Whether a letter or digit that was found names an option: in "A good question" and "3 apples" it does not."""
+    """Whether a matched character names an option: not in "A good question" and "3 apples"."""
     key, rest = found["key"], text[found.end("key") :]
     if key in "AI" or key.isdigit():
         return not re.match(r"\s+(?!because|since|as|for|by|and|is)[a-z]", rest)
@@ -133,12 +134,12 @@ def _at_start(text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
 
 
 class MultipleChoice(Grader):
-    """1 when the response settles on the answer's option; 0 when on another, or on none. Options are A to J, or numbered 1 to 9."""
+    """1 for the answer's option, 0 for another option or none. Options: A to J, or 1 to 9."""
 
     is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the option of a response with the option of the answer: "C", "(c)", "(C) Paris" or "3".
+        """Compare a response with an option such as "C", "(c)", "(C) Paris" or "3".
 
         Raises:
             SampleError: the answer names no option.

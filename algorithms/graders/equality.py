@@ -1,5 +1,8 @@
-"""Equality of two mathematical answers. It imports `math-verify` and sympy, may take for ever, and belongs into a process that can be
-killed (`math_process.py`); model text is parsed, never evaluated."""
+"""Equality of two mathematical answers, with `math-verify` and sympy.
+
+A comparison may never end, so it belongs in a process that can be killed (`math.py`). Model text is
+parsed, never evaluated.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from .numbers import (
 LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
-"""Characters of an answer that is compared as a formula, and 20 more for each of the right one."""
+"""Longest answer that is compared as a formula, in characters. Long right answers allow more."""
 LARGEST_DIGITS = 50_000
-"""Digits of the largest power or factorial that is worked out."""
+"""Digits of the largest power or factorial that is computed."""
 _TOWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*[{(]*\s*(?=\d)")
 _FACTORIAL = re.compile(r"(\d+)\s*(!+)")
 _FACTORIAL_OF_FORMULA = re.compile(r"\^[^()]*\)\s*!|!\s*\)\s*!")
@@ -51,14 +54,14 @@ _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response is the answer.
+    r"""Whether the final answer of a response equals the answer.
 
     Args:
-        response: what the model wrote: a box, `#### 42`, "the answer is 42", or the bare answer.
-        answer: the right one, bare or as a solution that ends with it.
+        response: text of the model: with a box, `#### 42`, "the answer is 42", or the bare answer.
+        answer: the right answer, bare or as a solution that ends with it.
 
     Raises:
-        ValueError: the answer is empty, or the two cannot be compared because of their size.
+        ValueError: the answer is empty or a sentence, or the two are too large to compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
@@ -67,6 +70,7 @@ def is_right(response: str, answer: str) -> bool:
     if not plain(gold):
         raise ValueError(f"the answer {answer[:100]!r} is empty")
     text = extraction.without_reasoning(response).strip()
+    # A cheap comparison first: most right answers are written like the answer.
     if not text or key(text[: 2 * len(gold) + 100]) == key(gold):
         return bool(text)
     final = extraction.final_part(response)
@@ -111,7 +115,6 @@ _COMPARED = re.compile(
 
 
 def _is_sentence(gold: str) -> bool:
-    """Whether an answer is a sentence that contains a number or a formula."""
     prose = re.sub(r"\\[a-zA-Z]+|\$[^$]*\$", " ", gold)
     words = re.findall(r"(?<![A-Za-z])[A-Za-z]{2,}", prose)
     is_said = gold.rstrip().endswith(".") or re.search(rf"\b{_VERB}\b", prose)
@@ -119,7 +122,7 @@ def _is_sentence(gold: str) -> bool:
 
 
 def _stated_by(answer: str) -> str | None:
-    r"""The number or formula that a sentence states, or None if the text is not a sentence or states several.
+    r"""Return the number or formula that a sentence states; None if there are several.
 
     >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all real numbers above 3")
     ('10000', '15 apples left', None)
@@ -139,7 +142,7 @@ def _stated_by(answer: str) -> str | None:
 
 
 def are_equal(gold: str, given: str) -> bool:
-    r"""Whether two bare answers mean the same: by their writing, as numbers, as words, or as formulas.
+    r"""Whether two bare answers mean the same, by notation, as numbers, as words, or as formulas.
 
     >>> are_equal(r"\dfrac12", "0.5"), are_equal(r"\text{Odd}", "odd"), are_equal("10 cm", "10 m")
     (True, True, False)
@@ -157,9 +160,11 @@ def are_equal(gold: str, given: str) -> bool:
     (gold, unit), (given, other) = _without_unit(gold), _without_unit(given)
     if not same_unit(*unit[:1], *other[:1]) or (unit[0] == other[0] and unit[1] != other[1]):
         return False
+    # Numbers in a base need no parser.
     bases = _in_base(gold), _in_base(given)
     if all(bases):
         return bases[0] == bases[1]
+    # sympy would try to compute huge powers and factorials.
     sizes = _is_huge(gold), _is_huge(given)
     if all(sizes):
         raise ValueError("both answers are too large to be compared")
@@ -167,7 +172,7 @@ def are_equal(gold: str, given: str) -> bool:
 
 
 def _said_in_box(box: str) -> str | None:
-    r"""The answer of a sentence in a box.
+    r"""Return the answer of a sentence in a box.
 
     >>> _said_in_box(r"\text{The answer is }42"), _said_in_box(r"\text{odd}")
     ('42', None)
@@ -178,7 +183,7 @@ def _said_in_box(box: str) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    """Words without articles and the endings of plurals: "No solutions" and "no solution" are the same."""
+    """Return words without articles and plural endings: "No solutions" equals "no solution"."""
     words = [
         word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")
     ]
@@ -188,7 +193,7 @@ def _words(text: str) -> list[str]:
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
-    r"""A formula, and the unit behind it with its size.
+    r"""Split a formula from the unit after it; returns the formula, and the unit with its size.
 
     >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0], _without_unit(r"6\sqrt{2}\text{ m}")[0]
     ('25\\pi', '25\\pi r', '6\\sqrt{2}')
@@ -206,11 +211,11 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
 
 
 def _in_base(text: str) -> int | None:
-    """The value of digits with a base, such as `204_5`."""
+    """Return the value of digits with a base, such as `204_5`."""
     found = re.fullmatch(r"(\w+)_\{?(\d{1,2})\}?", key(text))
     try:
         return int(found[1], int(found[2])) if found else None
-    except ValueError:  # digits that the base does not have
+    except ValueError:  # digits outside the base
         return None
 
 
@@ -219,7 +224,7 @@ def _is_number(text: str) -> bool:
 
 
 def _same_number(gold: str, given: str) -> bool:
-    """Whether two texts that are numbers are the same one. A comma may be a decimal comma where the other has none."""
+    """Whether two numeric texts are equal. A comma may be decimal if the other text has none."""
     one, other = quantity_of(gold), quantity_of(given)
     if one is not None and other is not None and one.equals(other):
         return True
@@ -230,13 +235,12 @@ def _same_number(gold: str, given: str) -> bool:
 
 
 def _gold(answer: str) -> str:
-    """The answer in a solution."""
+    """Return the answer in a solution."""
     boxed = extraction.last_boxes(answer)
     return ", ".join(boxed) if boxed else after_hashes(answer) or answer
 
 
 def _is_bare(text: str) -> bool:
-    """Whether a response is an answer and nothing else."""
     if len(text) > 300 or "\n\n" in text or after_hashes(text) or extraction.after_phrase(text):
         return False
     prose = re.sub(r"\\[a-zA-Z]+|\\text\s*\{[^{}]*\}", " ", text)
@@ -254,7 +258,7 @@ def _has_words(text: str) -> bool:
 
 
 def _begins_with(gold: str, said: str) -> bool:
-    """Whether what was said to be the answer, "42 apples in 3 boxes", begins with it."""
+    """Whether a stated answer, such as "42 apples in 3 boxes", begins with the right one."""
     formulas = _formulas(said)
     if any(are_equal(gold, given) for given in dict.fromkeys((", ".join(formulas), *formulas[:1]))):
         return True
@@ -267,13 +271,13 @@ def _begins_with(gold: str, said: str) -> bool:
 
 
 def _formulas(text: str) -> list[str]:
-    """What stands between dollar signs, or in brackets of LaTeX."""
+    """Return the formulas between dollar signs or LaTeX brackets."""
     found = _FORMULA.findall(text)
     return [part for parts in found for part in parts if part]
 
 
 def _in_prose(gold: str, text: str) -> bool:
-    """Whether the formula, number or words that a text ends with are the answer."""
+    """Whether the formula, number or words at the end of a text are the answer."""
     if is_words(gold):
         ending = re.escape(plain(gold)) + r"[\s.!*]*$"
         return (
@@ -299,7 +303,7 @@ def _in_prose(gold: str, text: str) -> bool:
 
 
 def _formula(text: str) -> str:
-    r"""An answer as LaTeX: `2*sqrt(3)` is `2*\sqrt{3}`."""
+    r"""Convert an answer to LaTeX: `2*sqrt(3)` becomes `2*\sqrt{3}`."""
     text = plain(without_unit(text)).replace("**", "^")
     if "=" in text and "," in text:
         text = re.sub(r"\s*\b(?:and|or)\b\s*", "; ", text)  # p=5, q=2 and p=7, q=2
@@ -308,10 +312,10 @@ def _formula(text: str) -> str:
 
 
 def _verified(gold: list[Any], given: list[Any]) -> bool:
-    """Whether any reading of the answer can be shown to equal any reading of what was given.
+    """Whether any reading of the answer provably equals any reading of the given text.
 
     Raises:
-        MemoryError, RecursionError: it cannot be known.
+        MemoryError, RecursionError: the comparison was too large.
     """
     _, verify = _math_verify()
     try:
@@ -320,7 +324,7 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
         )
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # one pair of readings makes no sense; the others may
+    except Exception as error:  # one pair of readings is invalid; others may be valid
         right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
         if not right:
             _report_failed(gold, given, error)
@@ -328,12 +332,12 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
 
 
 MAX_REPORTS = 10
-"""Comparisons that failed in math-verify and are reported; later ones of the process are not."""
+"""Most failed comparisons that a process reports."""
 _reports = itertools.count(1)
 
 
 def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
-    """Report, in the log of the process that grades, that a response counts as wrong because it could not be compared."""
+    """Log that a response counts as wrong because its comparison failed."""
     if (number := next(_reports)) <= MAX_REPORTS:
         more = "; further ones are not reported" if number == MAX_REPORTS else ""
         LOG.warning(
@@ -342,11 +346,11 @@ def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
 
 
 DIGITS = 1500
-"""Precision for comparing two constants, in digits. `verify` compares only 15 digits after the point."""
+"""Digits of precision for comparing two constants. `verify` compares only 15."""
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two readings differ for certain: as constants, in a coefficient, or in a part of a tuple, set or interval."""
+    """Whether two readings certainly differ, as constants or in a coefficient or part."""
     import sympy
 
     if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
@@ -369,12 +373,12 @@ def _differ(one: Any, other: Any) -> bool:
 def _expressions_differ(one: Any, other: Any) -> bool:
     import sympy
 
-    if one.has(sympy.UnevaluatedExpr) or other.has(
-        sympy.UnevaluatedExpr
-    ):  # percentages, which may mean two numbers
+    # Percentages may mean two numbers.
+    if one.has(sympy.UnevaluatedExpr) or other.has(sympy.UnevaluatedExpr):
         return False
     if one.free_symbols != other.free_symbols:
         return False
+    # Compare the expressions at fixed rational values of their symbols.
     places = {
         symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))
     }
@@ -392,7 +396,7 @@ def _expressions_differ(one: Any, other: Any) -> bool:
         return any(part != 0 and part._prec > 1 for part in value.as_real_imag() if part.is_Float)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # sympy cannot tell; `verify` could
+    except Exception:  # sympy cannot decide; `verify` could
         return False
 
 
@@ -407,7 +411,7 @@ def _parsed(formula: str) -> list[Any]:
 
 @cache
 def _math_verify() -> tuple[Any, Any]:
-    """`parse` and `verify`. Their own time limits are signals, and are off: the process has one."""
+    """Return `parse` and `verify`. Their time limits use signals, and are off."""
     import math_verify
 
     for name in ("math_verify", "math_verify.parser", "math_verify.grader"):
@@ -416,7 +420,7 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether a number in the text has too many digits to be worked out."""
+    """Whether a number in the text has too many digits to compute."""
     if _FACTORIAL_OF_FORMULA.search(text):
         return True
     if any(len(marks) > 1 or int(n[:9]) > LARGEST_DIGITS // 4 for n, marks in _FACTORIAL.findall(text)):

@@ -1,7 +1,7 @@
-"""Find the final answer in a response: after the reasoning, in a tag or a box, after "the answer is", or last.
+"""Find the final answer of a response: after the reasoning, in a tag or a box, or last.
 
-All are functions of text alone. They scan once, so a response of 100,000 characters costs no more than its length. Boxes and `####`,
-which worked solutions have too, are found by `dataflow/prompts/formats.py`.
+All functions work on text alone, in a single scan, so long responses stay cheap.
+`dataflow/prompts/formats.py` finds boxes and `####`, which also occur in worked solutions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PHRASE = re.compile(
 )
 _END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])(?<!\bi\.e)(?<!\be\.g)\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
-"""Characters at the end of a response in which an answer without a box is looked for."""
+"""Characters at the end of a response that are searched for an answer without a box."""
 
 _CANDIDATE = (
     r"(?:\\boxed\s*\{[^{}]*\}|\$[^$\n]{1,100}\$|[*\\$]*[-+−]?\d(?:[\w.,/^%]*[\w%])?\**"
@@ -68,10 +68,10 @@ _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def final_part(response: str) -> str | None:
-    r"""The part of a response that states its answer; None where it was cut off inside a box or a tag, or takes its answer back.
+    r"""Return the part of a response that states its answer; None if it is cut off or withdrawn.
 
-    Reasoning in `<think>` is left out, and so are candidates that the response denies ("not 6 but 5"). The last `<answer>` counts,
-    unless a box follows it. Text after "Wait, no" replaces the answer before it.
+    Skips reasoning in `<think>` and candidates that the response denies ("not 6 but 5"). The last
+    `<answer>` counts, unless a box follows it. Text after "Wait, no" replaces the answer before it.
 
     >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."), final_part(r"\boxed{5}. No, wait: \boxed{6")
     ('2x + 3', 'It is 5.', None)
@@ -89,6 +89,7 @@ def final_part(response: str) -> str | None:
     if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:  # the tag is never closed
         return None
     stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), _end_of_phrase(text), 0)
+    # The response withdrew the answer, so look for a new one after that.
     if (rest := _after_withdrawal(text, stated)) is not None:
         return final_part(rest) if re.search(r"\w", rest) else None
     if last_tag[0] < 0:
@@ -101,7 +102,7 @@ def final_part(response: str) -> str | None:
 
 
 def denied_letters(text: str) -> set[str]:
-    """Letters and digits of the options that a text denies."""
+    """Return the letters and digits of the options that a text denies."""
     return {
         key.upper()
         for match in _DENIED.finditer(text)
@@ -110,13 +111,13 @@ def denied_letters(text: str) -> set[str]:
 
 
 def without_tag(text: str) -> str:
-    """The content of the last `<answer>`; all of a text without one."""
+    """Return the content of the last `<answer>`, or a text without one unchanged."""
     tags = _tags(text)
     return _TAG.sub(" ", text[slice(*tags[-1])]) if tags else text
 
 
 def _tags(text: str) -> list[tuple[int, int]]:
-    """Start and end of each `<answer>`. If the last one is not closed, its end is one past the end of the text."""
+    """Return start and end of each `<answer>`. An open one ends one past the end of the text."""
     found: list[tuple[int, int]] = []
     opened = -1
     for tag in _TAG.finditer(text):
@@ -129,7 +130,7 @@ def _tags(text: str) -> list[tuple[int, int]]:
 
 
 def _last_open(text: str, closed: list[int]) -> int:
-    """Start of the last box that is never closed; -1: there is none."""
+    """Return the start of the last box that is never closed, or -1."""
     starts = set(closed)
     last = -1
     for box in _OPEN_BOX.finditer(text):
@@ -145,7 +146,7 @@ def _last_open(text: str, closed: list[int]) -> int:
 
 
 def _end_of_phrase(text: str) -> int:
-    """End of the number or word after the last "the answer is"; -1: there is none."""
+    """Return the end of the last "the answer is", or -1."""
     last = -1
     for phrase in _PHRASE.finditer(text):
         last = phrase.end()
@@ -153,7 +154,7 @@ def _end_of_phrase(text: str) -> int:
 
 
 def _after_withdrawal(text: str, stated: int) -> str | None:
-    """The text after the response withdraws an answer that it stated, or None if it does not withdraw one."""
+    """Return the text after the response withdraws a stated answer, or None."""
     ends = [match.end() for match in _WITHDRAWN.finditer(text, stated)]
     if stated and (refuted := _REFUTED_AT_ONCE.match(text, stated)):
         ends.append(refuted.end())
@@ -167,7 +168,7 @@ def _after_withdrawal(text: str, stated: int) -> str | None:
 
 
 def without_reasoning(response: str) -> str:
-    """The response after its last `</think>`. Without a `</think>`, or if no text follows it, the whole response.
+    """Return the text after the last `</think>`, or the whole response if there is none.
 
     Empty if a `<think>` is not closed.
 
@@ -184,7 +185,7 @@ _ABOUT = re.compile(r"\b(?:about|approximately|roughly)\b|≈|\\approx", re.IGNO
 
 
 def last_boxes(text: str) -> tuple[str, ...]:
-    r"""The last box, with those before it that stand in one list with it: `\boxed{1} and \boxed{2}`.
+    r"""Return the last box, with earlier boxes of the same list: `\boxed{1} and \boxed{2}`.
 
     >>> last_boxes(r"\boxed{3}? No. So \boxed{1} and \boxed{2}.")
     ('1', '2')
@@ -214,7 +215,7 @@ def last_boxes(text: str) -> tuple[str, ...]:
 
 
 def after_phrase(text: str) -> str | None:
-    """What follows the last "the answer is" or "Answer:", to the end of the sentence.
+    """Return the text after the last "the answer is" or "Answer:", to the end of the sentence.
 
     >>> after_phrase("So the answer is **$3.50**. I hope that helps.")
     '$3.50'
@@ -232,7 +233,7 @@ _RATIO = re.compile(r"(?<![\w.:])\d+(?:\s*:\s*\d+)+(?![\w:])")
 
 
 def conclusion(text: str) -> str | None:
-    """What follows the last "so", "thus", "hence" or "therefore", if it is a number, and at most a word.
+    """Return the number after the last "so", "thus", "hence" or "therefore", with at most a word.
 
     >>> conclusion("between 7 and 9, so 8"), conclusion("42, so 41 was wrong")
     (' 8', None)
@@ -242,7 +243,7 @@ def conclusion(text: str) -> str | None:
 
 
 def last_ratio(text: str) -> str | None:
-    """The last ratio of a text.
+    """Return the last ratio of a text.
 
     >>> last_ratio("from 1:2 to 3 : 4.")
     '3 : 4'
@@ -252,13 +253,13 @@ def last_ratio(text: str) -> str | None:
 
 
 def first_number(text: str) -> str | None:
-    """The first number of a text, written as `last_number` has it."""
+    """Return the first number of a text, in the form of `last_number`."""
     found = NUMBER_IN_TEXT.search(text)
     return found.group().strip() if found else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number, with its sign, separators, exponent, denominator, and its unit if that is a known one.
+    """Return the last number, with its sign, separators, exponent, denominator, and known unit.
 
     >>> last_number("12 of them cost $1,234.50, not $-3/4 each."), last_number("It weighs 3.2e-5 kg.")
     ('-3/4', '3.2e-5 kg')
@@ -268,7 +269,7 @@ def last_number(text: str) -> str | None:
 
 
 def stated_part(text: str) -> str:
-    """The part of a short text that has the answer: all of it, or the side of an equals sign that has the result.
+    """Return the part of a short text that has the answer, such as one side of an equals sign.
 
     >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
     ('10  ', ' 10 apples', '10', '10')

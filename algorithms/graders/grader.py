@@ -1,4 +1,4 @@
-"""Grader: what all graders are."""
+"""Grader: the base class of all graders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ...dataflow.tracing import refusing_rows
 
 
 class Grader(Config):
-    """A frozen value that grades one response. A reward worker calls it like any other function, with the columns that its parameters
-    name: `response`, the text, and `answer`, the ground truth that came with the prompt. A subclass gets the answer as text, whatever it is
-    in the data: `5` for the number 5, JSON for a list or an object.
+    """A frozen value that grades one response.
+
+    A reward worker calls it like a function, with the columns that its parameters name: `response`,
+    the text, and `answer`, the ground truth of the prompt. A subclass always gets the answer as
+    text: `5` for the number 5, JSON for a list or an object.
 
     >>> class Shouts(Grader):
     ...     mark: str = "!"
@@ -32,7 +34,7 @@ class Grader(Config):
     """
 
     is_verdict: ClassVar[bool] = False
-    """Whether its grade is 1 for a right response and 0 for a wrong one, so that an evaluation can report it as pass@1."""
+    """Whether the grade is 1 or 0, so that an evaluation can report it as pass@1."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -41,7 +43,7 @@ class Grader(Config):
 
 
 def _take_any_answer(cls: type[Grader]) -> None:
-    """Have the graders of a class get every answer as text."""
+    """Wrap `__call__` so that it gets every answer as text."""
     own: Any = vars(cls).get("__call__")
     if own is None or "answer" not in inspect.signature(own).parameters:
         return
@@ -54,6 +56,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
             given.arguments.get("answer", "") is None
             and signature.parameters["answer"].default is not inspect.Parameter.empty
         ):
+            # A row without an answer falls back to the parameter's default.
             del given.arguments["answer"]
         if "answer" in given.arguments:
             given.arguments["answer"] = answer_text(given.arguments["answer"])
@@ -63,10 +66,10 @@ def _take_any_answer(cls: type[Grader]) -> None:
 
 
 def answer_text(answer: object) -> str:
-    """An answer as text.
+    """Return an answer as text.
 
     Raises:
-        SampleError: there is none.
+        SampleError: the answer is missing.
 
     >>> answer_text(5), answer_text(0.5), answer_text(True), answer_text({"a": [1]})
     ('5', '0.5', 'True', '{"a": [1]}')

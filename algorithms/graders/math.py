@@ -1,4 +1,4 @@
-"""Math: whether the final answer of a response equals the answer, as formulas are compared."""
+"""Math and Gsm8k: grade the final answer of a response, as a formula or as a number."""
 
 from __future__ import annotations
 
@@ -87,18 +87,18 @@ class MathProcess:
 
 
 PROCESS = MathProcess()
-"""The one of this process."""
+"""The math process of this grading process."""
 atexit.register(PROCESS.kill)
-os.register_at_fork(
-    after_in_child=lambda: PROCESS.__init__()
-)  # a fork must not talk to its parent's process
+# A fork must not talk to the process of its parent.
+os.register_at_fork(after_in_child=lambda: PROCESS.__init__())
 
 
 def compare(response: str, answer: str, deadline_s: float) -> bool:
-    """Whether the final answer of a response equals the answer, as `equality.is_right` says.
+    """Whether the final answer of a response equals the answer, by `equality.is_right`.
 
     Raises:
-        SampleError: it took longer than `deadline_s`, the process ended, or cannot say.
+        SampleError: the comparison took longer than `deadline_s`, the process ended, or the result
+            is unknown.
     """
     return PROCESS.compare(response, answer, deadline_s)
 
@@ -108,19 +108,20 @@ def _short(text: str) -> str:
 
 
 class Math(Grader):
-    r"""1 when the final answer of the response equals the answer, otherwise 0; by `math-verify`, after rules for numbers, units and words.
+    r"""1 if the final answer of the response equals the answer, otherwise 0.
 
-    The final answer stands in the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare (`\frac{1}{2}`)
-    or a solution that ends with it.
+    Numbers, units and words are compared by rules, and formulas by `math-verify`. The final answer
+    is in the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare
+    (`\frac{1}{2}`) or a solution that ends with it.
 
-    The work is done in a process of its own, which each process that grades has one of. It starts at the first use, and is ended and
-    replaced when it takes too long or too much memory.
+    Each grading process compares in a separate process. It starts at the first use, and is replaced
+    if a comparison takes too long or too much memory.
     """
 
     is_verdict: ClassVar[bool] = True
 
     deadline_s: float = pydantic.Field(default=10.0, gt=0)
-    """[s] Time that a comparison may take. Raise it for answers that take long to simplify."""
+    """[s] Longest time for a comparison. Raise it for answers that take long to simplify."""
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
@@ -130,28 +131,26 @@ class Math(Grader):
         r"""Grade a response.
 
         Raises:
-            SampleError: the comparison took too long, its process ended, or the answer is empty. It is no verdict: a reward worker
-                counts a failed sample.
+            SampleError: the comparison took too long, its process ended, or the answer is empty.
+                Instead of a grade, a reward worker counts a failed sample.
         """
         return float(compare(response, answer, self.deadline_s))
 
 
-# Gsm8k
-#
 # Gsm8k: the number that a response ends with, against the number of the answer (arXiv:2110.14168).
 
 
 class Gsm8k(Grader):
-    """1 when the number of the response is the answer's, otherwise 0; a response without a number has 0.
+    """1 if the number of the response is the answer's number, otherwise 0.
 
-    The number of a response stands in its last box, after `####`, after "the answer is", or last. The answer is a number, or GSM8K's
-    own rationale with the number after `####`.
+    The number of a response is in its last box, after `####`, after "the answer is", or last. The
+    answer is a number, or GSM8K's rationale with the number after `####`.
     """
 
     is_verdict: ClassVar[bool] = True
 
     strict: bool = False
-    """Only a number after `####` counts, as the data set writes it. Set it so that the form is learned, too."""
+    """Only count a number after `####`, as in the data set. Set it to teach the format as well."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the two numbers.
@@ -173,7 +172,7 @@ class Gsm8k(Grader):
 
 
 def final_number(text: str) -> Quantity | None:
-    """The number that a text gives as its answer; None: it has none.
+    """Return the number that a text gives as its answer; None if it has none.
 
     >>> final_number("It is not 7. The answer is 1,200 apples, 3 of them green.").value
     Fraction(1200, 1)
@@ -181,13 +180,14 @@ def final_number(text: str) -> Quantity | None:
     for box in reversed(extraction.last_boxes(text)):
         return _number_in(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
+        # "#### none" and similar have no number, so try the next place.
         if (number := _number_in(found)) is not None:
             return number
     return _last(text)
 
 
 def _number_in(text: str | None) -> Quantity | None:
-    """The number of a short text that states an answer."""
+    """Return the number of a short text that states an answer."""
     if text is None:
         return None
     part = extraction.stated_part(text)

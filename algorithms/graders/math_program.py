@@ -1,7 +1,8 @@
-"""The program that compares formulas: `python -m weft.algorithms.graders.math_program`, started by `math_process.py`.
+"""Math program: compares formulas in a process that `math.py` starts.
 
-It reads requests from its standard input, a line of JSON each, and answers in kind. It ends with its input; and by an alarm of the
-operating system when a request takes much longer than its deadline, because then nobody is left to kill it.
+It reads requests from standard input, one line of JSON each, and writes replies in the same form.
+It ends with its input. If a request takes much longer than its deadline, an alarm of the operating
+system ends it, since the parent is then no longer there to kill it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any
 from . import equality
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space that a comparison may take beyond what the program has when it starts."""
+"""Address space that comparisons may use in addition to the memory at start-up."""
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what libraries print must not come between replies
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
+    os.dup2(2, 1)  # keep the output of libraries out of the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setrecursionlimit(5000)
-    equality.are_equal("x+1", "1+x")  # imports and caches
+    equality.are_equal("x+1", "1+x")  # warm up imports and caches
     _limit_memory()
     replies.write(b'{"ready": true}\n')
     for line in sys.stdin.buffer:

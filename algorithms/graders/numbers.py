@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: 1,000.5, $3, 28\\%, 3/4, 1 1/2, 1.5 \\times 10^3, 10 cm."""
+"""Parse numbers in common notations: 1,000.5, $3, 28\\%, 3/4, 1 1/2, 1.5 \\times 10^3, 10 cm."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Latex
-#
-# LaTeX of short answers, brought to one way of writing: what changes only how an answer looks is
-# taken away.
+# Normalization of short LaTeX answers, removing differences in notation.
 
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
@@ -48,17 +45,18 @@ _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u20
 
 
 def plain(latex: str) -> str:
-    r"""An answer without dollar signs, styles, spacing commands and full stop; `\dfrac12` is `\frac{1}{2}`.
+    r"""Remove dollar signs, styles and spacing from an answer; `\dfrac12` becomes `\frac{1}{2}`.
 
     >>> plain(r"$\left(\dfrac12,\ 3\right).$"), plain(r"\text{ (B) }"), plain(r"11,\! 111"), plain(r"45^\circ")
     ('(\\frac{1}{2}, 3)', '(B)', '11111', '45')
     """
     text = re.sub(r"\s+", " ", latex.strip())
     before = None
+    # Wrappers may be nested, so repeat until nothing changes.
     while text != before:
         before = text
         text = text.strip().rstrip(".;,").strip()
-        text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a backslash that was cut off
+        text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a truncated command
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
             wrapped = (
@@ -91,7 +89,7 @@ def plain(latex: str) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    r"""Fractions, powers and roots of one character as LaTeX.
+    r"""Replace single-character fractions, powers and roots by LaTeX.
 
     >>> _without_unicode("2½, x² and 3√2")
     '2\\frac{1}{2}, x^{2} and 3\\sqrt{2}'
@@ -106,7 +104,7 @@ def _without_unicode(text: str) -> str:
 
 
 def without_unit(latex: str) -> str:
-    r"""A formula without the unit that stands behind it as text.
+    r"""Return a formula without a unit that follows it as text.
 
     >>> without_unit(r"36\pi \text{ in}^2"), without_unit(r"\text{odd}")
     ('36\\pi', '\\text{odd}')
@@ -116,8 +114,9 @@ def without_unit(latex: str) -> str:
 
 
 def key(latex: str) -> str:
-    r"""A key that is equal for answers that differ only in notation: `plain` without spaces, braces around one character, and case of
-    words.
+    r"""Return a key that is equal for answers that differ only in notation.
+
+    This is `plain` without spaces, braces around one character, and case of words.
 
     >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") == key("X")
     (True, True, False)
@@ -129,7 +128,7 @@ def key(latex: str) -> str:
 
 
 def is_words(latex: str) -> bool:
-    r"""Whether an answer is words and no formula: `\text{Evelyn}`, "no solution".
+    r"""Whether an answer is words instead of a formula: `\text{Evelyn}`, "no solution".
 
     >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"), is_words("3 dogs")
     (True, True, False, False, False)
@@ -205,7 +204,7 @@ _BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
     ("volt",): ("volt", Fraction(1)),
     ("unit",): ("unit", Fraction(1)),
 }
-"""Names of a unit -> what it measures, and its size. Pounds and months have no fixed size in grams and seconds."""
+"""Names of a unit -> dimension and size. Pounds and months have no fixed size."""
 _UNIT_OF_NAME = {
     form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")
 }
@@ -231,7 +230,7 @@ _AMBIGUOUS = {
     "€s",
 }
 UNIT_NAMES = sorted(_UNIT_OF_NAME.keys() - _AMBIGUOUS | _RATES.keys(), key=len, reverse=True)
-"""Units that are not also the name of a variable or a word, the longest first."""
+"""Units that are not also the name of a variable or a word, longest first."""
 _NAME = rf"(?:{'|'.join(map(re.escape, sorted(_UNIT_OF_NAME, key=len, reverse=True)))}|{'|'.join(_RATES)})(?![a-zA-Z])"
 _TERM = re.compile(
     rf"(?P<shape>square|sq|cubic|cu)?\.?\s*(?:degrees?\s+(?=celsius|fahrenheit))?(?P<name>{_NAME})"
@@ -245,7 +244,7 @@ _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE
 )
-"""Words after a number with which it is a formula, or one of several answers."""
+"""Words that turn a preceding number into a formula or into one of several answers."""
 
 
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"
@@ -264,14 +263,15 @@ NUMBER_IN_TEXT = re.compile(
     r"(?:\s*\\?%|\s*percent\b)?(?:\s+(?:thousand|million|billion|trillion)\b)?"
     rf"(?:[\s-]?\s*{_WORDED_UNIT}(?:\s*/\s*{_WORDED_UNIT}|\s+per\s+{_WORDED_UNIT})?)?",
 )
-"""A number within a text, with its exponent, denominator, percent sign, and a unit that is known."""
+"""A number within a text, with its exponent, denominator, percent sign, and known unit."""
 
 Unit = frozenset[tuple[str, int]]
-"""Dimensions of a unit with their powers: square feet are {("length", 2)}, miles per hour {("length", 1), ("time", -1)}."""
+"""Dimensions of a unit with their powers: square feet are {("length", 2)}, miles per hour
+{("length", 1), ("time", -1)}."""
 
 
 def unit_of(text: str) -> tuple[Unit, Fraction, str]:
-    r"""Dimensions and size of the known unit at the start of a text, and the rest of the text.
+    r"""Return dimensions and size of the known unit at the start of a text, and the rest.
 
     >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
@@ -311,7 +311,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Whether two units may have the same dimensions. No unit matches every unit, and "units" matches any unit of the same power."""
+    """Whether two units may have the same dimensions. No unit matches every unit."""
     if not one or not other or one == other:
         return True
     generic = [
@@ -322,19 +322,19 @@ def same_unit(one: Unit, other: Unit) -> bool:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, and how it was written."""
+    """A number and its notation."""
 
     value: Fraction
     percent: bool = False
     unit: Unit = frozenset()
-    """A unit that is known; units that are not, such as "apples", are left out."""
+    """Dimensions of the unit, if known. Unknown units such as "apples" are ignored."""
     size: Fraction = Fraction(1)
     """Size of the unit: 1/100 for centimeters."""
     rounded: bool = False
-    """It was written with a decimal point, so that it may stand for a number nearby."""
+    """Whether it has a decimal point, so that it may be an approximation."""
 
     def equals(self, other: Quantity) -> bool:
-        """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3 and 0.33 is not.
+        """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3, 0.33 is not.
 
         >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
@@ -344,6 +344,7 @@ class Quantity:
         if not same_unit(self.unit, other.unit):
             return False
         ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
+        # 28% may mean 28 or 0.28. Two percentages are compared as they are.
         mine = {self.value, self.value / 100} if self.percent else {self.value}
         theirs = {other.value, other.value / 100} if other.percent else {other.value}
         if self.percent and other.percent:
@@ -387,7 +388,7 @@ _IN_WORDS = re.compile(
 
 
 def _in_digits(text: str) -> str:
-    """A text that begins with a number in words, "twenty-five apples", with that number in digits."""
+    """Convert a leading number in words to digits, such as "twenty-five apples"."""
     found = _IN_WORDS.match(text)
     if found is None:
         return text
@@ -398,7 +399,7 @@ def _in_digits(text: str) -> str:
 
 
 def quantity_of(text: str) -> Quantity | None:
-    """The number that a text is, with nothing but a unit or a percent sign beside it; None: it is something else.
+    """Return the number that a text consists of, with at most a unit or a percent sign, or None.
 
     >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
@@ -433,7 +434,7 @@ def quantity_of(text: str) -> Quantity | None:
 
 
 def with_decimal_comma(text: str) -> Quantity | None:
-    """The number of a text whose comma is a decimal comma: "2,74 $", "0,111"; None where it can only separate thousands.
+    """Return the number of a text whose comma must be decimal ("2,74 $", "0,111"), or None.
 
     >>> with_decimal_comma("1000,99").value, with_decimal_comma("1,000")
     (Fraction(100099, 100), None)
@@ -445,7 +446,7 @@ def with_decimal_comma(text: str) -> Quantity | None:
 
 
 def _is_unit(words: str, *, spaced: bool) -> bool:
-    """Whether what follows a number is a unit: "cm" and "weeks" are, "x", "xy" and "sin x" are not."""
+    """Whether words after a number are a unit: "cm" and "weeks", but not "x" or "sin x"."""
     if words in "$€£¥":
         return True
     return len(words) >= (3 if spaced else 4) and not _FORMULA.search(words)

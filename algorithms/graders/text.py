@@ -1,4 +1,4 @@
-"""Graders of text: the same words, the same bag of words (F1), or what a regular expression finds."""
+"""Graders of text: equality, word overlap (F1), regular expressions, format, length, and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + "«»“”‘’¿¡"
 
 
 def normalized(text: str) -> str:
-    """Words in lower case without punctuation and articles, as SQuAD compares them (arXiv:1606.05250, §6.1).
+    """Return words in lower case without punctuation and articles (SQuAD, arXiv:1606.05250, §6.1).
 
     >>> normalized("  The Eiffel-Tower, Paris! ")
     'eiffeltower paris'
@@ -31,15 +31,16 @@ def normalized(text: str) -> str:
 
 
 class Exact(Grader):
-    """1 when the final answer of the response is the answer, otherwise 0.
+    """1 if the final answer of the response equals the answer, otherwise 0.
 
-    The final answer is what follows the reasoning: a box, what stands after "the answer is", or all of it.
+    The final answer follows the reasoning: a box, the text after "the answer is", or the whole
+    text.
     """
 
     is_verdict: ClassVar[bool] = True
 
     normalize: bool = True
-    """Case, punctuation, articles and spaces do not matter. Set it to False where they do."""
+    """Ignore case, punctuation, articles and spaces. Set it to False if they matter."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the texts.
@@ -52,10 +53,10 @@ class Exact(Grader):
 
 
 class F1(Grader):
-    """Harmonic mean of precision and recall of the response's words against the answer's (SQuAD, arXiv:1606.05250, §6.1)."""
+    """Word overlap (F1) of the response and the answer (SQuAD, arXiv:1606.05250, §6.1)."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """The best F1 of the final answer, 0 to 1.
+        """Return the best F1 of the final answer, 0 to 1.
 
         >>> F1()("in Paris, France", "Paris")
         0.5
@@ -71,12 +72,13 @@ class F1(Grader):
 
 
 class RegularExpression(Grader):
-    """1 when a regular expression is found in the response, otherwise 0. A group that it has must be the answer."""
+    """1 if a regular expression matches, otherwise 0. Its group, if any, must equal the answer."""
 
     is_verdict: ClassVar[bool] = True
 
     pattern: str
-    """Python's syntax. With a group, its last match is compared with the answer. Give it; there is no default."""
+    """Regular expression in Python's syntax. The group of the last match, if any, is compared with
+    the answer. Give it; there is no default."""
 
     @pydantic.field_validator("pattern")
     @classmethod
@@ -84,14 +86,14 @@ class RegularExpression(Grader):
         try:
             if re.compile(pattern).groups > 1:
                 raise ValueError(
-                    f"{pattern!r} has several groups; one is compared with the answer: write (?:...) for the others"
+                    f"{pattern!r} has several groups, but only one is compared with the answer; write (?:...) for the others"
                 )
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return pattern
 
     def __call__(self, response: str, answer: str = "") -> float:
-        r"""Look for the pattern.
+        r"""Search for the pattern.
 
         >>> RegularExpression(pattern=r"Answer: (\w+)")("Answer: B", "B"), RegularExpression(pattern=r"^\d+$")("about 7")
         (1.0, 0.0)
@@ -107,7 +109,7 @@ class RegularExpression(Grader):
 
 
 def _candidates(response: str) -> tuple[str, ...]:
-    """Possible final answers, at least one."""
+    """Return possible final answers, at least one."""
     text = (extraction.final_part(response) or "").strip()
     if boxed := extraction.last_boxes(text):
         return (", ".join(boxed),)
@@ -115,13 +117,11 @@ def _candidates(response: str) -> tuple[str, ...]:
     return (text, said) if said else (text,)
 
 
-# Form
-#
 # Rewards for the form of a response: its tags, and its length.
 
 
 class TagFormat(Grader):
-    """1 when the response consists of tagged parts in their order, each once and not empty, otherwise 0.
+    """1 if the response consists of the tagged parts, in order and not empty, otherwise 0.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
@@ -130,15 +130,16 @@ class TagFormat(Grader):
     """
 
     tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
-    """Names of the tags, in their order. Nothing but spaces stands before the first and between two. Give those that the system prompt
-    asks for."""
+    """Names of the tags, in order. Only spaces may precede the first and separate two. Give the
+    tags that the system prompt asks for."""
     rest: bool = True
-    """Whether text must follow the last tag; False: none may. Set it to False where the answer stands in a tag of its own."""
+    """Whether text must follow the last tag; False forbids it. Set it to False if the answer has a
+    separate tag."""
     opened: bool = False
-    """Whether the chat template has opened the first tag already, so that the response begins inside it. Set it for templates that do."""
+    """Whether the chat template opens the first tag, so that the response begins inside it. Set it
+    for such templates."""
 
     def __call__(self, response: str) -> float:
-        """Check a response."""
         text = f"<{self.tags[0]}>{response}" if self.opened else response
         parts = r"\s*".join(
             rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags)
@@ -157,9 +158,9 @@ class LengthReward(Grader):
     """
 
     full_tokens: int = pydantic.Field(ge=0)
-    """[tokens] Longest response that has the full reward. Give it; there is no default."""
+    """[tokens] Longest response with the full reward. Give it; there is no default."""
     no_tokens: int
-    """[tokens] Shortest response that has none. Give it; there is no default."""
+    """[tokens] Shortest response with a reward of 0. Give it; there is no default."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
@@ -170,29 +171,28 @@ class LengthReward(Grader):
         return self
 
     def __call__(self, response_ids: Sequence[int]) -> float:
-        """The reward for the length of a response, in tokens."""
+        """Return the reward for the length of a response, in tokens."""
         share = (self.no_tokens - len(response_ids)) / (self.no_tokens - self.full_tokens)
         return min(max(share, 0.0), 1.0)
 
 
-# Json schema
-#
-# JsonSchema: whether a response is JSON, and what a schema asks for.
+# JsonSchema: whether a response is JSON that matches a schema.
 
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class JsonSchema(Grader):
-    """1 when the response is JSON that a schema accepts, otherwise 0. The JSON may stand in a fenced block, or after the reasoning.
+    """1 if the response is JSON that matches a schema, otherwise 0.
 
-    With `json_schema={}` any JSON will do.
+    `json_schema={}` accepts any JSON.
     """
 
     is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
-    """A JSON Schema, of the draft that its `$schema` names; without one, draft 2020-12. Give it; there is no default."""
+    """A JSON Schema, of the draft in its `$schema`; without one, draft 2020-12. Give
+    one; there is no default."""
 
     @pydantic.field_validator("json_schema")
     @classmethod
@@ -203,7 +203,7 @@ class JsonSchema(Grader):
         try:
             validator_for(schema).check_schema(dict(schema))
         except jsonschema.SchemaError as error:
-            raise ValueError(f"it is no JSON Schema: {error.message} at {error.json_path}") from None
+            raise ValueError(f"it is not a JSON Schema: {error.message} at {error.json_path}") from None
         return schema
 
     @cached_property
@@ -222,6 +222,7 @@ class JsonSchema(Grader):
         text = extraction.without_tag(extraction.without_reasoning(response)).strip()
         fenced = _FENCE.findall(text)
         try:
+            # Python's parser accepts NaN and Infinity, which are not JSON.
             value = json.loads(fenced[-1] if fenced else text, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return 0.0

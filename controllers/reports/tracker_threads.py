@@ -325,12 +325,12 @@ class TrackerThreads:
                 self._report(self._run.name, row)
             except Exception as error:  # whatever Ray raises: its endpoint must not end a run
                 self._reports = False
-                self._warn(f"tracker {PROMETHEUS!r} failed, and the run goes on without it: {error}")
+                self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
         for one in self._threads:
             if one.join(0):
                 self._tell(one, f"has ended ({one.error})")
             elif one.is_stuck(self._clock()):
-                self._tell(one, f"has shown no sign of life for {STUCK_S:g} s")
+                self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def end(self, *, finished: bool) -> None:
         """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them.
@@ -353,6 +353,6 @@ class TrackerThreads:
         if not one.is_reported:
             one.is_reported = True
             self._warn(
-                f"tracker {one.name!r} {problem}. The run goes on; all metrics are in its own files, and a run that is "
+                f"tracker {one.name!r} {problem}. The run continues; all metrics are in its own files, and a run that is "
                 "resumed sends what is missing."
             )

@@ -474,9 +474,9 @@ def test_wrong_settings_are_refused_where_they_are_made():
         UserError, match=r"adds up the gaps .* compare with the trainer's own: old='old_logprobs'"
     ):
         PolicyLoss(old="response_logprobs", ratio=sequence_ratio)
-    with pytest.raises(UserError, match="in the clipped ratio already"):
+    with pytest.raises(UserError, match="the clipped ratio already includes"):
         PolicyLoss(old="response_logprobs", correction=TruncatedImportance())
-    with pytest.raises(UserError, match="weighed with once"):
+    with pytest.raises(UserError, match="only one correction may weigh"):
         PolicyLoss(correction=(TruncatedImportance(), TruncatedImportance(level="sequence")))
     with pytest.raises(UserError, match=r"make a value of it: Rejection\(\)"):
         PolicyLoss(correction=Rejection)  # pyright: ignore[reportArgumentType]

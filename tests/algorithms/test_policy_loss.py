@@ -287,7 +287,7 @@ def test_weights_and_masks_of_two_corrections_by_hand():
 
 def test_the_generator_is_compared_with_once():
     weighing = TruncatedImportance()
-    with pytest.raises(UserError, match="weighed with once"):
+    with pytest.raises(UserError, match="only one correction may weigh"):
         PolicyLoss(correction=(weighing, TruncatedImportance(cap=3.0)))
     cases: tuple[dict[str, Any], ...] = ({"correction": weighing}, {"ratio": sequence_ratio})
     for twice in cases:

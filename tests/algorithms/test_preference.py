@@ -82,7 +82,7 @@ def test_a_reference_that_is_known_is_only_read():
 def test_a_loss_on_pairs_needs_groups_and_one_on_tokens_does_not():
     with pytest.raises(
         UserError,
-        match="sees complete groups, but each row of the source 'labelled' is a group of its own",
+        match="sees complete groups, but each row of the source 'labelled' is a separate group",
     ):
         supervised(LABELLED, actor=group(ActorWorker, model="m"), loss=SIMPO)
     assert not PolicyLoss().whole_groups

@@ -24,7 +24,7 @@ def test_a_log_that_cannot_be_replayed_gives_advice_and_no_traceback(
     assert main(["buffer", "why", "tiny", "1"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("RecoveryError: ") and said[-1].startswith(
-        "Go on with the graphs and the version of Weft"
+        "Continue with the graphs and the version of Weft"
     )
 
 

@@ -60,7 +60,7 @@ def test_wrong_arguments_exit_with_two_and_a_reason(
 
 def test_a_job_that_failed_ends_with_one_and_one_that_was_stopped_with_zero():
     def job(status: str) -> Job:
-        return Job("a-1", status, "exit code 3", "", 0.0, "python a.py", "~/weft/a", 600.0)
+        return Job("a-1", status, "exit code 3", 0.0, "python a.py", "~/weft/a", 600.0)
 
     assert [ended(job(status)).exit_code for status in ("SUCCEEDED", "STOPPED", "FAILED")] == [0, 0, 1]
     failed = ended(job("FAILED"))

@@ -45,6 +45,6 @@ def test_a_resubmitted_job_resumes_unless_the_script_sets_resume(
 
 def test_mistakes_in_a_job_are_refused():
     with pytest.raises(
-        UserError, match=r"WEFT_RESUME='lates' in the environment: .*did you mean 'latest'"
+        UserError, match=r"WEFT_RESUME='lates' in the environment .*did you mean 'latest'"
     ):
         resume_of("none", {"WEFT_RESUME": "lates"})

@@ -199,7 +199,7 @@ def test_a_run_that_was_moved_or_removed_is_not_held_any_more(tmp_path: Path):
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(TakenOverError, match="the run moved") as caught:
         lock.check()
-    assert "If the run's folder was moved, go on there with resume=PATH" in caught.value.text
+    assert "If the run's folder was moved, continue there with resume=PATH" in caught.value.text
     other = RunLock.take(tmp_path / "run")
     assert other.epoch == lock.epoch, "which file it is counts, not what it is called"
     with pytest.raises(TakenOverError, match="is held by"):

@@ -364,7 +364,7 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         ({"kl": -1.0}, "KlPenalty.coefficient: input should be greater than 0, not -1.0"),
         (
             {"method": "dpo", "rewards": None, "kl": 0.1},
-            "kl=0.1: only methods that train by a policy gradient have it",
+            "kl=0.1: only policy-gradient methods have a KL penalty",
         ),
         ({"method": "online_dpo", "kl": 0.1}, "preference methods have `beta` of their loss"),
         ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),

@@ -90,7 +90,7 @@ def test_samples_are_filtered_sorted_and_followed(client: TestClient):
     for wrong, said in (
         ("lenth > 1", "did you mean 'length'"),
         ("reward", "COLUMN OPERATOR VALUE"),
-        ("step > x", "'x' is no int64"),
+        ("step > x", "'x' cannot be read as int64"),
     ):
         assert said in samples(filter=wrong)["message"]
     groups = client.get(

@@ -122,6 +122,6 @@ def test_a_worker_class_without_settings_is_refused_with_advice():
     for given, named in ((Bare, "Bare"), (Bare(), "<.*Bare object.*>")):
         with pytest.raises(
             UserError,
-            match=rf"weft\.group\({named}\): .* derive it from weft.Worker, with `Config = MyConfig`",
+            match=rf"weft\.group\({named}\): .* derive it from weft.Worker and set `Config = MyConfig`",
         ):
             group(given)  # pyright: ignore[reportArgumentType]

@@ -47,7 +47,7 @@ def test_an_exception_crosses_processes_as_it_is(name: str):
 
 def test_the_advice_is_below_the_message_also_in_a_traceback():
     error = StalledError("nothing can move")
-    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or what became of it."
+    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or how it ended."
     assert str(error) == "nothing can move"
     assert error.text == f"nothing can move\n{advice}"
     assert "".join(traceback.format_exception(error)).splitlines()[-1] == advice

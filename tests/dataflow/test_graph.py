@@ -432,8 +432,8 @@ def test_a_column_of_the_tokens_of_other_rows_is_named_with_the_node_that_made_n
     def centred_pairs(rows: Batch) -> Batch: ...
 
     assert mistake(of_pairs, rollout=rollout(), actor=group(ActorWorker, model="m")) == (
-        "node 'actor.update' reads column 'response_logprobs', which 'rollout.generate' writes of other tokens: 'pairs' makes rows "
-        "with tokens of their own; let it write 'response_logprobs', too, or read it before"
+        "node 'actor.update' reads column 'response_logprobs', which 'rollout.generate' writes for other tokens: 'pairs' makes rows "
+        "with new tokens; let it write 'response_logprobs' as well, or read the column before it"
     )
 
 
@@ -535,7 +535,7 @@ def test_rows_of_a_source_are_no_groups():
     rewarded = TableSource("rewarded", pa.table({"reward": [1.0], "response_ids": [[1]]}))
     text = mistake(lambda p: centred(p), rewarded)
     assert text.startswith(
-        "node 'centred' sees complete groups, but each row of the source 'rewarded' is a group of its own"
+        "node 'centred' sees complete groups, but each row of the source 'rewarded' is a separate group"
     )
 
 
@@ -586,7 +586,7 @@ def test_nothing_in_a_graph_depends_on_values():
     )
     assert "cannot loop over rows" in mistake(list)
     with pytest.raises(
-        UserError, match=r"RewardWorker>\.score\(\) takes the rows of a graph that is being traced first"
+        UserError, match=r"RewardWorker>\.score\(\) takes the symbolic rows of a graph first"
     ):
         reward().score(Batch.of(x=[1]))
 

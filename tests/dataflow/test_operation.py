@@ -115,19 +115,19 @@ def test_a_method_with_rows_is_a_node_and_any_other_is_not():
     [
         (
             {"reads": lambda los: los.reads},
-            "function: reads depends on 'los', which is no argument of it; did you mean 'loss'?",
+            "function: reads depends on 'los', which is not one of its arguments; did you mean 'loss'?",
         ),
         (
             {"may_read": lambda of: (of,)},
-            "function: may_read depends on 'of', which is no argument of it; there are loss, into, n",
+            "function: may_read depends on 'of', which is not one of its arguments; there are loss, into, n",
         ),
         (
             {"writes": lambda config: config.into},
-            "function: writes depends on 'config', which is no argument of it",
+            "function: writes depends on 'config', which is not one of its arguments",
         ),
         (
             {"takes": TrainingBatch},
-            "function: takes depends on 'whole_groups', which is no argument of it",
+            "function: takes depends on 'whole_groups', which is not one of its arguments",
         ),
         (
             {"takes": True},
@@ -143,7 +143,7 @@ def test_a_method_with_rows_is_a_node_and_any_other_is_not():
         ),
         (
             {"takes": GROUPS},
-            "function: a map that sees complete groups is declared with shape=Shape.GROUP",
+            "function: a map of complete groups must be declared with shape=Shape.GROUP",
         ),
         (
             {"takes": ROWS, "shape": Shape.GROUP},
@@ -172,7 +172,7 @@ def test_a_method_also_knows_the_configuration_of_its_group():
     assert declaration.called_with({"config": Loss(), "epochs": 2}).reads == ("advantages", "reward")
     with pytest.raises(
         UserError,
-        match="reads depends on 'rows', which is no argument of it; there are loss, epochs, config",
+        match="reads depends on 'rows', which is not one of its arguments; there are loss, epochs, config",
     ):
         remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda rows: rows)(method)
 
@@ -181,14 +181,14 @@ def test_wrong_arguments_are_shown_with_their_types():
     declaration = Declaration("update", reads=lambda loss: loss.reads, takes=lambda n: n)
     with pytest.raises(
         UserError,
-        match="update: reads cannot be worked out from loss=3: 'int' object has no attribute 'reads'",
+        match="update: reads cannot be computed from loss=3: 'int' object has no attribute 'reads'",
     ):
         declaration.called_with({"loss": 3, "n": ROWS})
     with pytest.raises(UserError, match="update: takes is 3; it must be ROWS"):
         declaration.called_with({"loss": Loss(), "n": 3})
     with pytest.raises(
         UserError,
-        match="update: reads depends on 'loss', which is no argument of it; did you mean 'loos'",
+        match="update: reads depends on 'loss', which is not one of its arguments; did you mean 'loos'",
     ):
         declaration.called_with(
             {"loos": Loss(), "n": ROWS}

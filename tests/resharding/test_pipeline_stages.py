@@ -56,7 +56,7 @@ def test_a_head_as_heavy_as_two_layers_leaves_the_last_stage_fewer():
 
 @pytest.mark.parametrize("wrong", [(2, (1, 1, 1)), (0, (1,)), (1, ()), (1, (-1,))])
 def test_pieces_that_do_not_fit_the_stages_are_refused(wrong: tuple[int, tuple[int, ...]]):
-    with pytest.raises(UserError, match="cannot lie on"):
+    with pytest.raises(UserError, match="cannot distribute"):
         PipelineStages(*wrong)
 
 

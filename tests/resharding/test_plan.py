@@ -298,12 +298,12 @@ def test_reports_of_ranks_that_disagree_are_refused():
 def test_mistakes_in_layouts_are_named():
     with pytest.raises(UserError, match="'w': dtype 'bflaot16' is not known; did you mean 'bfloat16'"):
         TensorLayout("w", (4,), "bflaot16", ())
-    with pytest.raises(UserError, match=r"'w', rank 0: Box\(\[2:6\]\) lies outside"):
+    with pytest.raises(UserError, match=r"'w', rank 0: Box\(\[2:6\]\) is outside"):
         Layout.of([TensorLayout("w", (4,), "float32", ((Piece(Box((2,), (6,))),),))], [Where()])
     tensor = TensorLayout("w", (4,), "float32", ((),))
     with pytest.raises(UserError, match="'w' occurs twice"):
         Layout.of([tensor, dataclasses.replace(tensor)], [Where()])
-    with pytest.raises(UserError, match="lies over 1 ranks, the layout has 2"):
+    with pytest.raises(UserError, match="covers 1 ranks, but the layout has 2"):
         Layout.of([tensor], [Where(), Where()])
     with pytest.raises(UserError, match="pp=3: it must divide"):
         generation([], Parallelism(pp=4), 3, 1)

@@ -125,7 +125,8 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(
         del manager.activate_adapter
         unknown = {"base_model.model.model.layers.0.self_attn.rotary.lora_A.weight": torch.zeros(3, 64)}
         with pytest.raises(
-            WeightSyncError, match=r"serves no adapter of layer 'model.layers.0.self_attn.rotary'"
+            WeightSyncError,
+            match=r"does not support an adapter on layer 'model.layers.0.self_attn.rotary'",
         ):
             engine.update_weights(publisher.publish(whole(unknown), 5))
     finally:

@@ -111,7 +111,7 @@ def test_the_transfer_begins_without_an_engine_that_does_not_come(receivers: Rec
     engine.over()
     late.over()
     assert (
-        not engine.failure and "version 2 is not there any more: version 3 is published" in late.failure
+        not engine.failure and "version 2 is no longer available: version 3 is published" in late.failure
     )
 
 
@@ -250,7 +250,7 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_rank(
 def test_only_methods_of_a_weight_update_are_carried_out(receivers: Receivers) -> None:
     engine = Engine(record(receivers))
     receivers.gather(3, ["rollout[0]"], 0)
-    with pytest.raises(WeightSyncError, match="'shutdown' is no method of a weight update"):
+    with pytest.raises(WeightSyncError, match="'shutdown' is not a method of a weight update"):
         receivers._ask("shutdown")
     engine.over()
     assert not engine.calls and "no method" in engine.failure

@@ -187,7 +187,7 @@ def test_published_experts_load_to_the_same_bits_as_their_checkpoint(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model.norm.weight": None}, "lacks what vLLM needs for: model.norm.weight"),
+        ({"model.norm.weight": None}, "lacks weights for vLLM's parameters: model.norm.weight"),
         (
             {"model.layers.1.self_attn.k_proj.weight": None},
             r"qkv_proj.weight'.* lands in Box\(\[128:192, 0:128\]\)",
@@ -219,25 +219,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     [
         (
             lambda weight, a: weight.copy_(a.double()),
-            "tensor 'a': vLLM's loader makes a new tensor of it by aten._to_copy",
+            "tensor 'a': vLLM's loader creates a new tensor from it with aten._to_copy",
         ),
         (lambda weight, a: weight.copy_(a * 2), "tensor 'a'.* by aten.mul"),
         (lambda weight, a: weight.copy_(torch.cat([a[2:], a[:2]])), "tensor 'a', 'a'.* by aten.cat"),
         (lambda weight, a: weight.copy_(a[torch.tensor([3, 2, 1, 0])]), "tensor 'a'.* by aten.index"),
         (lambda weight, a: weight.copy_(a.view(torch.int32)), "tensor 'a'.* by aten.view.dtype"),
         (lambda weight, a: weight.fill_(a[0, 0].item()), "tensor 'a'.* by aten._local_scalar_dense"),
-        (lambda weight, a: weight.add_(a), "parameter 'first.weight': its loader writes by aten.add_"),
+        (lambda weight, a: weight.add_(a), "parameter 'first.weight': its loader writes with aten.add_"),
         (
             lambda weight, a: torch.add(a, a, out=weight),
-            "parameter 'first.weight': its loader writes by aten.add.out",
+            "parameter 'first.weight': its loader writes with aten.add.out",
         ),
         (
             lambda weight, a: torch.ops.aten._foreach_copy_([weight], [a]),
-            "'first.weight': its loader writes by aten._foreach",
+            "'first.weight': its loader writes with aten._foreach",
         ),
         (
             lambda weight, a: weight.copy_(torch.ones(4, 6)),
-            "parameter 'first.weight': its loader copies what is no part",
+            "parameter 'first.weight': its loader copies from a tensor that is not in the checkpoint",
         ),
         (
             lambda weight, a: weight.copy_(a[:1]),

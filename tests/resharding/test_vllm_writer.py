@@ -140,7 +140,7 @@ def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
     with pytest.raises(ConnectionError):
         writer.apply(broken())
     assert writer.state is ModelState.PARTIAL
-    with pytest.raises(WeightSyncError, match="'b' came outside of an update"):
+    with pytest.raises(WeightSyncError, match="'b' came outside an update"):
         writer.write(*slices[1])
     with pytest.raises(WeightSyncError, match="missing"):
         writer.apply([])

@@ -304,7 +304,9 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
     reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)))
     tensors = dict(actor(tiny_model).engine.named_tensors())
     name = "model.norm.weight"
-    with pytest.raises(WeightSyncError, match="'head' was published, the model has none of that name"):
+    with pytest.raises(
+        WeightSyncError, match="'head' was published, but the model has no tensor of that name"
+    ):
         take_over(reference.engine, {**tensors, "head": tensors[name]})
     with pytest.raises(
         WeightSyncError,

@@ -263,7 +263,9 @@ def test_a_protocol_that_loses_or_doubles_rows_is_refused():
         group.call_node(*lease("lossy", 3))
     with pytest.raises(UserError, match="hold 2 rows of 2; each must be held exactly once"):
         group.call_node(*lease("lossy", 2))
-    with pytest.raises(UserError, match=r"Dispatch\.short gave 1 shares for the 2 ranks of 'counters'"):
+    with pytest.raises(
+        UserError, match=r"Dispatch\.short returned 1 shares for the 2 ranks of 'counters'"
+    ):
         group.call_node(*lease("short", 1))
     assert not backend.tasks
 

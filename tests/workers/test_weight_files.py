@@ -139,7 +139,7 @@ def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: P
     )
     with pytest.raises(
         UserError,
-        match=rf"'layers.0.up.weight' in {file.name} has the dtype I8, .* one of F64, F32, F16, BF16",
+        match=rf"'layers.0.up.weight' in {file.name} has the dtype I8; .* one of F64, F32, F16, BF16",
     ):
         ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
     RolloutWorker.check(RolloutConfig(model=model, engine="transformers"), [], NO_ROWS)

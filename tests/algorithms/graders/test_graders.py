@@ -164,7 +164,7 @@ def test_regular_expressions():
         and number("", "42") == 0
     )
     assert RegularExpression(pattern="please")("yes, please") == 1
-    for pattern, message in (("(", "no regular expression"), ("(a)(b)", "several groups")):
+    for pattern, message in (("(", "not a regular expression"), ("(a)(b)", "several groups")):
         with pytest.raises(UserError, match=message):
             RegularExpression(pattern=pattern)
 
@@ -189,7 +189,7 @@ def test_json_of_a_schema():
     ):
         assert person(response) == 0
     assert JsonSchema(json_schema={})("[1]") == 1
-    with pytest.raises(UserError, match="no JSON Schema: 'nothing' is not valid"):
+    with pytest.raises(UserError, match="not a JSON Schema: 'nothing' is not valid"):
         JsonSchema(json_schema={"type": "nothing"})
 
 

@@ -38,6 +38,8 @@ class Clock:
         """Times that the watch's thread has read the clock, a few per look."""
         self.until_s = 0.0
 
+    sleep = staticmethod(time.sleep)
+
     def hang(self, limit_s: float) -> None:
         """Advance one second per reading of that thread, until this limit has passed."""
         self.until_s = self.now_s + limit_s + 1.0

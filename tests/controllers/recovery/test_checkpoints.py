@@ -497,7 +497,7 @@ def test_a_run_under_another_schedule_explains_how_to_resume(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
     with pytest.raises(
-        UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' continues"
+        UserError, match=r"under Synchronous, not Pipelined, .* resume='weights' continues"
     ):
         run(tmp_path, SCHEDULES[1], resume="latest")
 

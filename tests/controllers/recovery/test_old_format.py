@@ -50,7 +50,8 @@ def test_every_command_names_the_format_of_an_old_log_with_advice(
     assert main(["buffer", command, str(root / "run"), *more]) == 1
     said = capsys.readouterr().err
     assert (
-        said.startswith(f"FormatError: {OLD}") and "resume='weights' goes on with the saved model" in said
+        said.startswith(f"FormatError: {OLD}")
+        and "resume='weights' continues with the saved model" in said
     )
 
 

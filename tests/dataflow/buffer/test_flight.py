@@ -305,7 +305,7 @@ def test_without_the_token_nothing_is_answered(server, segment, tmp_path, token)
 
 
 def test_a_server_without_a_token_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="token must not be empty"):
+    with pytest.raises(ValueError, match="token is empty"):
         SegmentServer(tmp_path, "n0", token="")
 
 

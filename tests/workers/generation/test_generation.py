@@ -439,7 +439,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, publisher: We
         ({**others, name: tensor[:-1]}, f"'{name}' has the shape .* in the trainer"),
         (
             {**others, "model.lm_heed": tensor},
-            r"'model.lm_heed' was published, the model has none of that name",
+            r"'model.lm_heed' was published, but the model has no tensor of that name",
         ),
         ({name: tensor}, r"'model.layers.0.* is needed by the receiver"),
     ):
