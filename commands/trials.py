@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..dataflow.config import GIB
+from ..dataflow.byte_units import GIB
 from ..dataflow.errors import UserError
 
 if TYPE_CHECKING:

@@ -329,11 +329,9 @@ def short_waits(source: str) -> list[int]:
     lines, found = source.splitlines(), list[int]()
 
     def is_short(node: ast.AST) -> bool:
-        return (
-            isinstance(node, ast.Constant)
-            and type(node.value) in (int, float)
-            and 0 < node.value < SHORTEST_S
-        )  # pyright: ignore
+        if not isinstance(node, ast.Constant) or isinstance(node.value, bool):
+            return False
+        return isinstance(node.value, int | float) and 0 < node.value < SHORTEST_S
 
     def is_wrong(node: ast.AST, loops: bool) -> bool:
         if isinstance(node, ast.Call):

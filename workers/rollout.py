@@ -37,7 +37,7 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
-from .device import node_memory, rank_device
+from .device import rank_device
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
@@ -59,6 +59,7 @@ from .models.model_folder import (
 )
 from .models.node_folder import node_folder
 from .models.weight_files import check_weights
+from .node_memory import node_memory
 from .training.lora import Lora
 from .worker import Children, Context, Worker, remote
 

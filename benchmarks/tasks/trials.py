@@ -38,9 +38,9 @@ class Trial:
     @property
     def learned(self) -> bool:
         """Return whether it exited with 0 and gained at least `GAIN`."""
-        return (
-            not self.code and None not in (self.before, self.after) and self.after - self.before >= GAIN
-        )  # pyright: ignore
+        if self.code or self.before is None or self.after is None:
+            return False
+        return self.after - self.before >= GAIN
 
     @property
     def ok(self) -> bool:
@@ -53,12 +53,9 @@ class Trial:
         >>> Trial("grpo_gsm8k", "local", 3, 0, 41.25, 0.375, 0.875, "").line
         'grpo_gsm8k   local    3     0   0.375   0.875  +0.500     41.2  ok'
         """
-        known = self.before is not None and self.after is not None
-        figures = (
-            f"{self.before:7.3f} {self.after:7.3f}  {self.after - self.before:+.3f}"
-            if known
-            else f"{'-':>23}"
-        )  # pyright: ignore
+        figures = f"{'-':>23}"
+        if self.before is not None and self.after is not None:
+            figures = f"{self.before:7.3f} {self.after:7.3f}  {self.after - self.before:+.3f}"
         verdict = "ok" if self.ok else "slow" if self.learned else "failed"
         return f"{self.example:12} {self.backend:6} {self.seed:3} {self.code:5} {figures} {self.seconds:8.1f}  {verdict}"
 

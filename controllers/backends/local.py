@@ -24,7 +24,7 @@ from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
 from ...dataflow.runs.log import SYNC_INTERVAL_S
-from ...workers.device import node_memory
+from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...dataflow.config import gib
-from ...workers.device import NodeMemory, cgroup_folders, node_memory
+from ...dataflow.byte_units import gib
+from ...workers.node_memory import NodeMemory, cgroup_folders, node_memory
 
 # Memory of processes, as the kernel counts it (about 30 us per process)
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ...dataflow.config import GIB, MIB
-from ...workers.device import node_memory
-from ..backends.ray_cluster import MODE, TOKEN, token_file
+from ...dataflow.byte_units import GIB, MIB
+from ...workers.node_memory import node_memory
+from ..backends.token_file import MODE, TOKEN, token_file
 from . import machine_packages
 from .finding import Finding, fail, ok, warn
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
-from ...workers.device import node_memory
 from ...workers.dispatch import RowCost, balance
+from ...workers.node_memory import node_memory
 from ...workers.training.engine import ModelConfig
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..placement import OTHER, machine_cpus, machine_gpus

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.config import GIB, MIB
+from ...dataflow.byte_units import GIB, MIB
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN, Handle
 from ...dataflow.metric_names import FUNCTIONS

@@ -2,7 +2,8 @@
 
 progress.py            decides what to show, and when
 records.py             the records it shows: a step, an evaluation, the end of a run
-displays.py            how to show them: plain lines, JSON lines, or nothing
+displays.py            chooses how to show them
+lines.py               how to show them as plain lines or JSON lines
 terminal.py            how to show them in a terminal
 sample.py              one sample as a person reads it
 symptoms.py            signs that a run cannot learn, each with advice

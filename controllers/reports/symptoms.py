@@ -15,8 +15,8 @@ from itertools import pairwise
 from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
 from ...algorithms.preference import best_and_worst
+from ...dataflow.byte_units import gib
 from ...dataflow.column import RESPONSE_IDS
-from ...dataflow.config import gib
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph, Handle, Node
 from ...dataflow.metric_names import is_of_group

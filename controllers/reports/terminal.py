@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ...dataflow.untrusted_text import cut, encodable, readable
-from .displays import LONGEST_MESSAGE, encoding_of, line_of, line_of_score
+from .lines import LONGEST_MESSAGE, encoding_of, line_of, line_of_score
 from .records import Ending, EvaluationScore, Figure, Step, clock
 from .sample import Sample
 

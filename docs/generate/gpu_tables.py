@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.controllers.prechecks.plan_memory import placed, with_activations
-from weft.dataflow.config import GIB
+from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.lora import Lora
 from weft.workers.training.memory import BYTES, ModelSize, training_memory

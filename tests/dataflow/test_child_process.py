@@ -40,7 +40,8 @@ def test_requests_are_answered_in_turn_and_other_output_is_skipped(program: Path
 
 def test_a_process_that_is_late_is_killed_and_one_that_ended_says_how(program: Path):
     late, ended = ChildProcess(program), ChildProcess(program)
-    late.receive(60), ended.receive(60)
+    late.receive(60)
+    ended.receive(60)
     with pytest.raises(TimeoutError, match=r"no reply within 0\.1 s"):
         late.ask("hang", 0.1)  # waited out
     assert late.kill() == f"signal {signal.SIGKILL}"

@@ -177,7 +177,7 @@ def test_a_part_of_each_row_sends_only_its_changes(publisher: WeightPublisher):
         with open_weights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
             parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
             with pytest.raises(
-                WeightSyncError, match="what other ranks"
+                WeightSyncError, match="a part on another rank"
             ):  # it sums a part, and reports it as the total
                 receive_parts(incoming, parts)
             for source in incoming._sources:

@@ -294,7 +294,7 @@ def test_unsupported_settings_with_a_vllm_backend_are_refused():
 def test_a_vllm_backend_without_a_gpu_suggests_an_alternative(tiny_model: Path):
     actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
     with pytest.raises(
-        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch sees none'
+        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch finds none'
     ):
         actor.publish_weights(1)
     actor.close()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from weft.dataflow.config import GIB
-from weft.workers.device import cgroup_folders, node_memory
+from weft.dataflow.byte_units import GIB
+from weft.workers.node_memory import cgroup_folders, node_memory
 
 
 def write(file: Path, text: str) -> None:

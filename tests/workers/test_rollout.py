@@ -23,9 +23,9 @@ from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
-from weft.workers.device import NodeMemory
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.models.model_folder import read_model_config, read_stop_tokens
+from weft.workers.node_memory import NodeMemory
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import Children, Context
 

@@ -21,9 +21,9 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
-from ..device import node_memory
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
+from ..node_memory import node_memory
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopStrings, stop_strings
 from .vllm_settings import VllmSettings
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ...dataflow.config import GIB, Config
+from ...dataflow.byte_units import GIB
+from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ..models.model_folder import (
     complete_text_settings,

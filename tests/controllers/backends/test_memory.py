@@ -4,7 +4,7 @@ import mmap
 from pathlib import Path
 
 from weft.controllers.backends.witness import course, memory_of, object_store
-from weft.dataflow.config import GIB
+from weft.dataflow.byte_units import GIB
 
 
 def write(file: Path, text: str) -> None:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from weft.controllers.backends.ray_cluster import keep_private, unprotected
+from weft.controllers.backends.token_file import keep_private, unprotected
 
 
 def mode(file: Path) -> int:

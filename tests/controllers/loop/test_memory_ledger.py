@@ -7,7 +7,7 @@ from toy_runs import drive, training
 from weft.controllers.backends.witness import Memory, ProcessMemory
 from weft.controllers.loop.closing import memory_metrics
 from weft.dataflow.metric_names import undeclared
-from weft.workers.device import NodeMemory
+from weft.workers.node_memory import NodeMemory
 
 NODES = {
     "a": Memory(

@@ -11,7 +11,7 @@ from weft.controllers.prechecks import machine, machine_packages
 from weft.controllers.prechecks.finding import Finding
 from weft.controllers.prechecks.machine import look
 from weft.controllers.prechecks.machine_packages import Package
-from weft.dataflow.config import GIB
+from weft.dataflow.byte_units import GIB
 
 
 def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from gpu_tables import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
 
 from weft.controllers.prechecks.plan_memory import with_activations
-from weft.dataflow.config import GIB
+from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.memory import ModelSize, training_memory
 

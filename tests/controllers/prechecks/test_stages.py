@@ -183,7 +183,7 @@ def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
     assert _replica(handle, "actor", Place(ResourcePool("a", cpus=4), ranks=4)) == 4
     with pytest.raises(UserError, match="pipeline_parallel=2 does not divide the 3 ranks of 'actor'"):
         _replica(
-            group(ActorWorker, model="m", pipeline_parallel=2),
+            group(ActorWorker, model="m", pipeline_parallel=2),  # pyright: ignore[reportArgumentType]
             "actor",
             Place(ResourcePool("a", cpus=3), ranks=3),
         )  # pyright: ignore

@@ -27,7 +27,7 @@ from weft.controllers.driver import Driver
 from weft.controllers.reports.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.config import GIB
+from weft.dataflow.byte_units import GIB
 from weft.dataflow.errors import SymptomError, UserError
 from weft.dataflow.graph import Graph, group
 from weft.dataflow.metrics import Mean, Metrics

@@ -57,11 +57,11 @@ def experts(kind: str) -> Iterator[None]:
         yield
 
 
-def worker_of(folder: Path, engine: str, **settings: Any) -> RolloutWorker:
+def worker_of(folder: Path, engine: Any, **settings: Any) -> RolloutWorker:
     return RolloutWorker(
         RolloutConfig(
             model=folder, engine=engine, routes=True, max_num_seqs=8, kv_cache_gib=0.05, **settings
-        )  # pyright: ignore
+        )
     )
 
 

@@ -219,6 +219,6 @@ def test_only_the_failing_samples_of_a_batch_are_blamed(model: Path):
         done += worker.score(samples())
     assert [id for rows, _ in done for id in rows["sample_id"].to_pylist()] == [7, 9]
     assert caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
-    assert caught.value.sample.endswith(
+    assert caught.value.sample.endswith(  # pyright: ignore[reportAttributeAccessIssue]
         f"response 'three', at {__file__}:{picky.__code__.co_firstlineno + 1}"
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    )

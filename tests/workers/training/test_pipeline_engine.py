@@ -105,9 +105,9 @@ def test_a_wrong_engine_or_one_without_a_pipeline_is_refused(tiny_model: Path):
             r"too many positional arguments; .* It is called with",
         ),
         (
-            partial(FsdpEngine, nothing=1),
+            partial(FsdpEngine, nothing=1),  # pyright: ignore[reportCallIssue]
             r"engine=.*It is called with \(config, context, training, head=...\)",
-        ),  # pyright: ignore[reportCallIssue]
+        ),
     ):
         with pytest.raises(UserError, match=said):
             ActorConfig(model=str(tiny_model), engine=wrong).check()  # pyright: ignore[reportArgumentType]

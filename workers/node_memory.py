@@ -1,0 +1,90 @@
+"""Memory of this node, as the kernel counts it, by the nearest limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..dataflow.byte_units import gib
+
+NO_LIMIT = 1 << 60
+"""Limits from this size mean unlimited; cgroups version 1 reports such a number."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    used_bytes: int
+    """Used memory, without what the kernel can reclaim."""
+    limit_bytes: int
+    by: str
+    """Source of the limit."""
+
+    @property
+    def share(self) -> float:
+        return self.used_bytes / self.limit_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes)
+
+    def __str__(self) -> str:
+        return f"{gib(self.used_bytes)} of {gib(self.limit_bytes)} ({self.by})"
+
+
+def node_memory(root: Path = Path("/")) -> NodeMemory | None:
+    """Return the memory of this node under its tightest limit: the machine's, or a cgroup's of this
+    process."""
+    found = [*_of_machine(root), *_of_cgroups(root)]
+    return max(found, key=lambda memory: memory.share) if found else None
+
+
+def cgroup_folders(root: Path = Path("/")) -> list[Path]:
+    """Return the memory folders of this process's cgroups, innermost first, for versions 2 and 1."""
+    own = root / "proc/self/cgroup"
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        lines = []
+    found: list[Path] = []
+    for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
+        paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
+        for path in paths:  # in a container this may be a host path, which is missing
+            at = root / top / path.strip("/")
+            found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
+    return list(dict.fromkeys(found))
+
+
+def _of_machine(root: Path) -> Iterable[NodeMemory]:
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return
+    found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    if found.get("MemTotal") and "MemAvailable" in found:
+        yield NodeMemory(found["MemTotal"] - found["MemAvailable"], found["MemTotal"], "the machine")
+
+
+def _of_cgroups(root: Path) -> Iterable[NodeMemory]:
+    for folder in cgroup_folders(root):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        if not limit or used is None or limit >= NO_LIMIT:
+            continue
+        try:
+            stat = (folder / "memory.stat").read_text()
+        except OSError:
+            stat = ""
+        kept = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+        yield NodeMemory(
+            max(0, used - (int(kept[1]) if kept else 0)), limit, f"the limit of cgroup {folder.name}"
+        )
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
