@@ -56,9 +56,9 @@ PROBLEMS = 2000
 """Generated problems, for training and held out, if no data are given."""
 DEMONSTRATIONS = 4000
 """Other problems, with solutions for the warm start."""
-HASTY = 0.65
+HASTY = 0.75
 """Share of two-step problems whose warm-start solution stops after the first step."""
-SOLVED = 0.8
+SOLVED = 0.7
 """The warm start ends when one of four samples is correct for this share of the problems.
 
 RL needs a model that succeeds some of the time.

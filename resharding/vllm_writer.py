@@ -36,7 +36,8 @@ from vllm.platforms import current_platform
 from ..dataflow.errors import WeightSyncError, nearest
 from .layout import Box, Held, Place
 from .memory import copy_elements
-from .vllm_layout import Fill, Recording, View, restore, restore_layer
+from .strided import View
+from .vllm_layout import Fill, Recording, restore, restore_layer
 
 # Layer: a module of vLLM whose own parameters are written together, and the memory for them.
 #

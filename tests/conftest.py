@@ -90,6 +90,11 @@ def nothing_is_left_behind() -> Iterator[None]:
         "PYTEST_CURRENT_TEST",
         "PYTHONBREAKPOINT",
         "LD_LIBRARY_PATH",
+        # vLLM sets these when an engine starts on a CPU.
+        "LD_PRELOAD",
+        "LOCAL_WORLD_SIZE",
+        "NUMEXPR_MAX_THREADS",
+        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
     }
     changed -= os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set()
     for name in changed:

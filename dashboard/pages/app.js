@@ -69,7 +69,7 @@ function render() {
   if (shown.error && !shown.data) return patch(main, [problem(shown.error)]);
   if (!shown.data) return;
   try {
-    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, shown.error instanceof Gone && !isExported ? "The run was removed. This page shows the last data that was read." : `Not up to date: ${shown.error.message}`)] : [];
+    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, shown.error instanceof Gone && !isExported ? "The run is gone. This page shows the last data that was read." : `Not up to date: ${shown.error.message}`)] : [];
     patch(main, [...stale, h("div", { key: shown.route.page, class: `page ${shown.route.page}` }, PAGES[shown.route.page].view(shown.data, context()))]);
   } catch (error) {
     console.error(error);

@@ -533,7 +533,9 @@ def test_the_family_of_an_address_is_that_of_its_form() -> None:
         match=r"cannot listen for weight receivers at 192\.0\.2\.1: .*must be an address of this machine",
     ):
         connections.listen("192.0.2.1")
-    with pytest.raises(WeightSyncError, match=r"given away at 2001:db8::1: Cannot assign"):
+    with pytest.raises(
+        WeightSyncError, match=r"cannot listen for weight receivers at 2001:db8::1: Cannot assign"
+    ):
         connections.listen("2001:db8::1")
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
 from ...resharding.layout import Box
-from ...resharding.vllm_layout import contiguous_strides
+from ...resharding.strided import contiguous_strides
 from ...resharding.weights import Part
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files

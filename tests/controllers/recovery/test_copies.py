@@ -222,10 +222,8 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
 
 def test_the_end_reports_pending_work(tmp_path: Path, bucket: Bucket):
     bucket.fails = lambda path: True
-    copies, said = (
-        Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01),
-        list[str](),
-    )  # waited out
+    copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01)  # waited out
+    said: list[str] = []
 
     def say(line: str) -> None:
         said.append(line)

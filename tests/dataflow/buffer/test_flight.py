@@ -430,9 +430,8 @@ def test_a_node_that_cannot_be_reached_is_asked_once_about_its_segments(tmp_path
 def test_a_server_that_never_answers_is_given_up_at_the_deadline(segment, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
-        reader = SegmentReader(
-            tmp_path, "n1", fetch=Peers({"n0": location}, TOKEN, timeout_s=0.3).fetch
-        )  # waited out
+        peers = Peers({"n0": location}, TOKEN, timeout_s=0.3)  # waited out
+        reader = SegmentReader(tmp_path, "n1", fetch=peers.fetch)
         with pytest.raises(TimeoutError, match=f"from {location}: "):
             reader.read(segment)
 
