@@ -177,7 +177,7 @@ def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPu
         with open_weights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
             parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
             with pytest.raises(
-                WeightSyncError, match="what other ranks"
+                WeightSyncError, match="a part on another rank"
             ):  # it adds up a part, and calls it the whole
                 receive_parts(incoming, parts)
             for source in incoming._sources:

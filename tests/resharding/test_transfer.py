@@ -202,7 +202,10 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
     )
     weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
     columns = torch.zeros(500, 3)  # a part of each row, so that what travels is strided at its source
-    with pytest.raises(WeightSyncError, match="or what other ranks"), open_weights(weights) as incoming:
+    with (
+        pytest.raises(WeightSyncError, match="or a part on another rank"),
+        open_weights(weights) as incoming,
+    ):
         receive_parts(incoming, [Part("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
     assert sum(sent) == columns.nbytes and len(sent) > 10
     assert torch.equal(columns, torch.arange(8000.0).view(1000, 8)[10:510, 2:5])
@@ -523,10 +526,10 @@ def test_the_family_of_an_address_is_that_of_its_form() -> None:
     with connections.listen("") as listener:
         assert listener.getsockname()[0] == LOOPBACK
     with pytest.raises(
-        WeightSyncError, match=r"given away at 192\.0\.2\.1: .*need an address of this one"
+        WeightSyncError, match=r"receivers at 192\.0\.2\.1: .*must be an address of this machine"
     ):
         connections.listen("192.0.2.1")
-    with pytest.raises(WeightSyncError, match=r"given away at 2001:db8::1: Cannot assign"):
+    with pytest.raises(WeightSyncError, match=r"receivers at 2001:db8::1: Cannot assign"):
         connections.listen("2001:db8::1")
 
 

@@ -250,7 +250,7 @@ def test_only_methods_of_a_weight_update_are_carried_out(receivers: Receivers) -
     with pytest.raises(WeightSyncError, match="'shutdown' is not a method of a weight update"):
         receivers._ask("shutdown")
     engine.over()
-    assert not engine.calls and "no method" in engine.failure
+    assert not engine.calls and "not a method" in engine.failure
 
 
 def test_sums_of_parts_add_up_to_the_checksum_of_everything() -> None:

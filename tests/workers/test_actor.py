@@ -293,7 +293,7 @@ def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
 def test_a_backend_of_vllms_without_a_gpu_says_what_to_take(tiny_model: Path):
     actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
     with pytest.raises(
-        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch sees none'
+        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch finds none'
     ):
         actor.publish_weights(1)
     actor.close()
