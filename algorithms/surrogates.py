@@ -35,7 +35,8 @@ class Surrogated:
 
 @runtime_checkable
 class Surrogate(Protocol):
-    """A rule from ratios and advantages to losses. A value: equal settings, equal losses."""
+    """A rule from ratios and advantages to losses. Instances are values: equal settings give equal
+    losses."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
         """Return the losses of these tokens.
@@ -242,7 +243,7 @@ class Weighting:
 
 @runtime_checkable
 class Correction(Protocol):
-    """A rule from log-ratios to weights. A value: equal settings, equal weights."""
+    """A rule from log-ratios to weights. Instances are values: equal settings give equal weights."""
 
     @property
     def weighs(self) -> bool:

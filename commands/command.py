@@ -131,7 +131,6 @@ RUNS = Path("runs")
 def run_path(name: str) -> Path:
     """Return the directory of a run, which need not exist, from a path or a name under `runs/`.
 
-
     >>> run_path("first"), run_path("elsewhere/first")
     (PosixPath('runs/first'), PosixPath('elsewhere/first'))
     """

@@ -195,7 +195,6 @@ def _reader_is_gone() -> int:
 def _plain(value: Any) -> Any:
     """Convert a value to JSON types. Numbers that are not finite become null.
 
-
     >>> _plain({"loss": float("nan"), "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}
     """

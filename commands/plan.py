@@ -64,7 +64,6 @@ class PlanRun(ScriptCommand):
 def _other(machine: str) -> OtherMachine:
     """Parse `--machine`.
 
-
     >>> _other("8x80")
     OtherMachine(gpus=8, gpu_bytes=85899345920)
     """
@@ -150,7 +149,6 @@ def lines(plan: Plan, made: Planning) -> Iterator[str]:
 
 def amount(num_bytes: float) -> str:
     """Format bytes.
-
 
     >>> amount(200), amount(3 << 19), amount(300 << 20), amount(5 << 30)
     ('0.2 KiB', '1.5 MiB', '300 MiB', '5.0 GiB')
@@ -248,7 +246,6 @@ def _step(plan: Plan) -> Iterator[str]:
 def _count(number: int, what: str) -> str:
     """Format a number of things.
 
-
     >>> _count(1, "row"), _count(2000, "row"), _count(2, "microbatch")
     ('1 row', '2,000 rows', '2 microbatches')
     """
@@ -258,7 +255,6 @@ def _count(number: int, what: str) -> str:
 
 def _duration(seconds: float) -> str:
     """Format seconds.
-
 
     >>> _duration(12.3), _duration(600), _duration(9000)
     ('12 s', '10 min', '2.5 h')

@@ -1,4 +1,9 @@
-"""The driver, its schedules, worker groups, dispatch and placement.
+"""The driver, its schedules, worker groups and placement. It moves row ids and references, never token tensors.
 
-Only this folder imports Ray. It moves row ids and references, never token tensors.
+loop/         the loop of a run: admit, dispatch, settle, close
+ranks/        the work on a rank
+backends/     where ranks run: this process or Ray, which only this folder imports
+recovery/     checkpoints, resume, failures, elastic groups
+reports/      progress, symptoms and trackers
+prechecks/    checks, plans, the doctor and simulation, before a run starts
 """

@@ -302,7 +302,7 @@ class Driver:
             self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
 
     def _note(self, error: BaseException) -> None:
-        """Record the error that ends the run among its alerts."""
+        """Add the error that ends the run to the run's alerts."""
         if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
             text = error.text if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
             self._history.progress.alerts.add("failed", text, ends=True)

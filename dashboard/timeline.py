@@ -40,7 +40,6 @@ class IdleStretches(NamedTuple):
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> IdleStretches:
     """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
 
-
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
     [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [-1, 0, 2], [0, 2, -1]]
@@ -62,7 +61,6 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
 
 def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
     """Return the share of each bin that calls cover: [number] float64, above 1 where calls overlap.
-
 
     >>> covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
     [1.0, 1.5, 0.0, 0.0]
@@ -159,7 +157,6 @@ class Lane:
     def stretches(self) -> list[tuple[float, float, list[str]]]:
         """(start, end, nodes) of each stretch with a constant set of calls, without idle ones.
 
-
         >>> calls = [TimelineCall(0, "g", "long", 0, 3, 0.0, 0), TimelineCall(0, "g", "inner", 1, 2, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).stretches
         [(0, 1, ['long']), (1, 2, ['long', 'inner']), (2, 3, ['long'])]
@@ -182,7 +179,6 @@ class Lane:
         """Return the share of each bin that the group spent on each node: [nodes, bins].
 
         Overlapping calls share a bin.
-
 
         >>> calls = [TimelineCall(0, "g", "n", 0.0, 1.5, 0.0, 0), TimelineCall(0, "g", "m", 1.0, 2.0, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).shares(["n", "m"], 4).tolist()
@@ -327,7 +323,6 @@ def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
 def parse_steps(text: str) -> tuple[int | None, int | None]:
     """Parse steps from the command line: a number, or a range like a Python slice.
 
-
     >>> parse_steps("10:20"), parse_steps("10:"), parse_steps(":20"), parse_steps("7")
     ((10, 20), (10, None), (None, 20), (7, 8))
 
@@ -413,7 +408,6 @@ def summary(timeline: Timeline) -> str:
 
 def seconds_text(value: float) -> str:
     """Format seconds with only as many digits as are useful.
-
 
     >>> [seconds_text(value) for value in (0.0, 0.00042, 0.0315, 2.5, 314.2, 7512.0)]
     ['0 s', '0.4 ms', '32 ms', '2.50 s', '314 s', '2 h 05 min']

@@ -158,6 +158,3 @@ def flattened(settings: Any, name: str = "") -> dict[str, Any]:
         for key, inner in settings.items()
         for full, value in flattened(inner, f"{of}{key}").items()
     }
-
-
-# Byte units, by IEC 80000-13.

@@ -202,7 +202,7 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
 
 
 def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
-    """Serialize entries, and the memories that hold some of them in place, as JSON."""
+    """Serialize entries as JSON, with the shared-memory files that hold some of their data."""
     fields = [
         [e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory]
         for e in entries

@@ -49,7 +49,8 @@ _PROOF_BYTES = 32
 
 
 def this_machine() -> str:
-    """Return an identifier of kernel and PID namespace. Equal ones can map each other's memory.
+    """Return an identifier of kernel and PID namespace. Processes with equal identifiers can map
+    each other's memory.
 
     >>> this_machine() == this_machine()
     True

@@ -131,7 +131,7 @@ class Transfer:
         parts: entries in bucket order, each with its elements. Elements must not change before
             `end`.
         memory: [bytes] uint8, for SLOTS buckets, on any device.
-        expected: names of the receivers that begin together if they come within GRACE_S of each
+        expected: names of the receivers to start together if they connect within GRACE_S of each
             other. Other receivers are served as well.
         shadow: bits of the previous version. Receivers on other machines that hold it get deltas
             (`delta.py`). None to send everything.

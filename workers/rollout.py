@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
-# Rollout config
 # Configuration, with the checks that run before any process starts.
 
 

@@ -76,8 +76,8 @@ def sources(degrees: Sequence[int]) -> Iterator[Layout]:
 
 
 def lower_bounds(source: Layout, destination: Layout) -> list[int]:
-    """Return the bytes that each destination rank needs and its device lacks, counted by
-    element."""
+    """For each destination rank, return the number of bytes that it needs and its device does not
+    hold, counted element by element."""
     found: list[int] = []
     for rank, here in enumerate(destination.ranks):
         owners = [n for n, w in enumerate(source.ranks) if (w.node, w.device) == (here.node, here.device)]

@@ -27,7 +27,7 @@ PROMPTS_PER_DEVICE = 16
 DEVICES_PER_REWARD = 16
 """Devices per reward process, which has its core besides them."""
 DISPATCH_S = 0.0015
-"""[s] Dispatch per rank of a call, as measured by dispatch.py."""
+"""[s] Dispatch per rank of a call, as measured."""
 STEPS = 3
 """Counted steps of a run on many devices."""
 MOST_DEVICES = 256

@@ -115,8 +115,8 @@ class Closing:
     def _possible(self) -> bool:
         """Whether a step may be closed.
 
-        If groups keep the evaluated weights, its weights must have arrived and evaluations of the
-        previous step must be over. So a checkpoint never contains a running evaluation.
+        If groups keep the evaluated weights, a step can close only after its weights have arrived
+        and the previous step's evaluations have finished. So a checkpoint never contains a running evaluation.
         """
         if not self._parts.evaluation_rules.keeps_weights:
             return True

@@ -244,8 +244,8 @@ class Dispatcher:
         )
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call. If it joins running calls, the least loaded replicas get
-        the rows."""
+        """Claim rows and request a call. If other calls are already running, the new rows go to
+        the least loaded replicas."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,

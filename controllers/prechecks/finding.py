@@ -45,7 +45,6 @@ def fail(about: str, name: str, found: str, todo: str) -> Finding:
 def text_of(findings: Sequence[Finding]) -> str:
     """Format findings for a terminal: one line each, and one for advice.
 
-
     >>> print(text_of([ok("room", "memory", "20.0 GiB free"), fail("room", "disk", "0.1 GiB free", "remove old runs")]))
     room
       ok    memory: 20.0 GiB free

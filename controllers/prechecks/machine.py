@@ -84,8 +84,8 @@ def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report each variable that changes every run, or one finding if there is none.
-
+    """Report each environment variable that affects all runs. Yield a single finding if none is
+    set.
 
     >>> [finding.name for finding in variables({"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"})]
     ['RAY_ADDRESS', 'RANK']
@@ -127,7 +127,6 @@ def threads(environment: Mapping[str, str], cpus: int) -> Finding:
 
 def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
     """Check that the network interfaces named by variables exist.
-
 
     >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
     'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
@@ -221,7 +220,6 @@ def look_at_limits(root: Path = Path("/")) -> Iterator[Finding]:
 def open_files(soft: int, hard: int) -> Finding:
     """Check the limit on open files.
 
-
     >>> open_files(1024, 524288).todo
     'ulimit -n 65536 (up to 524288 without an administrator)'
     """
@@ -271,7 +269,6 @@ def cpus(there: int, quota: float | None) -> Finding:
     """Check the CPUs that this process may use.
 
     torch starts a thread for each CPU that it sees, even if the container may use fewer.
-
 
     >>> cpus(64, 4.0).outcome, cpus(64, None).outcome
     ('warn', 'ok')
@@ -378,7 +375,6 @@ def _taken(root: Path, low: int, high: int) -> set[int]:
 
 def proxies(environment: Mapping[str, str]) -> Finding:
     """Check that no proxy intercepts traffic between processes of this machine.
-
 
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')

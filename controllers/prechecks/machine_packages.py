@@ -44,7 +44,6 @@ class Package:
 def installed(name: str) -> Package | None:
     """Return an installed package, or None.
 
-
     >>> installed("no-such-package") is None
     True
     """
@@ -127,7 +126,6 @@ def _fits(package: Package, names: Mapping[str, Package | None]) -> Iterator[Fin
 def fits(need: Requirement, version: str) -> bool:
     """Return whether a version meets a requirement. A CPU build (+cpu) counts as its base version.
 
-
     >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
     (True, False)
     """
@@ -136,7 +134,6 @@ def fits(need: Requirement, version: str) -> bool:
 
 def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
     """Yield the requirements that apply to this machine; with an extra, only its requirements.
-
 
     >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
     ['ray>=2.60']
@@ -288,7 +285,6 @@ def gpu_findings(
 
 def visible(environment: Mapping[str, str], number: int) -> Finding:
     """Check that the GPUs in CUDA_VISIBLE_DEVICES exist.
-
 
     >>> visible({"CUDA_VISIBLE_DEVICES": "0,7"}, 2).found
     "CUDA_VISIBLE_DEVICES='0,7' names 7, and there are 0 to 1"

@@ -40,7 +40,6 @@ FEW_ROWS = 64
 class SequenceCost:
     """The cost of rows on groups of ranks.
 
-
     >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, row_cost=RowCost(100), exchange_s={2: 0.001})
     >>> cost.seconds(np.array([100]), degree=2).round(3).tolist()  # (1 + 1) s over two ranks, and 50 tokens exchanged by each
     [1.05]
@@ -286,7 +285,6 @@ def _divisors(ranks: int) -> tuple[int, ...]:
 
 def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
     """Yield all partitions of ranks into groups.
-
 
     >>> list(_all_partitions(3))
     [(3,), (2, 1), (1, 1, 1)]

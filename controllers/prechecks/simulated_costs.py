@@ -24,7 +24,6 @@ FORWARD_SHARE = 1 / 3
 class LogNormal(Config):
     """Log-normal response lengths with an upper limit, which lowers the mean slightly.
 
-
     >>> LogNormal(mean=100, max_tokens=400).draw((0, 7), position=7, n=3).tolist()
     [33, 128, 97]
     """
@@ -52,7 +51,6 @@ class LogNormal(Config):
 
 class FixedLengths(Config):
     """Given response lengths, for the rows of the source in order.
-
 
     >>> FixedLengths(lengths=((3, 5), (2, 7))).draw((), position=1, n=2).tolist()
     [2, 7]
@@ -328,7 +326,6 @@ class Generation(Config):
 
 class CostModel(Config):
     """The costs of all calls of a simulated run.
-
 
     >>> CostModel(nodes={"actor.update": LinearCost(fixed_s=0.5), "rollout.receive_weights": LinearCost(fixed_s=0.1)}).dispatch_s
     0.0

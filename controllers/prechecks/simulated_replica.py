@@ -65,7 +65,7 @@ class Generating:
     open: int = field(init=False)
     """Unfinished prompts."""
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, number) of finished responses in the batching delay (`../ranks/gathered.py`)."""
+    """(prompt, number) of finished responses in the batching delay (`../ranks/executor.py`)."""
     due_s: float = math.inf
     """[s] Time when they are published."""
     interruptible = True

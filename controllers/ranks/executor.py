@@ -466,7 +466,8 @@ class ExecutorThread:
         self._thread.start()
 
     def worker(self) -> Worker | Failure:
-        """Wait for the worker, and return it or the failure to make it."""
+        """Wait until the worker is constructed. Return it, or the `Failure` if construction
+        failed."""
         self._up.wait()
         if self._failure is not None:
             return self._failure

@@ -431,7 +431,7 @@ class Copies:
 
         Args:
             timeout_s: longest wait [s].
-            say: called during the wait, with lines about the wait and about failures.
+            say: called with progress and failure messages while waiting.
             say_s: time between two lines about the wait [s].
         """
         end = time.monotonic() + timeout_s

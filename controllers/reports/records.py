@@ -63,7 +63,6 @@ class Step:
     def figures(self) -> tuple[Figure, ...]:
         """The measured figures among `KINDS`, without NaN.
 
-
         >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).figures
         (Figure(label='reward', text='0.500 ±0.250'), Figure(label='truncated', text='100%'))
         """

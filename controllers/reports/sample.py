@@ -53,7 +53,6 @@ class Sample:
     def verdict(self) -> str:
         """Rewards and truncation as text.
 
-
         >>> Sample(3, {}, "length", 0.5, {"form": 1.0, "right": 0.0}).verdict
         'reward 0.5 (form 1, right 0); truncated at the limit of tokens'
         """

@@ -252,7 +252,6 @@ def all_filtered(row: Row, groups: int) -> str:
         row: the metrics of the step so far.
         groups: number of dropped groups, with none passed, that triggers the message.
 
-
     >>> all_filtered({"zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
     ''
     >>> all_filtered({"zero_variance_groups": 4.0, "reward/mean": 0.0}, 4)[:64]
@@ -269,7 +268,6 @@ def all_filtered(row: Row, groups: int) -> str:
 
 def rewards_of(row: Row) -> str:
     """Return the means of the rewards of a step so far, for a message, or an empty string.
-
 
     >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
     ' (mean 0.12, std 0.1, right 0.02)'

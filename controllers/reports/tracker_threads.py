@@ -108,7 +108,6 @@ class SentMetrics:
     def go_back(self, step: int) -> None:
         """Forget what was sent for later steps.
 
-
         >>> sent = SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
         >>> sent.steps
@@ -118,7 +117,6 @@ class SentMetrics:
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step that were not sent yet.
-
 
         >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
@@ -133,7 +131,6 @@ class SentMetrics:
 
 def path_of(run: Path, tracker: str) -> Path:
     """Return the path of a tracker's record.
-
 
     >>> path_of(Path("runs/sums"), "my_module:Mine").as_posix()
     'runs/sums/trackers/my_module-Mine.json'

@@ -139,7 +139,6 @@ def new_tracker(name: str) -> Tracker:
 def plain(name: str) -> str:
     """Replace characters in the name of a metric or setting that some trackers reject.
 
-
     >>> plain("eval/pass@8"), plain("reward/my own")
     ('eval/pass_at_8', 'reward/my_own')
     """
@@ -176,7 +175,8 @@ class TensorboardTracker:
             self._writer.add_scalar(plain(name), value, step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log samples as indented blocks, which no text of a sample can close."""
+        """Log samples as indented code blocks, so that sample text cannot break the Markdown
+        formatting."""
         parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
         self._writer.add_text(
             "samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step

@@ -80,7 +80,6 @@ class Catalogue:
 def parted(names: str) -> list[str]:
     """Split comma-separated names. In a name, a comma is written %2C and a percent sign %25.
 
-
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
     """

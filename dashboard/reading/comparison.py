@@ -46,7 +46,6 @@ def compare_configs(
 def _nodes(lines: Any) -> Any:
     """Turn the printed lines of a graph into a mapping of its nodes, to compare node by node.
 
-
     >>> _nodes(["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"])
     {'graph': 'grpo', 'source train': 'prompt_ids', 'reward.score': {'kind': 'map; takes rows', 'writes': 'reward'}}
     """
@@ -73,7 +72,6 @@ def _nodes(lines: Any) -> Any:
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
     """Yield the dotted name and both values of each difference. A missing part is one difference.
-
 
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
     {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
@@ -127,7 +125,6 @@ def at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, list[dict[str, Any]]]:
     """Return the last step that both runs have made, and the metrics of both at that step.
-
 
     >>> at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
     (1, [{'name': 'loss', 'a': 1.0, 'b': 2.0}])

@@ -312,7 +312,6 @@ def buffer_page(
 def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
     """Count groups in flight by the time since the first group of their step was issued.
 
-
     >>> _ages({"steps": {"3": [4, 0.5], "2": [1, 70.0]}})
     {'edges_s': [0.0, 1.0, 3.0, 10.0, 30.0, 100.0], 'counts': [4, 0, 0, 0, 1]}
     """
@@ -344,7 +343,6 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """Count trained samples by the lag of their oldest token, for ranges of steps.
 
     The lag is in versions behind the trained weights.
-
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))

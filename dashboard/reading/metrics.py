@@ -244,7 +244,6 @@ def curve(
 def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float | None]:
     """Round numbers for JSON. Values that are not finite become null.
 
-
     >>> numbers([0.1 + 0.2, float("nan"), 12.0, 1e-9 / 3])
     [0.3, None, 12.0, 3.333333e-10]
     """
@@ -410,7 +409,6 @@ def _title(kind: CardKind, names: Sequence[str]) -> str:
 
 def meaning(name: str) -> dict[str, Any]:
     """Return unit, meaning, good and bad values and better direction of a metric.
-
 
     >>> meaning("actor/entropy")["unit"], meaning("reward/mean")["direction"], meaning("my/own")
     ('nats/token', 'up', {'unit': '', 'meaning': '', 'good': '', 'bad': '', 'direction': 'none', 'section': ''})

@@ -155,7 +155,6 @@ def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
 def nested(value: Any, *names: str) -> dict[str, Any]:
     """Return a nested mapping, or an empty one if any level is missing or not a mapping.
 
-
     >>> nested({"a": {"b": {"c": 1}}}, "a", "b"), nested({"a": 1}, "a", "b")
     ({'c': 1}, {})
     """

@@ -382,7 +382,6 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
 def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a reward by name: columns `reward/NAME` and the JSON of `reward_parts`.
 
-
     >>> _reward_parts({"reward": 1.1, "reward/style": 0.1, "reward_parts": '{"right": 1.0, "style": 0.1}'})
     {'style': 0.1, 'right': 1.0}
     """

@@ -54,7 +54,6 @@ MOST_TEXT = 100_000
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template, or return None without markers.
 
-
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
@@ -124,7 +123,6 @@ def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
 
 def _called(text: str) -> str:
     """Return the tool name in a call.
-
 
     >>> _called('{"name": "search", "arguments": {}}'), _called("<function=run><parameter=x>1"), _called("?")
     ('search', 'run', 'a tool')
@@ -208,7 +206,6 @@ def _cut(text: str) -> str:
 
 def gist(prompt: str) -> str:
     """Return the last user or assistant text of a prompt, for a list: prompts often begin alike.
-
 
     >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
     ('2+2?', '2+2=')

@@ -110,7 +110,6 @@ def unfoldings(groups: Sequence[str]) -> list[str]:
 
     The pages request all of them for the key `r`.
 
-
     >>> unfoldings(["actor"]), unfoldings(["actor", "rollout"]), unfoldings([])
     (['actor'], ['actor', 'rollout', 'actor,rollout'], [])
     >>> unfoldings("abcdefghi")[-2:]
@@ -135,7 +134,6 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
 
 def address(name: str, values: Mapping[str, Any]) -> str:
     """Return an address as the pages' `api.js` makes it: with sorted, form-encoded parameters.
-
 
     >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
     '/api/curves?names=reward%2Fmean%2Cx&runs=a+b'

@@ -533,7 +533,7 @@ class SegmentWriter:
     def append(self, batch: Batch) -> Segment:
         """Write the rows of a batch. Once this returns, they survive the death of this process.
 
-        Only the rows of a slice are written. Dictionary-encoded columns are decoded.
+        If the batch is a slice, only the slice's rows are written. Dictionary-encoded columns are decoded.
 
         Args:
             batch: [rows], with any columns.

@@ -199,7 +199,6 @@ def _stat(path: Path) -> tuple[int, int, int] | None:
 def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the parts that differ.
 
-
     >>> changed({"metrics": 1, "live": 1}, {"metrics": 2, "live": 1})
     ['metrics']
     """

@@ -127,7 +127,7 @@ def build_causal_lm(
     Args:
         model: the user's name for the model.
         head: "values" or "rewards" replaces the model's head by a scalar one.
-        seed: seed of a scalar head that the folder lacks.
+        seed: seed for initializing the scalar head if the folder has none.
         activation_checkpointing: activations to recompute in the backward pass.
 
     Raises:
@@ -298,7 +298,7 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
 
 
 def _keep_products() -> Any:
-    """Keep the results of matrix products and attention, and recompute the rest. (Megatron's
-    selective recomputation, arXiv:2205.05198, recomputes attention instead, which was the cheap
-    part there.)"""
+    """Keep the results of matrix products and attention, and recompute the rest. Megatron's
+    selective recomputation (arXiv:2205.05198) recomputes attention instead, because attention is
+    cheap to recompute there."""
     return create_selective_checkpoint_contexts(_PRODUCTS)
