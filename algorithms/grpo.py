@@ -33,6 +33,9 @@ def greedy_baselines(
     return reward.score(greedy, into=str(BASELINE_REWARD))
 
 
+# Grpo
+
+
 @graph
 def grpo(
     prompts: Any,

@@ -39,6 +39,9 @@ def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihoo
     return actor.update(rows, loss=loss)
 
 
+# Methods
+
+
 @dataclass(frozen=True)
 class Method:
     """A graph with the settings of one method."""

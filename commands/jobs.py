@@ -132,6 +132,9 @@ def _say(line: str) -> None:
     show(line)
 
 
+# Jobs
+
+
 @dataclass(frozen=True, kw_only=True)
 class List(Command):
     """List the jobs that the cluster remembers, latest first."""

@@ -65,6 +65,9 @@ def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
     return trace
 
 
+# Run
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(ScriptCommand):
     """Run a script as `python SCRIPT ...` does. Words after SCRIPT are its settings, or --config

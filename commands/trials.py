@@ -181,6 +181,8 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
     return folder
 
 
+# Trials
+
 _ROUNDING = 1e-3
 """[nats] Tolerance for rounding in float32."""
 _BFLOAT16_GAP = 0.05

@@ -85,6 +85,8 @@ def versions() -> dict[str, str]:
     return found
 
 
+# Driver
+
 MAX_RESTARTS = 3
 """Largest number of automatic restarts from the same checkpoint."""
 

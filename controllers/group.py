@@ -47,6 +47,8 @@ def gather_s(ranks: int) -> float:
     return min(MAX_S, ranks * RANK_S) if ranks >= MANY_RANKS else 0.0
 
 
+# Group
+
 REGISTER = "register"
 """A method of every worker. It returns the rank's mesh coordinates when the process is up."""
 Submit = Callable[[int, Task, "Call"], None]

@@ -282,6 +282,8 @@ def _frame_of(module: ModuleType) -> FrameType | None:
     return frame
 
 
+# Program
+
 T = TypeVar("T")
 PACKAGE = __name__.split(".")[0]
 WIDEST = 120

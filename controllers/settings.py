@@ -146,6 +146,8 @@ def _bare(key: str) -> str:
     return re.sub(r"[\"' ]", "", key)
 
 
+# Settings
+
 OPTION = "--config"
 
 

@@ -69,6 +69,8 @@ def draw_curve(
     return path
 
 
+# Pictures
+
 COLOURS = (
     "#2a6fdb",
     "#d9622b",

@@ -79,6 +79,9 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
     return np.diff(until) / width
 
 
+# Timeline
+
+
 @dataclass(frozen=True)
 class TimelineCall:
     """One call of a group, as seen by the driver."""

@@ -433,6 +433,8 @@ def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
     return next((found for name in after if (found := walk(name, []))), [])
 
 
+# Graph
+
 TRAIN = "train"
 """Name of a run's training graph."""
 

@@ -620,6 +620,8 @@ EVALUATION = Section(
 
 SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, MIXTURE, CRITIC, PREFERENCES, EVALUATION)
 
+# Metric names
+
 FUNCTIONS = "functions"
 """Worker group that runs the pure functions of graphs. It does not prefix metrics of the table."""
 DRIVER = "driver"

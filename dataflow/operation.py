@@ -219,6 +219,8 @@ def takes_from_json(fields: Mapping[str, Any]) -> Takes:
     return _RECORDS[kind](**rest) if kind in _RECORDS else Unit(kind)
 
 
+# Operation
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

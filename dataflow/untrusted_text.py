@@ -247,6 +247,8 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
     return HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)
 
 
+# Untrusted text
+
 JOINERS = "\u200c\u200d"
 """Zero-width characters inside words and emoji, which are harmless."""
 STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -142,6 +142,8 @@ def _partition(
     return best[-1]
 
 
+# Formulas
+
 HYBRIDFLOW_ORDER = ("tp", "pp", "dp")
 """HybridFlow's order of the ranks, the fastest coordinate first."""
 

@@ -197,6 +197,8 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
         os.close(file)
 
 
+# Incoming
+
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
 

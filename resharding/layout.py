@@ -101,6 +101,8 @@ class Box:
         return f"Box([{', '.join(f'{start}:{stop}' for start, stop in zip(self.starts, self.stops, strict=True))}])"
 
 
+# Layout
+
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,

@@ -326,6 +326,9 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
     return found
 
 
+# Vllm writer
+
+
 class ModelState(enum.Enum):
     """State of a vLLM model.
 

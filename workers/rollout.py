@@ -298,6 +298,8 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
     return f", or raise max_context to up to {of_model}" if max_context < of_model else ""
 
 
+# Rollout
+
 MAX_RESPONSES = 10_000_000
 """Limit on the responses of one `generate` call, because the worker keeps a request for each."""
 POLL_S = 0.001

@@ -107,6 +107,9 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:80]}...")
 
 
+# Math
+
+
 class Math(Grader):
     r"""1 if the final answer of the response equals the answer, otherwise 0.
 

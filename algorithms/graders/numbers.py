@@ -141,6 +141,8 @@ def is_words(latex: str) -> bool:
     )
 
 
+# Numbers
+
 LONGEST = 1000
 """Characters of the longest text that may be a number."""
 SMALL = Fraction(1, 10_000)

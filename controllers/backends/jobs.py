@@ -206,6 +206,8 @@ def _check_variable(name: str, value: str) -> None:
         raise UserError(f"--env {name}=...: the value contains a null character")
 
 
+# Jobs
+
 VARIABLE = "RAY_API_SERVER_ADDRESS"
 """Variable with the address of the job server; Ray's commands read the same one."""
 EXAMPLE = "http://ray-head:8265"

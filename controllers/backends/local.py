@@ -153,6 +153,8 @@ def _where(frame: FrameType | None) -> str:
     return shown([(each.filename, str(each.lineno), each.name) for each in reversed(stack)])
 
 
+# Local
+
 REST_S = 0.05
 
 

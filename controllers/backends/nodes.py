@@ -433,6 +433,8 @@ def node_names(
     return names
 
 
+# Nodes
+
 NODE_TIMEOUT_S = 5.0
 """[s] Longest wait for a node to accept a connection, when checking whether it is lost."""
 CONNECT_TIMEOUT_S = 60.0

@@ -194,6 +194,8 @@ def network_environment(address: str) -> dict[str, str]:
     return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
 
 
+# Rank
+
 MAX_CALLS = 64
 """Maximum number of running calls with rows on a rank. Each has a thread, and all but one wait for
 their turn."""

@@ -85,6 +85,8 @@ def labelled(name: str) -> tuple[str, str]:
     return f"weft_{plain}", evaluation
 
 
+# Ray backend
+
 LOOK_S = 1.0
 """[s] While workers start, longest wait between two readings of their memory."""
 ADVANCED_TIMEOUT_S = 5.0

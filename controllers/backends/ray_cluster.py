@@ -144,6 +144,8 @@ def sizes(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, int]]:
     return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
 
 
+# Ray cluster
+
 CLOSE_TIMEOUT_S = 5.0
 """[s] Longest wait for the reaper to end."""
 QUIET: Mapping[str, Any] = {

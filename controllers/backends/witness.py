@@ -388,6 +388,8 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+# Witness
+
 SAMPLE_S = 1.0
 """[s] Time between two readings of a process's memory."""
 READINGS = 120

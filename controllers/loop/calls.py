@@ -73,6 +73,8 @@ class DeviceTurns:
         return self._next(pool)
 
 
+# Calls
+
 MAX_REST_S = 0.5
 """[s] Longest rest of the driver between two turns."""
 MOST_RANKS = 64

@@ -72,6 +72,9 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
     return metrics
 
 
+# Closing
+
+
 class Closing:
     """Ends steps and evaluations.
 

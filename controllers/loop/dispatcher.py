@@ -104,6 +104,9 @@ def gathers(node: Node) -> bool:
     return not node.operation.takes_groups and node.operation.shape in (Shape.MAP, Shape.FILTER)
 
 
+# Dispatcher
+
+
 class Dispatcher:
     """Claim rows for nodes and request the calls."""
 

@@ -516,6 +516,9 @@ def memory(root: Path = Path("/")) -> Finding:
     return (fail if found.free_bytes < MEMORY_FAIL_BELOW else warn)(ROOM, "memory", said, todo)
 
 
+# Machine
+
+
 def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return all findings about this machine.
 

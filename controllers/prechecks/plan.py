@@ -167,6 +167,9 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     return StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
 
 
+# Plan
+
+
 @dataclass(frozen=True)
 class Machine:
     """Resources of this machine."""

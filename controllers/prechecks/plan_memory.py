@@ -81,6 +81,8 @@ def _uses_torch(function: Callable[..., Any]) -> bool:
     return "torch" in vars(sys.modules.get(function.__module__, object()))
 
 
+# Plan memory
+
 REST = "at rest"
 CACHE = "key/value cache"
 

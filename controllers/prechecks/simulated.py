@@ -96,6 +96,8 @@ def _path(row: Row) -> list[int]:
     return path
 
 
+# Simulated
+
 NODE = "simulated"
 """Node of invented references. None of its files exist."""
 

@@ -162,6 +162,8 @@ def _joined(parts: list[Children]) -> Children:
     return Children(rows, np.concatenate(numbers), np.concatenate(finished))
 
 
+# Executor
+
 KEEPALIVE_S = 5.0
 """[s] A worker that makes steps sends a reply at least this often."""
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)

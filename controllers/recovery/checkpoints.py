@@ -83,6 +83,8 @@ class RunState:
         return cls(**{**fields, **read})
 
 
+# Checkpoints
+
 MAX_NOT_EVALUATED = 4
 """Most checkpoints to keep until it is known whether they are the best."""
 REPLACED = ".before_"

@@ -358,6 +358,8 @@ def check_address(address: str) -> None:
         )
 
 
+# Copies
+
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 """[s] First and longest pause before a failed copy is retried. Each pause doubles."""
 END_S = 600.0

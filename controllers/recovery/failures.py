@@ -80,6 +80,8 @@ def _logs(group: WorkerGroup, rank: int) -> str:
     return f"(all threads are at the end of logs/{group.name}_{rank}.log)"
 
 
+# Failures
+
 MAX_FAILURES = 3
 """Failures of a sample before it is dropped, or of a call outside the graph before the run ends."""
 FEWEST_ROWS = 100

@@ -51,6 +51,8 @@ def collected_seldom(seldom: bool) -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+# Resume
+
 WITHOUT_ROWS = "resume='weights' continues from models, optimizers and the place in the data, without the rows in flight"
 
 

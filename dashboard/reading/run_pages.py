@@ -74,6 +74,8 @@ def _at(step: int, series: tuple[np.ndarray, np.ndarray] | None) -> float | None
     return float(values[at]) if at < len(steps) and steps[at] == step else None
 
 
+# Run pages
+
 SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
 """Limits of a SQL query: rows, seconds, bytes of memory."""
 TOKEN_COLUMNS = re.compile(

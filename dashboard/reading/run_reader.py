@@ -163,6 +163,8 @@ def nested(value: Any, *names: str) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
+# Run reader
+
 SPARK = 40
 """Points of the small curve in the list of runs."""
 

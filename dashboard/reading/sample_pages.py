@@ -127,6 +127,8 @@ def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
     return [table.slice(place, 1).to_pylist()[0] for place in places.tolist()]
 
 
+# Sample pages
+
 PREVIEW = 200
 """Characters of a text in a list."""
 MOST_TOKENS = 20_000

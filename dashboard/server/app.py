@@ -157,6 +157,8 @@ def vendored(name: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
+# App
+
 Offset: TypeAlias = Annotated[int, Query(ge=0, le=1 << 40)]
 Limit: TypeAlias = Annotated[int, Query(ge=1, le=500)]
 PAGES = Path(__file__).resolve().parent.parent / "pages"

@@ -223,6 +223,9 @@ class CheckedGraph:
             node.held_back.discard(group.id)
 
 
+# Checked rows
+
+
 @dataclass
 class GraphCounts:
     """Counts of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and

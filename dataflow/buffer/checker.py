@@ -83,6 +83,8 @@ class Violation:
         return self.text if self.at is None else f"byte {self.at}: {self.text}"
 
 
+# Checker
+
 RESTARTED = "the run was started again"
 """The reason that recovery logs when it releases the leases of lost workers."""
 

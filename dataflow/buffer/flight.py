@@ -95,6 +95,8 @@ def make_certificate() -> Certificate:
     )
 
 
+# Flight
+
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])
 DAMAGED = b"damaged"

@@ -232,6 +232,9 @@ class Claims:
             self._live.finish({group: left}, i)
 
 
+# Ledger
+
+
 class Ledger:
     """Rows of one graph of a run, from issue to retirement.
 

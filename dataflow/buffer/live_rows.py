@@ -83,6 +83,8 @@ def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
     return [(part, number) for part, number in Counter(column).items() if part is not None]
 
 
+# Live rows
+
 Orders: TypeAlias = Mapping[Group, Sequence[int]]
 
 

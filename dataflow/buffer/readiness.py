@@ -169,6 +169,8 @@ class Wiring:
         return j if alone else None
 
 
+# Readiness
+
 FEW = 8
 """If a heap is more than this times as large as the list of new groups, push them one by one;
 otherwise heapify all."""

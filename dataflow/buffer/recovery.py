@@ -379,6 +379,9 @@ def _apply(ledger: Ledger, event: Event) -> None:
             ledger.offer(ledger.graph[event.node], ledger.live.groups[event.group])
 
 
+# Recovery
+
+
 @dataclass
 class RestoredState:
     """The state of a run at a position of its log."""

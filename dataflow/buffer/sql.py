@@ -168,6 +168,8 @@ class _Waiting:
 _waiting = _Waiting()
 atexit.register(end_prepared)
 
+# Sql
+
 MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86400.0

@@ -172,6 +172,8 @@ def _from_json(value: Any) -> Any:
     return _without_nulls(value)
 
 
+# Conversations
+
 Gap = tuple[int, int]
 """(start, end) characters of a response that are not trained: turns of users and tools, and headers
 between turns."""

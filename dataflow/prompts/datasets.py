@@ -279,6 +279,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+# Datasets
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of a source, with their origin."""

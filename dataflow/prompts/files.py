@@ -269,6 +269,8 @@ def _json_type(value: Any) -> str:
             return f"a {type(value).__name__}"
 
 
+# Files
+
 _ONE_BLOCK = 2**28
 """[bytes] Parse files up to this size as one block. Larger files use blocks of `_BLOCK` bytes, and
 each row must fit in a block."""

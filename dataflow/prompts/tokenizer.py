@@ -252,6 +252,8 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "content": content + mark}
 
 
+# Tokenizer
+
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",

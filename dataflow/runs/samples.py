@@ -114,6 +114,8 @@ def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float
     return rows
 
 
+# Samples
+
 NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.arrow")
 
 

@@ -172,6 +172,9 @@ def _mix(values: np.ndarray) -> np.ndarray:
         return values ^ (values >> np.uint64(31))
 
 
+# Transformers engine
+
+
 class TransformersEngine:
     """`GenerationEngine` on a `transformers` causal language model.
 

@@ -95,6 +95,9 @@ class SleepingEngine:
             self.on_device = OnDevice.AWAKE
 
 
+# Vllm engine
+
+
 class VllmEngine:
     """`GenerationEngine` on vLLM's `LLMEngine`.
 

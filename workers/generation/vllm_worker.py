@@ -95,6 +95,9 @@ class RouteRecorder:
         return [np.concatenate(chunks) if chunks else None for chunks in found]
 
 
+# Vllm worker
+
+
 class WorkerExtension:
     """Mixin for vLLM's worker class. `collective_rpc` calls its methods on every rank."""
 

@@ -318,6 +318,8 @@ def pieces_of(size: int) -> Iterator[int]:
     return iter(range(0, size, PIECE_BYTES))
 
 
+# Node folder
+
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files to download: settings, weights, tokenizer, chat template."""
 

@@ -114,6 +114,9 @@ class Samples:
         return [default if value is None else value for value in values]
 
 
+# Signature
+
+
 @dataclass(frozen=True)
 class Signature:
     """The calling convention of a library."""

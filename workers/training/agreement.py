@@ -127,6 +127,8 @@ def lend_weights(
         lent.give_back(model.causal_lm)
 
 
+# Agreement
+
 _LENGTHS = (5, 3)
 """Tokens of the compared rows: few, so that large models take little time."""
 _FIRST_ID = 3

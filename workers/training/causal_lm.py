@@ -90,6 +90,8 @@ def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
+# Causal lm
+
 _PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in (

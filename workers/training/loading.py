@@ -71,6 +71,9 @@ def _check_compiler(device: torch.device) -> None:
         raise UserError("compile=True needs Triton on a GPU, but this torch has none: pip install triton")
 
 
+# Loading
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready for passes."""

@@ -311,6 +311,9 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     return laid
 
 
+# Optimizer
+
+
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:

@@ -87,6 +87,8 @@ def attend(
     )
 
 
+# Packed attention
+
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 VARLEN = "weft_packed_varlen"

@@ -35,6 +35,9 @@ def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+# Packed sequences
+
+
 class Exchange(Protocol):
     """Exchange between ranks that share tokens (`sequence_parallel.py`)."""
 

@@ -79,6 +79,9 @@ def _follows_length(module: nn.Module) -> bool:
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
 
 
+# Response model
+
+
 class ResponseModel(nn.Module):
     """Backbone and head of a `transformers` causal language model.
 

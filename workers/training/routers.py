@@ -212,6 +212,8 @@ def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor
     return (weights * probabilities * centred).to(logits.dtype)
 
 
+# Routers
+
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NUMBER = re.compile(r"\.(\d+)\.")
 

@@ -120,6 +120,9 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
         file.write_table(table)
 
 
+# Updates
+
+
 class Updates:
     """The updates of an engine, each of one or more optimizer steps. Collective: each rank passes
     the rows of its replica."""
