@@ -1,12 +1,14 @@
 """Child processes of Weft: start a Python program, exchange lines of JSON with a deadline, end it.
 
-child = ChildProcess("weft.algorithms.graders.math_program")
-child.receive(START_S)  # {"ready": True}
-reply = child.ask({"response": "4", "answer": "4"}, deadline_s=10)
-child.kill()
+    child = ChildProcess("weft.algorithms.graders.math_program")
+    child.receive(START_S)  # {"ready": True}
+    reply = child.ask({"response": "4", "answer": "4"}, deadline_s=10)
+    child.kill()
 
-starting ──> running ──ask──> running ──> ended
-                └── deadline or kill() ────^
+A process that misses a deadline is killed:
+
+    starting ──> running ──ask──> running ──> ended
+                    └── deadline or kill() ────^
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ from pathlib import Path
 from typing import IO, Any
 
 EXIT_S = 0.05
-"""Seconds that `kill` gives a process that is about to end, so that its own exit status is known."""
+"""[s] How long `kill` waits for a process that is about to end, to learn its own exit code."""
 
 
 class ChildProcess:
     """A Python program in its own process. Several threads may not use it at once.
 
     Args:
-        program: a module to run with `python -m`, or the file of a program that imports nothing of Weft.
-        arguments: of the program.
-        log: file that gets the output of the process; None: the output is lines of JSON for `receive`, and
-            messages on its standard error go to `errors`.
-        errors: file descriptor of its standard error without a log; None: that of this process.
+        program: name of a module to run with `python -m`, or path of a Python file.
+        arguments: command line of the program.
+        log: append all output to this file. By default, standard output carries lines of JSON
+            for `receive`.
+        errors: file descriptor for standard error, if there is no log; by default the one of
+            this process.
         environment: variables to add.
-        detached: start a new session, so that signals of the terminal do not reach the process.
+        detached: start a new session, so that signals from the terminal do not reach the process.
         descriptors: file descriptors that the process inherits.
 
     Raises:
@@ -80,9 +83,7 @@ class ChildProcess:
 
     @property
     def status(self) -> str:
-        """
-        How the process ended: "exit code 1" or "signal 9".
-        """
+        """How the process ended, such as "exit code 1" or "signal 9", or "running"."""
         code = self.exit_code
         return "running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -115,15 +116,15 @@ class ChildProcess:
             raise EOFError(self.status) from None
 
     def receive(self, deadline_s: float) -> Any:
-        """Read the next line of JSON. Other lines, such as messages of libraries, are skipped.
+        """Read the next line of JSON, and skip other lines, such as messages of libraries.
 
         Args:
-            deadline_s: seconds to wait. The process is killed when they are over, because a late reply would be
-                taken for the reply to the next request.
+            deadline_s: [s] after this time, the process is killed. Otherwise a late reply would
+                look like the reply to the next request.
 
         Raises:
-            TimeoutError: there was no line in time.
-            EOFError: the process has ended, or closed its output.
+            TimeoutError: no line came in time.
+            EOFError: the process ended or closed its output.
         """
         late = threading.Event()
 
@@ -134,15 +135,19 @@ class ChildProcess:
         timer = threading.Timer(deadline_s, expire)
         timer.daemon = True
         timer.start()
+        found = None
         try:
-            while line := self.stdout.readline():
+            while found is None and (line := self.stdout.readline()):
                 with suppress(ValueError):
-                    return json.loads(line)
+                    found = (json.loads(line),)
         finally:
             timer.cancel()
-        if late.is_set():
+            timer.join()
+        if late.is_set():  # also if the line came at the same moment: the process is dead
             raise TimeoutError(f"no reply within {deadline_s:g} s")
-        raise EOFError(self.status)
+        if found is None:
+            raise EOFError(self.status)
+        return found[0]
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for the end of the process, without a limit for None; return whether it has ended."""

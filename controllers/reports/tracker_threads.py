@@ -1,12 +1,13 @@
-"""Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging tracker never stops a run.
+"""Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging
+tracker never stops the run.
 
     start ──> follows ──end()──> sends what remains ──> ended
                  │ raises: reported once          │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
-The run's own files are the queue: a thread reads the metrics that were added since its last look, so a slow
-tracker costs no memory. `trackers/NAME.json` in the run's directory notes what was sent. A run that is resumed
-sends what its trackers missed.
+The run's own files are the queue: a thread reads the metrics that were added since its last look,
+so a slow tracker costs no memory. `trackers/NAME.json` in the run's directory records the sent
+metrics. A resumed run sends the metrics that its trackers missed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ...dataflow.graph import TRAIN
 from ...dataflow.runs.files import CONFIG, METRICS, SAMPLES, TRACKERS, make_folder, replacing
 from ...dataflow.runs.follow import FollowedTable
 from ...dataflow.runs.samples import SampleFile, sample_files, tables
-from ...dataflow.runs.tables import by_step, present
+from ...dataflow.runs.tables import by_step
 from ...dataflow.safe_files import parse_object, read_file, read_json
 from ...dataflow.untrusted_text import redacted, without_secrets
 from .sample import Sample, sample_of
@@ -36,20 +38,20 @@ from .trackers import PROMETHEUS, TrackedRun, Tracker, new_tracker
 logger = logging.getLogger("weft.trackers")
 
 POLL_S = 1.0
-"""Seconds between two looks at the metrics of the run."""
+"""[s] Time between two looks at the metrics."""
 FINISH_S = 30.0
-"""Seconds that a finished run gives its trackers for what remains."""
+"""[s] How long a finished run waits for its trackers."""
 LEAVE_S = 5.0
-"""Seconds that a run gives its trackers when it ends with an error or a signal."""
+"""[s] How long a run that failed or was stopped waits for its trackers."""
 STUCK_S = 60.0
-"""Seconds without a sign of life after which a tracker is reported."""
+"""[s] Report a tracker that has not responded for this long."""
 FINISHED, FAILED = "finished", "failed"
 
 Row = Mapping[str, float]
 
 
 class NewValues:
-    """The metrics that a run measured since the last look. A look costs what is new, however long the run is.
+    """Reads the metrics of a run as they are added. A look costs only as much as the new values.
 
     Args:
         run: directory of the run.
@@ -58,17 +60,28 @@ class NewValues:
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS)
 
-    def __iter__(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Steps and their new metrics. A step comes again when more of its metrics are measured, and all steps
-        come again when the finished run turns its stream into a Parquet file."""
+    def after(self, sent: Mapping[str, int]) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
+
+        Args:
+            sent: the latest sent step of each metric. A finished run has its metrics in a Parquet
+                file, and only later steps are read from it.
+        """
         try:
             news = self._table.news()
         except (OSError, ValueError, pa.ArrowException):
             return
-        rows = by_step(pa.Table.from_batches(news.batches)) if news.batches else []
-        rows += [present(row) for row in news.table.to_pylist()] if news.table is not None else []
-        for row in rows:
-            yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+        if news.batches:
+            for row in by_step(pa.Table.from_batches(news.batches)):
+                yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+        if news.table is not None:
+            steps, found = news.table["step"].to_numpy(), dict[int, dict[str, float]]()
+            for name in news.table.column_names:
+                values = news.table[name]
+                known = values.is_valid().to_numpy() & (steps > sent.get(name, -1))
+                for place in np.flatnonzero(known) if name != "step" else ():
+                    found.setdefault(int(steps[place]), {})[name] = values[place].as_py()
+            yield from sorted(found.items())
 
 
 # The record of sent metrics in the run's directory, so that a resumed run sends nothing twice. Trackers
@@ -153,6 +166,9 @@ class Follower:
         self._sent = SentMetrics.read(self._path)
         self.looks = 0
         """Looks at the metrics so far: a sign of life."""
+        self.is_left_behind = False
+        """Whether the run ended before this tracker. It must not send anything any more, because
+        the run may have been resumed, with another follower."""
 
     def follow(self, said_within: Callable[[float], str | None]) -> None:
         """Send metrics until the run is over.
@@ -175,7 +191,9 @@ class Follower:
 
     def _send(self, tracker: Tracker) -> None:
         sent, steps = False, set[int]()
-        for step, metrics in self._values:
+        for step, metrics in self._values.after(self._sent.steps):
+            if self.is_left_behind:
+                raise RuntimeError("the run ended without it")
             steps.add(step)
             if new := self._sent.new(step, metrics):
                 tracker.log(step, new)
@@ -257,7 +275,7 @@ class _Thread:
             self._follower.follow(self._said_within)
         except BaseException as error:  # also SystemExit, which some packages raise
             self.error = redacted(f"{type(error).__name__}: {error}")
-            logger.warning("tracker %s failed: %s", self.name, self.error)
+            logger.info("tracker %s failed", self.name, exc_info=True)  # the alert of the run warns
 
     def _said_within(self, seconds: float) -> str | None:
         self._wake.wait(seconds)
@@ -267,8 +285,11 @@ class _Thread:
         self._said = said
         self._wake.set()
 
+    def leave_behind(self) -> None:
+        self._follower.is_left_behind = True
+
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended within this time."""
+        """Wait for the end of the thread. Return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -282,12 +303,12 @@ class TrackerThreads:
     """The trackers of a run.
 
     Args:
-        names: of the trackers.
+        names: names of the trackers.
         run: directory of the run.
-        report: sets the gauges of the backend's endpoint, where `prometheus` is among the trackers.
-        warn: shows a line.
-        clock: monotonic seconds.
-        samples: number of recorded samples of a step that each tracker gets.
+        report: sets the gauges of the backend's endpoint, for the tracker `prometheus`.
+        warn: shows an alert.
+        clock: [s] a monotonic clock.
+        samples: recorded samples of each step to send.
     """
 
     def __init__(
@@ -309,7 +330,7 @@ class TrackerThreads:
         """Start the threads.
 
         Args:
-            after: the step after which the run is resumed. None: the run begins.
+            after: the step that the run resumes after, or None for a new run.
         """
         for name in self._names:
             follower = Follower(self._run, name, after, self._samples)
@@ -333,7 +354,7 @@ class TrackerThreads:
         """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them.
 
         Args:
-            finished: the run has reached the end of its schedule.
+            finished: whether the run has reached the end of its schedule.
         """
         threads, self._threads = self._threads, []
         for one in threads:
@@ -342,6 +363,7 @@ class TrackerThreads:
         deadline = self._clock() + patience_s
         for one in threads:
             if not one.join(max(0.0, deadline - self._clock())):
+                one.leave_behind()
                 self._tell(one, f"had not sent everything {patience_s:g} s after the end")
             elif one.error:
                 self._tell(one, f"has ended ({one.error})")

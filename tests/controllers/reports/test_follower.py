@@ -163,3 +163,17 @@ def test_no_samples_are_sent_unless_wanted_and_supported(tracker: str, samples: 
     add(writer, *rows(1))
     Follower(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
     assert not any("rows" in line for line in kept(tmp_path))
+
+
+def test_a_follower_that_the_run_left_behind_sends_nothing_more(tmp_path: Path):
+    writer, follower = stream(tmp_path), Follower(tmp_path, "fake_trackers:Kept", None)
+
+    def leave() -> None:
+        add(writer, *rows(2))
+        follower.is_left_behind = True
+
+    with pytest.raises(RuntimeError, match="the run ended without it"):
+        follower.follow(scripted(lambda: add(writer, *rows(1)), leave))
+    writer.close()
+    assert losses(tmp_path) == [(1, 1.0)]
+    assert SentMetrics.read(path_of(tmp_path, "fake_trackers:Kept")).steps == {"loss": 1}

@@ -22,8 +22,8 @@ def add(to: TableStream, *rows: dict[str, float]) -> None:
     to.flush()
 
 
-def read(values: NewValues) -> list[dict[str, float]]:
-    return [{"step": float(step), **metrics} for step, metrics in values]
+def read(values: NewValues, **sent: int) -> list[dict[str, float]]:
+    return [{"step": float(step), **metrics} for step, metrics in values.after(sent)]
 
 
 def test_each_new_value_is_read_once(tmp_path: Path):
@@ -60,4 +60,7 @@ def test_a_finished_run_is_read_whole_from_its_parquet_file(tmp_path: Path, open
     writer.close()
     to_parquet(tmp_path)
     assert not writer.path.exists()
-    assert read(values) == ROWS and read(values) == []
+    assert read(values, loss=2) == [
+        {name: value for name, value in row.items() if name != "loss" or row["step"] > 2} for row in ROWS
+    ]
+    assert read(values) == []

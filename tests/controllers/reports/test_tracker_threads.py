@@ -56,7 +56,9 @@ def test_a_run_does_not_wait_for_trackers_that_hang(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tracker_threads, "FINISH_S", 0.1)  # waited out
     with drive(training(), tmp_path, trackers=HANGING) as driver:
         driver.run()
+        deadline = time.monotonic() + 60
         while not all((tmp_path / "run" / file).exists() for file in ("hangs", "hangs_later")):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
     said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "tracker"]
     assert len(said) == 2
