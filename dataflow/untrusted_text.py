@@ -185,8 +185,8 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
     # The patterns are slow, and most texts contain nothing suspicious.
-    lowered = text.lower()
-    if any(sign in lowered for sign in _SUSPICIOUS):
+    folded = text.casefold()  # as the patterns, which ignore case
+    if any(sign in folded for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
             text = pattern.sub(
                 lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text

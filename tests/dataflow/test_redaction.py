@@ -10,6 +10,35 @@ from weft.dataflow.prompts.understanding import _shown  # pyright: ignore[report
 from weft.dataflow.runs.tables import render_table
 from weft.dataflow.untrusted_text import redacted, without_secrets
 
+KEYS = (
+    *(
+        "sk-proj-0123456789",
+        "hf_0123456789ab",
+        "ghp_0123456789ab",
+        "github_pat_0123456789",
+        "glpat-0123456789",
+    ),
+    *(
+        "xoxb-0123456789",
+        "AKIA0123456789AB",
+        "ASIA0123456789AB",
+        "AIza01234567890123456789",
+        "ya29.0123456789",
+    ),
+    *("sk_live_0123456789", "rk_test_0123456789", "r8_0123456789012345", "npm_0123456789012345"),
+    *("gsk_0123456789012345", "nvapi-0123456789012345", "tgp_0123456789012345", "lsv2_0123456789012345"),
+    *("pypi-01234567890123456789", "SG.0123456789.0123456789", "dapi0123456789abcdef0123"),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_of_known_services_are_hidden(key: str):
+    assert redacted(f"401 for {key} now", {}) == "401 for [hidden] now"
+
+
+def test_letters_that_fold_to_those_of_a_secret_name_hide_nothing_less():
+    assert "hunter2!" not in redacted("pa\u017f\u017fword=hunter2!", {})
+
 
 @pytest.mark.parametrize(
     ("text", "secret"),
