@@ -155,7 +155,7 @@ def test_one_rank_resumes_exactly_and_other_moments_are_refused(
     worker = actor(tiny_model, moments="8bit")
     worker.load_checkpoint(folder)
     assert equal(state(worker), at_three)
-    with pytest.raises(UserError, match="has moments='8bit', and moments='float32' is set"):
+    with pytest.raises(UserError, match="has moments='8bit', but moments='float32' is set"):
         actor(tiny_model).load_checkpoint(folder)
 
 
