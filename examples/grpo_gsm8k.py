@@ -55,7 +55,7 @@ def main(settings: RealSettings) -> None:
     actor = weft.group(
         weft.ActorWorker,
         model=model,
-        learning_rate=settings.rate(1e-3 if tiny else 1e-6),
+        learning_rate=settings.rate(5e-4 if tiny else 1e-6),
         **settings.training,
     )
     rollout = weft.group(

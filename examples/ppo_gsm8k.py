@@ -39,7 +39,7 @@ def main(settings: Settings) -> None:
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
     # Workers: all groups with a model take turns on all devices
-    rate = settings.rate(1e-3 if tiny else 1e-6)
+    rate = settings.rate(5e-4 if tiny else 1e-6)
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate, **settings.training)
     critic = weft.group(
         weft.CriticWorker, model=model, learning_rate=rate if tiny else 5 * rate, **settings.training

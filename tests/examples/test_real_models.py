@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from small import EXAMPLES, summary
 
-from examples.tiny_qwen3 import DEMONSTRATIONS, PROBLEMS, TRIED, word_problems
+from examples.tiny_qwen3 import DEMONSTRATIONS, PROBLEMS, word_problems
 
 
 def tiny(example: str, root: Path, name: str, *arguments: str) -> str:
@@ -79,5 +79,5 @@ def test_a_trial_learns(made: Path, example: str):
 
 
 def test_the_problems_of_a_trial_are_all_different():
-    questions = [row["question"] for row in word_problems(PROBLEMS + DEMONSTRATIONS + TRIED)]
-    assert len({*questions}) == len(questions) == PROBLEMS + DEMONSTRATIONS + TRIED
+    questions = [row["question"] for row in word_problems(PROBLEMS + DEMONSTRATIONS)]
+    assert len({*questions}) == len(questions) == PROBLEMS + DEMONSTRATIONS
