@@ -35,56 +35,40 @@ from .connection import listen
 from .layout import Box
 from .transfer import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights, box_sum
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Initialization parameters of a backend."""
-
-    rank: int
-    """Rank of this process in the trainer."""
-    host: str
-    """Address of the trainer's rank 0."""
-    num_ranks: int
-    """Total number of ranks of all engines."""
-    buffer_bytes: int
-    """Size of one buffer, which holds at least the largest tensor."""
-
-
-@dataclass(frozen=True)
-class Backend:
+class VllmBackend:
     """A supported backend of vLLM."""
 
-    init_info: Callable[[Terms], TrainerInitInfo]
+    init_info: Callable[[int, str, int, int], TrainerInitInfo]
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank 0,
+    the number of ranks of all engines, and the bytes of one buffer (at least the largest tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
 
 
-def _nccl(terms: Terms) -> TrainerInitInfo:
+def _nccl(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInitInfo:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     port = 0
-    if terms.rank == 0:
-        with listen(terms.host) as taken:
+    if rank == 0:
+        with listen(host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
-        terms.host,
-        port,
-        1 + terms.num_ranks,
-        packed_buffer_size_bytes=terms.buffer_bytes,
-        rank=terms.rank,
+        host, port, 1 + num_ranks, packed_buffer_size_bytes=buffer_bytes, rank=rank
     )
 
 
-def _ipc(terms: Terms) -> TrainerInitInfo:
+def _ipc(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInitInfo:
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank)
+    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=buffer_bytes, rank=rank)
 
 
-BACKENDS = {"nccl": Backend(_nccl, together=True), "ipc": Backend(_ipc, together=False)}
+BACKENDS = {"nccl": VllmBackend(_nccl, together=True), "ipc": VllmBackend(_ipc, together=False)}
 """By vLLM's names."""
 
 _NOBODY, _AS_BEFORE, _ANEW = range(3)
@@ -93,15 +77,14 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 class VllmPublisher:
     """Publishes versions through a vLLM backend. All trainer ranks call each method together.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of
-    `bucket_bytes` or the size of the largest tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the size
+    of the largest tensor.
 
     Args:
         backend: key of BACKENDS.
-        rank: rank of this process in the trainer, in the default group of `torch.distributed`.
-        ranks: number of trainer ranks.
+        rank, ranks: rank of this process and number of ranks of the trainer, which is the default
+            group of `torch.distributed`.
         host: address of rank 0 for engines on other machines; empty if there are none.
-        bucket_bytes: size of one buffer.
         advance: called after each tensor.
 
     Raises:
@@ -145,24 +128,20 @@ class VllmPublisher:
         self.num_bytes = 0
         """Size of this rank's parts of the last version."""
 
-    def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer the parts of all ranks. Do not change them before `finish`.
-
-        Args:
-            parts: parts of this rank. The ranks together hold each element once.
-            version: policy version of these weights.
-            receivers: names of the expected engines.
-
-        Returns:
-            The record that receivers need; the records of all ranks add up.
+    def publish(
+        self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
+    ) -> Weights:
+        """Offer the parts of all ranks, which together hold each element once, to the engines of these
+        names. Do not change them before `finish`. Return the record that receivers need; the
+        records of all ranks add up.
 
         Raises:
             WeightSyncError: the ranks do not hold each element exactly once.
         """
-        self._source.take(list(parts), version)
-        self.num_bytes = self._source.num_bytes
+        self._source.set_parts(list(parts), version)
+        self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
-        places = (self._receivers.place(),) if self._receivers is not None else ()
+        places = (self._receivers.endpoint,) if self._receivers is not None else ()
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
@@ -179,12 +158,12 @@ class VllmPublisher:
             self._trainer.send_weights()
             tensors = self._source.complete_sums()
             if self._receivers is not None:
-                self._receivers.end(tensors)
+                self._receivers.send_sums(tensors)
             self._was_sent = True
         except BaseException as error:
             self._trainer = None  # the progress of the engines is unknown
             if self._receivers is not None:
-                self._receivers.give_up(f"the trainer has given up: {error}")
+                self._receivers.dismiss(f"the trainer has given up: {error}")
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
@@ -199,7 +178,7 @@ class VllmPublisher:
             not sent.
         """
         if self._receivers is not None:
-            self._receivers.give_up("the trainer has ended the transfer")
+            self._receivers.dismiss("the trainer has ended the transfer")
         self._source.drop()
         return checksum_of_tensors(self._source.own_sums()) if self._was_sent else None
 
@@ -215,8 +194,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without
-        engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -231,10 +209,11 @@ class VllmPublisher:
         if what == _ANEW:
             self._end_trainer()
             buffer_bytes = max(self._bucket_bytes, self._source.largest_bytes)
-            terms = Terms(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
-            client: Any = self._receivers or _Nobody()
+            info = self._backend.init_info(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
+            # vLLM calls no method of the client on ranks that drive no engine.
+            client: Any = self._receivers or object()
             self._trainer = WeightTransferTrainerFactory.trainer_init(
-                self._backend.init_info(terms), client=client, source=self._source
+                info, client=client, source=self._source
             )
         return what != _NOBODY
 
@@ -244,36 +223,26 @@ class VllmPublisher:
             self._trainer = None
 
 
-class _Nobody:
-    """Client on ranks that drive no engine: vLLM calls none of its methods there."""
-
-
 class _GatheredTensors(WeightSource):
-    """The tensors of a version, each assembled on all ranks during iteration.
-
-    Args:
-        ranks: size of the default group.
-        device: device of the assembled tensors.
-        advance: called after each tensor.
-    """
+    """The tensors of a version, each assembled on `device` of all ranks during iteration."""
 
     def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
         self._ranks = ranks
         self._device = device
         self._advance = advance
-        self._own: dict[str, list[Part]] = {}
+        self._own: dict[str, list[TensorPart]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
         """Name, dtype, shape, and number of this rank's elements, for each tensor."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 
-    def take(self, parts: Sequence[Part], version: int) -> None:
+    def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
         """Set the parts of the next version.
 
         Raises:
             WeightSyncError: the ranks do not hold each element of each tensor exactly once.
         """
-        own: defaultdict[str, list[Part]] = defaultdict(list)
+        own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
         self._own, self._sums = dict(own), {}
@@ -290,7 +259,7 @@ class _GatheredTensors(WeightSource):
             self._forms = forms
 
     @property
-    def num_bytes(self) -> int:
+    def own_bytes(self) -> int:
         return sum(elements * getattr(torch, dtype).itemsize for _, dtype, _, elements in self._forms)
 
     @property
@@ -378,7 +347,7 @@ def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
     return list(found.values())
 
 
-def _dtype_name(part: Part) -> str:
+def _dtype_name(part: TensorPart) -> str:
     return str(part.dtype or part.tensor.dtype).removeprefix("torch.")
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -24,13 +24,12 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from ..dataflow.errors import WeightSyncError, nearest
-from .incoming import PATIENCE_S, IncomingWeights, open_weights, receive_parts
+from .buckets import threads_beside
+from .incoming import PATIENCE_S, IncomingWeights, receive_parts
 from .layout import Box, Layout
-from .memory import threads_beside
 from .plan import ReshardPlan
 from .vllm_control import TensorSum
-from .vllm_layout import record_layout, restore
-from .vllm_writer import WeightWriter, process_tied
+from .vllm_writer import WeightWriter, process_tied, record_layout, restore
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights, box_sum, whole
 
 BACKEND = "weft"
@@ -38,7 +37,7 @@ BACKEND = "weft"
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):
+class _NoInitInfo(WeightTransferInitInfo):
     """Empty: each version's record names its publishers."""
 
 
@@ -63,7 +62,7 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Received:
+class _Received:
     """The state of one tensor on a rank after an update. Plain data."""
 
     published: int
@@ -79,11 +78,10 @@ class Loaded:
     version: int
     checksum: str
     """Checksum of the whole version, from its publishers."""
-    received: dict[str, Received]
+    received: dict[str, _Received]
 
 
-@dataclass(frozen=True)
-class _Staging:
+class _Staging(NamedTuple):
     """A version that a thread receives into staging memory."""
 
     incoming: IncomingWeights
@@ -92,12 +90,8 @@ class _Staging:
     """The publishers: another trainer may publish another version of the same number."""
 
 
-def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
-    """Compare the boxes on all ranks of an engine with the published tensors.
-
-    Args:
-        version: version of the weights.
-        ranks: for each rank, the state of each tensor.
+def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
+    """Compare the tensors on all ranks of an engine with the published ones.
 
     Raises:
         WeightSyncError: the boxes of a tensor do not add up to the published tensor. The message
@@ -120,10 +114,10 @@ def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
             )
 
 
-class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
+class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     """Receives a version, and writes this rank's part of it into vLLM's model in place."""
 
-    init_info_cls = NoInitInfo
+    init_info_cls = _NoInitInfo
     update_info_cls = WeightsUpdateInfo
 
     loaded: Loaded | None = None
@@ -135,7 +129,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     _staging: _Staging | None = None
     _sums: dict[str, dict[Box, int]]
 
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+    def init_transfer_engine(self, init_info: _NoInitInfo) -> None:
         """Do nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
@@ -204,7 +198,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
     def _open(self, weights: Weights) -> IncomingWeights:
         """Connect to the publishers of a version, and plan this rank's copies."""
-        incoming = open_weights(weights, self.parallel_config.rank, self.parallel_config.world_size)
+        incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
             if self._writer is None or self._source is not incoming.layout:
                 self._prepare(incoming)
@@ -219,11 +213,11 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self._sums = {}
         with threads_beside(incoming.neighbours):
             write(self._slices(incoming))
-        received: dict[str, Received] = {}
+        received: dict[str, _Received] = {}
         for name, sums in self._sums.items():
             boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
-            received[name] = Received(incoming.published_sum(name), boxes)
-        return Loaded(incoming.version, incoming.finish(), received)
+            received[name] = _Received(incoming.published_sum(name), boxes)
+        return Loaded(incoming.version, incoming.confirm(), received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
@@ -232,9 +226,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         """Do nothing: no resources are held."""
 
     def _prepare(self, incoming: IncomingWeights) -> None:
-        checkpoint = {
-            name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()
-        }
+        checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
         recording = record_layout(self.model, checkpoint)
         self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
         self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
@@ -273,14 +265,8 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 
 class VllmBackends:
-    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
-
-    Args:
-        receiver: Weft's receiver.
-        settings: vLLM's settings of the rank.
-        device: device of the rank.
-        model: model of the rank.
-    """
+    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver. `settings`,
+    `device` and `model` are those of the rank."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -290,7 +276,7 @@ class VllmBackends:
         self._engines: dict[str, WeightTransferEngine[Any, Any]] = {}
         self._loaded: _LoadedTensors | None = None
 
-    def begin(self, backend: str) -> WeightTransferEngine[Any, Any]:
+    def begin_version(self, backend: str) -> WeightTransferEngine[Any, Any]:
         """Start a version: return vLLM's engine, and record the tensors that the loaders get."""
         if backend not in self._engines:
             config = WeightTransferConfig(backend=backend)
@@ -302,17 +288,17 @@ class VllmBackends:
         self._loaded = _LoadedTensors(self._model)
         return self._engines[backend]
 
-    def end(self, whole: bool) -> dict[str, TensorSum]:
+    def end_version(self, whole: bool) -> dict[str, TensorSum]:
         """End a version, complete or not. Return the sums of the tensors that the loaders got.
 
         Args:
             whole: the version is complete. Otherwise incomplete layers keep their previous weights.
         """
         loaded, self._loaded = self._loaded, None
-        if loaded is None:  # `begin` failed on this rank
+        if loaded is None:  # `begin_version` failed on this rank
             assert not whole
             return {}
-        loaded.end()
+        del self._model.load_weights  # restore the model's own loader
         if whole:
             process_tied(self._model)  # vLLM's own engines do not do this
         else:
@@ -321,25 +307,16 @@ class VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums of the tensors that a model's loaders get, from construction until `end`.
-
-    Args:
-        model: vLLM's model.
-    """
+    """Sums of the tensors that a model's loaders get, until its attribute `load_weights` is deleted."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
-        self._model = model
         load = model.load_weights
 
         def load_and_sum(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
             return load(self._summed(weights))
 
         model.load_weights = load_and_sum
-
-    def end(self) -> None:
-        """Restore the model's own loader."""
-        del self._model.load_weights
 
     def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

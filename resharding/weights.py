@@ -20,7 +20,7 @@ CHECKSUM_MODULUS = 1 << 64
 """Checksums are counted modulo this number."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A box of a tensor that a rank holds, with its elements."""
 
     name: str
@@ -34,10 +34,10 @@ class Part(NamedTuple):
     """Dtype of the transfer; None for the tensor's own. Casts happen during the copy."""
 
 
-def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
     """Yield each full tensor as one part."""
     for name, tensor in named_tensors.items():
-        yield Part(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
+        yield TensorPart(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
 
 LOOPBACK = "127.0.0.1"
@@ -115,8 +115,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
     Args:
         tensor: the elements, of the box's shape; any dtype, strides and device.
-        box: position of the elements in the whole tensor.
-        shape: shape of the whole tensor.
+        box: position of the elements in the whole tensor, of shape `shape`.
 
     Returns:
         A number in [0, 2^64); 0 for an empty box. Sums of disjoint boxes add up modulo 2^64.
@@ -171,7 +170,6 @@ def _weights_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarra
 
 
 def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
-    """Weights of a box's rows, by the flat indices of the rows in the whole tensor."""
     leading = shape[:-1]
     if not leading:
         return _weights(0, 1)

@@ -118,7 +118,7 @@ class Ways:
             "finalize_layerwise_reload",
             "process_tied",
         )
-        self._timed.watch("repacking", Layer, "start", "finish")
+        self._timed.watch("repacking", Layer, "start", "complete")
         self._timed.watch("waits", IncomingWeights, "_ready")
         self._read: Counter[int] = Counter()
         slices = IncomingWeights.slices

@@ -32,7 +32,7 @@ from vllm_models import (
 )
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.layout import Box, RankLayout
+from weft.resharding.layout import Box, Layout
 from weft.workers.generation.vllm_settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
@@ -134,14 +134,14 @@ def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
         yield slices[0]
         assert writer.state is ModelState.WRITING
         with pytest.raises(WeightSyncError, match="under way"):
-            writer.begin()
+            writer.begin_update()
         raise ConnectionError("the sender is gone")
 
     with pytest.raises(ConnectionError):
         writer.apply(broken())
     assert writer.state is ModelState.PARTIAL
     with pytest.raises(WeightSyncError, match="'b' came outside an update"):
-        writer.write(*slices[1])
+        writer.write_slice(*slices[1])
     with pytest.raises(WeightSyncError, match="missing"):
         writer.apply([])
     assert writer.state is ModelState.PARTIAL  # no slice arrived, so it still mixes two versions
@@ -196,9 +196,8 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         ]
 
     # vLLM calls both on each of its ranks, with the rank's worker.
-    def recorded(worker: Any) -> RankLayout:
-        from weft.resharding.vllm_layout import record_layout
-        from weft.resharding.vllm_writer import WeightWriter
+    def recorded(worker: Any) -> Layout:
+        from weft.resharding.vllm_writer import WeightWriter, record_layout
 
         model = worker.model_runner.model
         recording = record_layout(model, described(tensors))

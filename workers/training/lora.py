@@ -92,7 +92,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 
 @dataclass(frozen=True)
-class AdapterOff:
+class _AdapterOff:
     """An actor as a graph's reference: the same model without its adapter, which no update changes."""
 
     actor: Any
@@ -100,11 +100,10 @@ class AdapterOff:
     def logprobs(
         self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)
     ) -> Any:
-        """Compute log-probabilities under the model without its adapter."""
         return self.actor.logprobs(batch, into=into, of=of, adapter=False)
 
 
-def adapter_off(actor: Any) -> AdapterOff:
+def adapter_off(actor: Any) -> _AdapterOff:
     """Return the actor's model without its adapter as a reference, which costs a forward pass but
     no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
 
@@ -113,4 +112,4 @@ def adapter_off(actor: Any) -> AdapterOff:
     """
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
-    return AdapterOff(actor)
+    return _AdapterOff(actor)

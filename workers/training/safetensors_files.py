@@ -33,17 +33,10 @@ from ..models.model_folder import (
 from ..models.weight_files import DTYPES, TensorEntry, read_header
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
@@ -55,23 +48,15 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
 ) -> None:
     """Write tensors on the host as a new safetensors file, and sync it, without holding the
-    interpreter lock.
-
-    Raises:
-        OSError: see `write_file`.
-    """
-    ordered = sorted(
-        tensors.items(), key=lambda item: -item[1].element_size()
-    )  # align each tensor to its element size
+    interpreter lock. Errors are those of `write_file`."""
+    # Align each tensor to its element size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     contents = (
@@ -118,14 +103,9 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self._bytes.numel()
 
-    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the tensor on the host, in the dtype of the file, without reading other
-        bytes.
-
-        Args:
-            start: first index of the box in each dimension.
-            shape: size of the box in each dimension.
-        """
+    def read_box(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of the tensor, by its first index and size in each dimension, on the host in
+        the dtype of the file, without reading other bytes."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
         size = self.dtype.itemsize
@@ -173,7 +153,6 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
 
 
 def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
-    """Map a file; return its bytes, tensors and metadata."""
     entries, metadata = read_header(path)
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
@@ -241,11 +220,8 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         settings = read_json(file)
     else:  # as `transformers` derives them from the model's settings
         of_model = text_settings(read_json(source / CONFIG_FILE))
-        settings = {
-            name: of_model[name]
-            for name in ("bos_token_id", "pad_token_id")
-            if of_model.get(name) is not None
-        }
+        names = [name for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None]
+        settings = {name: of_model[name] for name in names}
     (folder / file.name).unlink(missing_ok=True)  # the copy
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
@@ -258,11 +234,8 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write a merged model folder for `from_pretrained`, with `peft`.
-
-    Args:
-        adapter: folder of the adapter, which names its base model.
-        folder: a new folder.
+    """Write a merged model to a new folder for `from_pretrained`, with `peft`. `adapter` is the
+    folder of the adapter, which names its base model.
 
     Raises:
         UserError: the base model no longer exists.

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
-from ...resharding.layout import Box
-from ...resharding.strided import contiguous_strides
-from ...resharding.weights import Part
+from ...resharding.layout import Box, contiguous_strides
+from ...resharding.weights import TensorPart
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
@@ -41,26 +40,18 @@ class WeightReader(Protocol):
     conversions: list[Any]
     """Conversions of `transformers` that were used; saving the model reverts them."""
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of a tensor, on the host.
-
-        Args:
-            name: name in the model.
-            start, shape: first index and size of the box in each dimension.
-        """
+    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of the tensor of this name in the model, on the host, by its first index and
+        size in each dimension."""
         ...
 
 
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
-    """Open the weights of a model that was built from the same folder.
-
-    Args:
-        model: the user's name for the model.
-        skeleton: the model without values; conversions change its tensors temporarily.
-        share: this rank and the number of ranks, which divide checks that read files. The first
-            rank logs anything unusual.
+    """Open the weights of a model that was built from the same folder. `model` is the user's name
+    for it. Conversions change the tensors of the skeleton temporarily. `share` is this rank and the
+    number of ranks, which divide checks that read files; the first rank logs anything unusual.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
@@ -76,18 +67,16 @@ def open_stored(
     why = f"transformers initializes {missing[0]!r}" if missing else "there are no safetensors files"
     if share[0] == 0:
         show(f"model {str(model)!r}: each rank loads the complete model, because {why}")
-    return CompleteWeights(load_complete(model, folder))
+    return _CompleteWeights(load_complete(model, folder))
 
 
-class CompleteWeights:
-    """The weights of a completely loaded model."""
-
+class _CompleteWeights:
     def __init__(self, causal_lm: Any) -> None:
         self._tensors: dict[str, Tensor] = causal_lm.state_dict()
         self.bytes_read = sum(tensor.nbytes for tensor in self._tensors.values())
         self.conversions: list[Any] = getattr(causal_lm, "_weight_conversions", None) or []
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return box_of(self._tensors[name], start, shape)
 
 
@@ -103,9 +92,6 @@ class _Conversion:
 
 class StoredWeights:
     """Weights in safetensors files.
-
-    Args:
-        files: all weight files of the model.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
@@ -142,8 +128,8 @@ class StoredWeights:
         self.made_anew = self._missing()
         """Tensors that the files lack and that `transformers` initializes."""
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `WeightReader.read`. The dtype is the file's, or float32 after a conversion."""
+    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The dtype is the file's, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], start, shape)
@@ -157,10 +143,7 @@ class StoredWeights:
         return box_of(self._last[1][name], start, shape)
 
     def check_ties(self, share: tuple[int, int]) -> None:
-        """Check that tied tensors are equal if the files hold both.
-
-        Args:
-            share: this rank and the number of ranks, each of which compares a part.
+        """Check that tied tensors are equal if the files hold both. Each rank compares its `share`.
 
         Raises:
             UserError: they differ.
@@ -172,7 +155,7 @@ class StoredWeights:
             rank, ranks = share
             first, last = (one.shape[0] * end // ranks for end in (rank, rank + 1))
             box = (first, *(0 for _ in one.shape[1:])), (last - first, *one.shape[1:])
-            if one.shape != other.shape or not torch.equal(one.read(*box), other.read(*box)):
+            if one.shape != other.shape or not torch.equal(one.read_box(*box), other.read_box(*box)):
                 raise UserError(
                     f"model {str(self._model)!r}: config.json ties {tied!r} and {source!r} "
                     "(tie_word_embeddings), but the files hold two tensors that differ; "
@@ -191,9 +174,7 @@ class StoredWeights:
 
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        of_pattern = {
-            pattern: converter for converter in converters for pattern in converter.source_patterns
-        }
+        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         tensors, prefix = self._tensors, self._causal_lm.base_model_prefix
         unexpected: list[str] = []
         groups: dict[str, dict[str | None, list[str]]] = {}
@@ -226,11 +207,7 @@ class StoredWeights:
         device: str = "cpu",
     ) -> dict[str, Tensor]:
         """Return the tensors that `transformers` makes from these keys. On the meta device nothing
-        is read.
-
-        Args:
-            shapes: shapes of tensors to make only in part.
-        """
+        is read. `shapes` are those of tensors to make only in part."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -257,10 +234,8 @@ class StoredWeights:
                 f"{', '.join(map(repr, sources))}: {'; '.join(wrong)}"
             )
         names = self._shapes.keys() - found.missing_keys
-        return {
-            name: tensor.detach()
-            for name, tensor in self._place({n: self._tensors[n] for n in names}).items()
-        }
+        made = self._place({name: self._tensors[name] for name in names})
+        return {name: tensor.detach() for name, tensor in made.items()}
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put tensors into the model; return the ones they replace."""
@@ -284,7 +259,7 @@ class StoredWeights:
         return {name: name if name in names else names[0] for name, names in stored.items() if names}
 
     def _fetch(self, stored: StoredTensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        box = stored.read(start, shape)
+        box = stored.read_box(start, shape)
         self.bytes_read += box.nbytes
         return box
 
@@ -361,7 +336,7 @@ class _Stored:
     )
     """Cached views by box and strides of a part of the model's tensor."""
 
-    def part(self, held: Part) -> Part:
+    def part(self, held: TensorPart) -> TensorPart:
         """Return the overlap of this tensor with a part of the model's tensor: a view, or an empty
         tensor."""
         strides = held.tensor.stride()
@@ -369,10 +344,12 @@ class _Stored:
             self.views[key] = self._view(held.box, strides)
         if (view := self.views[key]) is None:
             empty = Box.full((0,) * len(self.shape))
-            return Part(self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype)
+            return TensorPart(
+                self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype
+            )
         box, extents, strides, offset = view
         tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
-        return Part(self.name, self.shape, box, tensor, held.dtype)
+        return TensorPart(self.name, self.shape, box, tensor, held.dtype)
 
     def _view(
         self, held: Box, strides: tuple[int, ...]
@@ -393,12 +370,8 @@ class _Stored:
 
 
 class CheckpointNames:
-    """Names and boxes of a model's tensors in its checkpoint.
-
-    Args:
-        causal_lm: a model of `transformers`, with the conversions that were used to load it.
-        tensors: tensors of the model by name; only shapes and dtypes are read.
-    """
+    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
+    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
 
     def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -410,22 +383,19 @@ class CheckpointNames:
         self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
         for name, view in stored.items():
             source = of_storage.get(view.untyped_storage()._cdata)
-            if (
-                source is not None
-                and (located := _located(name, view, tuple(fakes[source].shape))) is not None
-            ):
-                self._stored[source].append(located)
+            if source is not None and (found := _located(name, view, tuple(fakes[source].shape))):
+                self._stored[source].append(found)
         for name, fake in fakes.items():
             found = self._stored[name]
             if not found or sum(each.box.numel for each in found) != fake.numel():
                 shape = tuple(fake.shape)
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
-    def of(self, name: str) -> list[str]:
+    def stored_names(self, name: str) -> list[str]:
         """Return the checkpoint names of a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
-    def parts(self, held: Part) -> Iterator[Part]:
+    def parts(self, held: TensorPart) -> Iterator[TensorPart]:
         """Split a part of a tensor of the model into parts of checkpoint tensors: one view of each,
         possibly empty."""
         return (stored.part(held) for stored in self._stored[held.name])
