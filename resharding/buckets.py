@@ -50,10 +50,8 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     box: Box
     bucket: int
-    """Index of the bucket."""
     offset: int
     """[bytes] Offset from the start of the bucket, or of the mapped memory."""
     memory: int = 0
@@ -81,14 +79,10 @@ class Cutter:
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
         """Entry, number of its part, and index into the part (None for all of it)."""
         self.description = described(())
-        """Description of the last version's entries."""
 
     def cut(self, parts: Iterable[TensorPart]) -> list[tuple[Entry, torch.Tensor]]:
         """Return the entries in bucket order with their elements. Large parts are cut into several.
-
-        Raises:
-            WeightSyncError: a part occurs twice.
-        """
+        Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
         if forms != self._forms:
@@ -172,7 +166,6 @@ class Description:
     numbers: dict[str, list[int]]
     """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
     buckets: tuple[tuple[int, ...], ...]
-    """Indices of the entries of each bucket."""
     memories: tuple[tuple[str, int], ...]
     """Path and bytes of each memory that holds entries in place."""
 
@@ -217,11 +210,8 @@ def read_description(description: bytes) -> Description:
 
 @functools.lru_cache(maxsize=8)
 def layout_of(ranks: tuple[Description, ...]) -> Layout:
-    """Return the trainer's layout, from the descriptions of its ranks.
-
-    Raises:
-        WeightSyncError: the ranks together do not publish each element of each tensor exactly once.
-    """
+    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
+    the ranks together do not publish each element of each tensor exactly once."""
     layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
     for name, tensor in layout.tensors.items():
         given = sum(box.numel for boxes in tensor.boxes for box in boxes)
@@ -303,11 +293,8 @@ def device_of(transport: Transport) -> torch.device | None:
 
 
 def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
-    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped.
-
-    Raises:
-        OSError: this process does not see the device, or cannot open its memory.
-    """
+    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped. Raises OSError if
+    this process does not see the device, or cannot open its memory."""
     seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
     if said["device"] not in seen:
         raise OSError(

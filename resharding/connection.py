@@ -58,11 +58,7 @@ def this_machine() -> str:
 
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of an IPv4 or IPv6 address of this machine; of
-    LOOPBACK without one.
-
-    Raises:
-        WeightSyncError: this machine does not have that address.
-    """
+    LOOPBACK without one. Raises WeightSyncError if this machine does not have that address."""
     address = host or LOOPBACK
     try:
         return socket.create_server(
@@ -88,11 +84,8 @@ class Connection:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher.
-
-        Raises:
-            OSError: the publisher is gone, is silent, or does not have the token.
-        """
+        """Connect to a publisher. Raises OSError if the publisher is gone, is silent, or does not
+        have the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -108,11 +101,8 @@ class Connection:
 
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
-        """Authenticate a receiver.
-
-        Raises:
-            OSError: the receiver is silent or does not have the token. The socket is closed.
-        """
+        """Authenticate a receiver. Raises OSError if the receiver is silent or does not have the
+        token. The socket is closed."""
         connection = cls(connected)
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -148,11 +138,8 @@ class Connection:
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """Return the letter and the content of the next message.
-
-        Raises:
-            OSError: the content is larger than `most_bytes`, or one of the reasons above.
-        """
+        """Return the letter and the content of the next message. Raises OSError if the content is
+        larger than `most_bytes`, or one of the reasons above."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
@@ -198,15 +185,9 @@ def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
 
 
 class Listener:
-    """An endpoint that serves each authenticated connection on a thread of its own.
-
-    Args:
-        host: address of this process for other machines; empty if there are none.
-        serve: serves a connection. Its errors end only that connection.
-
-    Raises:
-        WeightSyncError: this machine does not have that address.
-    """
+    """An endpoint at `host` (empty for this machine only) that passes each authenticated connection
+    to `serve`, on a thread of its own. Errors of `serve` end only that connection. Raises
+    WeightSyncError if this machine does not have that address."""
 
     def __init__(self, host: str, serve: Callable[[Connection], None]) -> None:
         self.token = secrets.token_hex(32)
@@ -275,11 +256,8 @@ _AGAIN_S = 0.05
 class GroupChannel:
     """One side of a process group of two. It carries uint8 tensors of a length that both sides
     know, from rank 0 to rank 1. Tensors that are not on `device` ("cpu" for gloo, a CUDA device for
-    NCCL) are copied there first. The connection must be unused while the two sides meet.
-
-    Raises:
-        OSError: the other side is gone, or was silent.
-    """
+    NCCL) are copied there first. The connection must be unused while the two sides meet. Raises
+    OSError if the other side is gone, or was silent."""
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0

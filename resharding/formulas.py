@@ -139,14 +139,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1."""
+    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards, replicas."""
 
     pp: int = 1
-    """Pipeline stages."""
     tp: int = 1
-    """Tensor-parallel shards."""
     dp: int = 1
-    """Replicas."""
 
     @property
     def num_ranks(self) -> int:
@@ -186,10 +183,7 @@ def three_dimensional(
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training.
 
     Args:
-        parameters: parameters of the model.
-        sizes: degrees of parallelism.
         ranks: location of each rank; by default on nodes of 8 devices.
-        dtype: dtype of all parameters.
         order: see `Parallelism.coordinates`.
         stages: assignment of layers to stages; None for `PipelineStages.equal`.
 
@@ -212,17 +206,10 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with fewer stages and shards.
-
-    Args:
-        training: degrees of parallelism in training; `pp` and `tp` divide its degrees.
-        regrouped: True for HybridFlow's groups, in which a rank's generation shard contains its
-            training shard. False for groups of consecutive ranks, as in "HybridFlow-V" of its table
-            2.
-
-    Raises:
-        UserError: `pp` or `tp` does not divide the degree in training.
-    """
+    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that
+    divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard
+    contains its training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its
+    table 2."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -238,9 +225,6 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
     Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they get the same
     rows. The paper's 3D_ALL_MICRO_DP protocol, taken literally, would split rows inside such a
     group; this function does not.
-
-    Raises:
-        UserError: `pp` or `tp` does not divide the degree in training.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -266,13 +250,9 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism, which splits first.
-
-    Args:
-        sharded: ranks over which FSDP cuts dimension 0. Sizes follow `torch.chunk`: the last chunks
-            may be smaller, or empty.
-        tp: tensor-parallel shards; the fastest coordinate.
-    """
+    """Return the layout of FSDP2 over tensor parallelism (the fastest coordinate), which splits
+    first. FSDP cuts dimension 0 over `sharded` ranks. Sizes follow `torch.chunk`: the last chunks
+    may be smaller, or empty."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:

@@ -76,11 +76,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 
 def _map_files(files: Sequence[tuple[str, int]], parts: Description) -> _Views:
     """Map a publisher's memories. They stay mapped across versions while the files exist, and views
-    of unchanged entries are kept.
-
-    Raises:
-        OSError: a file is gone.
-    """
+    of unchanged entries are kept. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
         found = _maps.get(key)
@@ -122,11 +118,8 @@ PATIENCE_S = 2 * SILENCE_S + GRACE_S
 
 
 class IncomingWeights:
-    """A version in transfer. Closing it tells the publishers that this receiver takes no more.
-
-    Args:
-        weights: record of the version.
-        part, parts: index of this process in the receiver, and its number of processes.
+    """A version in transfer to process `part` of the `parts` of a receiver. Closing it tells the
+    publishers that this receiver takes no more.
 
     Raises:
         WeightSyncError: a publisher has ended or has another version, or the ranks' parts do not
@@ -163,12 +156,9 @@ class IncomingWeights:
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
         """Yield the copies and their elements on arrival, for tensor names and copies from a plan
-        whose source is this layout. A tensor is valid until the next one.
-
-        Raises:
-            WeightSyncError: a publisher has ended, has given up, or was silent for too long. The
-                message names it and the progress.
-        """
+        whose source is this layout. A tensor is valid until the next one. Raises WeightSyncError if
+        a publisher has ended, has given up, or was silent for too long. The message names it and
+        the progress."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
@@ -340,7 +330,6 @@ class _Source:
         return self._streamed(entry, copy)
 
     def release_bucket(self, bucket: int) -> None:
-        """Let the publisher reuse the memory of the bucket."""
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
         if self.memory is not None:
@@ -407,7 +396,6 @@ class _Source:
         return self._receive_one_of(wanted)[1]
 
     def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
-        """Receive the next message, and check that its letter is one of `wanted`."""
         with self._named():
             kind, content = self.connection.receive()
         if kind == b"F":

@@ -133,10 +133,8 @@ class View:
     """The elements `offset + sum(i * strides)` of a memory, for each index `i` below `shape`."""
 
     offset: int
-    """In elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements, for each dimension of the view."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Distribution of one tensor over the ranks."""
+    """Distribution of one tensor, under its name and in its shape in the checkpoint, over the
+    ranks."""
 
     name: str
-    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape in the checkpoint."""
     dtype: str
     """Name of the torch dtype, such as "bfloat16"."""
     pieces: tuple[tuple[Piece, ...], ...]
@@ -170,11 +167,8 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor.
-
-        Raises:
-            UserError: a box is outside. The message names tensor, rank and box.
-        """
+        """Check that each box is inside the tensor. Raises UserError if a box is outside. The
+        message names tensor, rank and box."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -219,11 +213,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], ranks: Sequence[Where], label: str = "") -> Layout:
-        """Return a layout of these tensors, in this order.
-
-        Raises:
-            UserError: two tensors have the same name, or a tensor has a different number of ranks.
-        """
+        """Return a layout of these tensors, in this order. Raises UserError if two tensors have the
+        same name, or a tensor has a different number of ranks."""
         by_name: dict[str, TensorLayout] = {}
         for tensor in tensors:
             if by_name.setdefault(tensor.name, tensor) is not tensor:
@@ -232,12 +223,9 @@ class Layout:
 
     @classmethod
     def of_ranks(cls, layouts: Sequence[Layout], label: str = "") -> Layout:
-        """Return the layout of a group from layouts of one rank each, in rank order. A rank may leave
-        out tensors that it does not hold.
-
-        Raises:
-            UserError: two ranks report different shapes or dtypes of one tensor.
-        """
+        """Return the layout of a group from layouts of one rank each, in rank order. A rank may
+        leave out tensors that it does not hold. Raises UserError if two ranks report different
+        shapes or dtypes of one tensor."""
         known: dict[str, tuple[int, TensorLayout]] = {}
         for rank, layout in enumerate(layouts):
             for name, own in layout.tensors.items():

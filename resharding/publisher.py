@@ -117,7 +117,6 @@ class WeightPublisher:
         self._listener = Listener(host, self._serve)
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
-        """Network traffic of the last version."""
         self.num_bytes = 0
         """Size of the parts of the last version."""
         self._memory = BucketMemory(self._device, mapped=transport == "ipc")
@@ -309,9 +308,7 @@ class _Transfer:
     """One version of a rank's parts, and its receivers.
 
     Args:
-        version: policy version.
-        parts: entries in bucket order, each with its elements. Elements must not change before
-            `stop`.
+        parts: entries in bucket order, each with its elements, which must not change before `stop`.
         memory: [bytes] uint8, for SLOTS buckets, on any device.
         expected: names of the receivers to start together if they connect within GRACE_S of each
             other. Other receivers are served as well.
@@ -330,7 +327,6 @@ class _Transfer:
         self.version = version
         self._shadow = shadow
         self.sent = Sent()
-        """Traffic over the network."""
         self._expected = set(expected)
         self._memory = memory
         self._slot_bytes = len(memory) // SLOTS
@@ -443,7 +439,6 @@ class _Transfer:
         return box_sum(target, entry.box, entry.shape)
 
     def _elements(self, number: int, slot: int) -> torch.Tensor:
-        """Return the elements of an entry as they travel."""
         entry = self.entries[number]
         return (
             self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
@@ -494,7 +489,6 @@ class _Transfer:
             session.hang_up()
 
     def _give(self, session: _Session, number: int) -> None:
-        """Give a receiver one bucket, and wait until the receiver is done with it."""
         turn = self._await(session, lambda turn: turn.filled > number)
         sums = np.array(turn.sums[number], np.uint64).tobytes()
         session.connection.send(b"B", NUMBER.pack(number) + sums)
@@ -596,11 +590,8 @@ class _Transfer:
     # The publisher's thread
 
     def stop(self) -> str | None:
-        """End the transfer. Return the checksum, or None if no receiver took everything.
-
-        Raises:
-            WeightSyncError: the parts could not be read, or changed during the transfer.
-        """
+        """End the transfer. Return the checksum, or None if no receiver took everything. Raises
+        WeightSyncError if the parts could not be read, or changed during the transfer."""
         with self._condition:
             self._ended = True
             self._condition.notify_all()

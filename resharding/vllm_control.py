@@ -47,23 +47,16 @@ _NAMES = {found: name for name, found in _CLASSES.items()}
 
 
 def encoded(value: Any) -> str:
-    """Encode a value as JSON.
+    """Encode a value as JSON, unless it contains one that is not plain (TypeError).
 
     >>> decoded(encoded({"handle": (torch.Size([2, 3]), b"\\x00", torch.float32, None)}))
     {'handle': ((2, 3), b'\\x00', torch.float32, None)}
-
-    Raises:
-        TypeError: it contains a value that is not plain.
     """
     return json.dumps(_plain(value))
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode the output of `encoded`. Sizes become tuples.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Decode the output of `encoded`. Sizes become tuples. Other text raises ValueError."""
     return _value(json.loads(text))
 
 
@@ -138,7 +131,6 @@ def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
 class _Engine:
     receiver: str
     ranks: int
-    """Number of ranks of the engine."""
     identity: str
     """Differs for a replacement engine under the same name."""
     version: int
@@ -159,15 +151,9 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0.
-
-    Args:
-        host: address of this process for engines on other machines; empty if there are none.
-        together: engines share one collective, so the loss of one stops all.
-
-    Raises:
-        WeightSyncError: this machine does not have that address.
-    """
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
+    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
+    all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
@@ -185,12 +171,8 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected.
-
-        Args:
-            version: version to transfer, of `num_bytes`.
-            expected: names of the engines.
-            patience_s: longest wait. The transfer begins without engines that are late.
+        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
+        a version of `num_bytes` begins without engines that are late.
 
         Returns:
             Names and identities of the engines that have connected, in the expected order, which is
@@ -251,12 +233,8 @@ class Receivers:
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Call a method on all engines in parallel, and wait for all.
-
-        Raises:
-            WeightSyncError: an engine has failed and the backend needs all engines, or no engine is
-                left.
-        """
+        """Call a method on all engines in parallel, and wait for all. Raises an error if an engine
+        has failed and the backend needs all engines, or no engine is left."""
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
@@ -326,16 +304,13 @@ def take_as_told(
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
     """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
+    Return the checksum of the version.
 
     Args:
-        weights: record of the version.
         ranks: number of ranks of the engine.
         engine: identity that distinguishes it from predecessors of the same name.
         call: calls one of `METHODS` with its payload (or None) on all ranks.
         loaded: returns for each rank the sums of the tensors that its loaders got.
-
-    Returns:
-        The checksum of the version.
 
     Raises:
         WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a

@@ -75,13 +75,13 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend. All trainer ranks call each method together.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All trainer ranks call each
+    method together.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the size
-    of the largest tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
+    size of the largest tensor.
 
     Args:
-        backend: key of BACKENDS.
         rank, ranks: rank of this process and number of ranks of the trainer, which is the default
             group of `torch.distributed`.
         host: address of rank 0 for engines on other machines; empty if there are none.
@@ -107,11 +107,9 @@ class VllmPublisher:
             raise WeightSyncError(
                 f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch finds none; use "auto"'
             )
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self._backend.on_gpus
-            else torch.device("cpu")
-        )
+        device = torch.device("cpu")
+        if self._backend.on_gpus:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._rank = rank
         self._ranks = ranks
         self._host = host
@@ -120,24 +118,19 @@ class VllmPublisher:
         self._receivers = Receivers(host, together=self._backend.together) if rank == 0 else None
         self._trainer: TrainerWeightTransferEngine[Any] | None = None
         self._engines: list[str] = []
-        """Engines of the current trainer."""
         self._expected: Sequence[str] = ()
         self._was_sent = False
         self.sent = Sent()
         """Stays empty: these backends send no deltas."""
         self.num_bytes = 0
-        """Size of this rank's parts of the last version."""
 
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines of these
-        names. Do not change them before `finish`. Return the record that receivers need; the
-        records of all ranks add up.
-
-        Raises:
-            WeightSyncError: the ranks do not hold each element exactly once.
-        """
+        """Offer the parts of all ranks, which together hold each element once, to the engines of
+        these names. Do not change them before `finish`. Return the record that receivers need; the
+        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
+        exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -145,12 +138,9 @@ class VllmPublisher:
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Send the published version to the engines, and return when all of them have it.
-
-        Raises:
-            WeightSyncError: the transfer failed. With a collective backend, the failure of one
-                engine is enough.
-        """
+        """Send the published version to the engines, and return when all of them have it. Raises
+        WeightSyncError if the transfer failed. With a collective backend, the failure of one engine
+        is enough."""
         try:
             if not self._meet(version):
                 return
@@ -171,12 +161,8 @@ class VllmPublisher:
             ) from error
 
     def finish(self) -> str | None:
-        """End the transfer, so that the weights may change.
-
-        Returns:
-            The checksum of this rank's parts; checksums of ranks add up. None if the version was
-            not sent.
-        """
+        """End the transfer, so that the weights may change. Return the checksum of this rank's
+        parts, which add up; None if the version was not sent."""
         if self._receivers is not None:
             self._receivers.dismiss("the trainer has ended the transfer")
         self._source.drop()
@@ -188,7 +174,6 @@ class VllmPublisher:
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:
-        """End the current transfer, and stop listening."""
         if self._receivers is not None:
             self._receivers.close()
         self._end_trainer()
@@ -200,9 +185,8 @@ class VllmPublisher:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
             anew = self._trainer is None or engines != self._engines
             self._engines = engines
-            said = torch.tensor(
-                [(_ANEW if anew else _AS_BEFORE) if engines else _NOBODY, self._receivers.num_ranks]
-            )
+            what = (_ANEW if anew else _AS_BEFORE) if engines else _NOBODY
+            said = torch.tensor([what, self._receivers.num_ranks])
         if self._ranks > 1:
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
@@ -237,11 +221,8 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version.
-
-        Raises:
-            WeightSyncError: the ranks do not hold each element of each tensor exactly once.
-        """
+        """Set the parts of the next version. The ranks must hold each element of each tensor
+        exactly once."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
@@ -271,7 +252,6 @@ class _GatheredTensors(WeightSource):
         return max(map(_num_bytes, self._metadata), default=0)
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the metadata of all tensors, in transfer order."""
         return self._metadata
 
     @torch.no_grad()
@@ -293,7 +273,6 @@ class _GatheredTensors(WeightSource):
             yield tensor.name, full
 
     def own_sums(self) -> dict[str, TensorSum]:
-        """Return the sums of this rank's parts in the last transfer."""
         return self._with_forms(self._sums)
 
     def complete_sums(self) -> dict[str, TensorSum]:

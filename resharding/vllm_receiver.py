@@ -91,12 +91,9 @@ class _Staging(NamedTuple):
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
-    """Compare the tensors on all ranks of an engine with the published ones.
-
-    Raises:
-        WeightSyncError: the boxes of a tensor do not add up to the published tensor. The message
-            names tensor and ranks.
-    """
+    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError
+    if the boxes of a tensor do not add up to the published tensor. The message names tensor and
+    ranks."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
         published = next(held[name].published for held in ranks if name in held)
@@ -142,13 +139,9 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        staging = self._staging
-        found = self._end_staging()
-        if (
-            staging
-            and found
-            and (found.version, staging.ranks) == (update_info.version, update_info.weights.ranks)
-        ):
+        staging, found = self._staging, self._end_staging()
+        wanted = (update_info.version, update_info.weights.ranks)
+        if staging and found and (found.version, staging.ranks) == wanted:
             assert self._writer is not None
             self._writer.apply_staged()
             self._arriving = found
@@ -175,11 +168,8 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived.
-
-        Raises:
-            WeightSyncError: it arrived damaged or incomplete.
-        """
+        """Whether the staged version has arrived. Raises an error if it arrived damaged or
+        incomplete."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -197,7 +187,6 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         return None if staging.done.exception(PATIENCE_S) is not None else staging.done.result()
 
     def _open(self, weights: Weights) -> IncomingWeights:
-        """Connect to the publishers of a version, and plan this rank's copies."""
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
             if self._writer is None or self._source is not incoming.layout:
@@ -289,11 +278,8 @@ class VllmBackends:
         return self._engines[backend]
 
     def end_version(self, whole: bool) -> dict[str, TensorSum]:
-        """End a version, complete or not. Return the sums of the tensors that the loaders got.
-
-        Args:
-            whole: the version is complete. Otherwise incomplete layers keep their previous weights.
-        """
+        """End a version, complete (`whole`) or not: incomplete layers then keep their previous
+        weights. Return the sums of the tensors that the loaders got."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:  # `begin_version` failed on this rank
             assert not whole
@@ -344,17 +330,10 @@ def adapter_request() -> LoRARequest:
 
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
-    """Receive an adapter, check it, and put it into vLLM's slot. Return its checksum.
-
-    Args:
-        manager: vLLM's `WorkerLoRAManager`.
-        incoming: the version, with `peft` names.
-        settings: "r", "lora_alpha" and "use_rslora", as in `peft`.
-
-    Raises:
-        WeightSyncError: a tensor arrived damaged, or vLLM has no layer for it. The slot keeps its
-            previous adapter.
-    """
+    """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
+    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora", as in `peft`. Return its
+    checksum. Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it. The
+    slot keeps its previous adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()

@@ -87,18 +87,10 @@ class RecordedLayout:
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
 ) -> RecordedLayout:
-    """Run the model's own loader once on fakes, and record its copies. The model is unchanged.
-
-    Args:
-        model: a vLLM model, loaded or not, from vLLM's own `initialize_model`.
-        checkpoint: tensor name -> shape and name of the torch dtype.
-        where: location of this rank.
-
-    Raises:
-        UserError: the loader rejects a name or a shape, computes with a tensor instead of copying
-            boxes of it, loads an element twice, or leaves one without a value. The message names
-            the tensor and the parameter.
-    """
+    """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
+    not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
+    loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
+    an element twice, or leaves one without a value. The message names the tensor and the parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -209,18 +201,16 @@ class _Recorder(TorchDispatchMode):
         """Storages of fakes that the loader has set to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        aten, kwargs = torch.ops.aten, kwargs or {}
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         sources = [tensor for tensor in inputs if _storage(tensor) in self._fakes]
         target = next(_tensors(kwargs.values()), inputs[0]) if inputs and _writes(func) else None
         memory = self._memories.get(_storage(target)) if target is not None else None
         if memory is not None and target is not None:
-            if func is torch.ops.aten.copy_.default:
+            if func is aten.copy_.default:
                 self._copy(memory, target, args[1])
-            elif func is torch.ops.aten.zero_.default:
-                self._fill(memory, target, 0)
-            elif func is torch.ops.aten.fill_.Scalar:
-                self._fill(memory, target, args[1])
+            elif func in (aten.zero_.default, aten.fill_.Scalar):
+                self._fill(memory, target, 0 if func is aten.zero_.default else args[1])
             else:
                 raise UserError(
                     f"parameter {memory.name!r}: its loader writes with {func}; only copies and fills can be recorded"
@@ -228,9 +218,9 @@ class _Recorder(TorchDispatchMode):
             return target
         if not sources:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.clone.default:
-            return torch.ops.aten.alias.default(args[0])
-        if func is torch.ops.aten.zero_.default and target is not None and self._is_whole(target):
+        if func is aten.clone.default:
+            return aten.alias.default(args[0])
+        if func is aten.zero_.default and target is not None and self._is_whole(target):
             self._zeroed.add(_storage(target))
             return target
         result = func(*args, **kwargs) if target is None and func not in _READS else None
@@ -343,7 +333,6 @@ def _writes(func: Any) -> bool:
 
 
 def _check(memory: _Memory) -> None:
-    """Check that each element that vLLM loads comes from exactly one place."""
     boxes = sorted(memory.boxes, key=lambda entry: entry[0].starts)
     for position, (box, name) in enumerate(boxes):
         for other, other_name in boxes[position + 1 :]:
@@ -397,14 +386,11 @@ class _SpareMemory:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def lend(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor of this shape, strides and dtype."""
-        free = self._free.get(_form(wanted))
-        return (
-            free.pop() if free else torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
-        )
+        if free := self._free.get(_form(wanted)):
+            return free.pop()
+        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Return memory that is no longer referenced to the pool."""
         self._free.setdefault(_form(memory), []).append(memory)
 
 
@@ -508,11 +494,8 @@ class Layer:
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
-            if (
-                self._beside
-                and wanted.is_meta
-                and type(self.module.quant_method) is UnquantizedLinearMethod
-            ):
+            is_linear = self._beside and type(self.module.quant_method) is UnquantizedLinearMethod
+            if is_linear and wanted.is_meta:
                 continue  # memory is lent when the first slice arrives
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
@@ -522,7 +505,6 @@ class Layer:
             self.staged_elements(fill.memory, fill.view).fill_(fill.value)
 
     def staged_elements(self, memory: str, view: View) -> torch.Tensor:
-        """Return a writable view of these elements of a staged parameter."""
         name = own_name(memory)
         if name not in self._staged:
             self._staged[name] = self._spare.lend(self._loading_format(name))
@@ -546,9 +528,8 @@ class Layer:
             if memory.data_ptr() not in left:
                 self._spare.give_back(memory)
         self._lent = [memory for memory in self._lent if memory.data_ptr() in left]
-        new = {
-            key: value for key, value in beside.__dict__.items() if module.__dict__.get(key) is not value
-        }
+        known = module.__dict__
+        new = {key: value for key, value in beside.__dict__.items() if known.get(key) is not value}
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
@@ -585,11 +566,6 @@ class Layer:
 
 
 def own_name(memory: str) -> str:
-    """Return the name of a parameter in its module.
-
-    >>> own_name("model.layers.0.mlp.down_proj.weight")
-    'weight'
-    """
     return memory.rpartition(".")[2]
 
 
@@ -623,11 +599,9 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     produces garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
-    packed = (
-        [m for m in methods if isinstance(m, UnquantizedFusedMoEMethod)]
-        if current_platform.is_cpu()
-        else []
-    )
+    packed = [
+        m for m in methods if current_platform.is_cpu() and isinstance(m, UnquantizedFusedMoEMethod)
+    ]
     kernels = [(method, method.moe_kernel) for method in packed]
     for method in packed:
         method.moe_kernel = None
@@ -675,12 +649,8 @@ class ModelState(enum.Enum):
 
 
 class _Target:
-    """A piece of a tensor that a layer waits for.
-
-    Args:
-        parts: parts of the previous version, as they arrived; empty if there was none. Repeated parts
-            need no arithmetic on boxes.
-    """
+    """A piece of a tensor that a layer waits for. `parts` are those of the previous version, as
+    they arrived; empty if there was none. Repeated parts need no arithmetic on boxes."""
 
     def __init__(self, layer: Layer, piece: Piece, parts: frozenset[Box]) -> None:
         assert piece.view is not None
@@ -712,11 +682,9 @@ class _Target:
         return bool(self._parts) and len(self.came) == len(self._parts)
 
     def left(self) -> list[Box]:
-        """Return the boxes that have not arrived."""
         return _minus([self.box], self.came)
 
     def view(self, part: Box) -> View:
-        """Return the position of a part of the box."""
         steps = zip(part.starts, self.box.starts, self._position.strides, strict=True)
         shift = sum((start - first) * stride for start, first, stride in steps)
         return View(self._position.offset + shift, part.shape, self._position.strides)
@@ -727,22 +695,15 @@ _Step = tuple[int, Box, View, tuple[slice, ...] | None]
 
 
 class _Route(NamedTuple):
-    """The destinations of a slice, and its required dtype and shape."""
-
     dtype: torch.dtype
     shape: torch.Size
     steps: list[_Step]
 
 
 class WeightWriter:
-    """Writes versions into a model, from slices in the checkpoint's names and coordinates.
-
-    Args:
-        model, model_config: vLLM's own.
-        recording: result of `record_layout` for the model.
-        written: called with name, box and elements of each slice in the model, before vLLM repacks
-            it.
-    """
+    """Writes versions into a model that was recorded, from slices in the checkpoint's names and
+    coordinates. `written` is called with name, box and elements of each slice in the model, before
+    vLLM repacks it."""
 
     def __init__(
         self,
@@ -777,26 +738,25 @@ class WeightWriter:
         """Staging memory that is kept across versions."""
         self._staging = False
 
-    @torch.no_grad()
-    def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version: everything that this rank holds, each element once.
-
-        Args:
-            slices: name in the checkpoint, box, and the elements of that box, in the dtype of the
-                recorded layout.
-
-        Raises:
-            WeightSyncError: a slice does not match the layout in name, shape or dtype, arrived
-                twice, or is missing. `state` then tells what the model holds.
-        """
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
         self.begin_update()
         try:
-            for name, box, source in slices:
-                self.write_slice(name, box, source)
+            yield
             self.finish_update()
         except BaseException:
             self.abort()
             raise
+
+    @torch.no_grad()
+    def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Write a version: everything that this rank holds, each element once, as names in the
+        checkpoint, boxes, and the elements of each box in the dtype of the recorded layout. Raises
+        WeightSyncError if a slice does not match the layout in name, shape or dtype, arrived twice,
+        or is missing. `state` then tells what the model holds."""
+        with self._updating():
+            for name, box, source in slices:
+                self.write_slice(name, box, source)
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
@@ -818,17 +778,12 @@ class WeightWriter:
     def apply_staged(self) -> None:
         """Switch the model to the last staged version."""
         staged = self._layers
-        self.begin_update()
-        self._layers = staged
-        try:
+        with self._updating():
+            self._layers = staged
             for layer in staged.values():
                 self._touched = True
                 layer.take_over()
             self._targets.clear()
-            self.finish_update()
-        except BaseException:
-            self.abort()
-            raise
 
     def begin_update(self) -> None:
         """Prepare the model for a new version."""
@@ -918,11 +873,9 @@ class WeightWriter:
         if missing:
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(f"weights are missing: {', '.join(missing[:5])}{more}")
-        came = {
-            (n, i): frozenset(target.came)
-            for n, targets in self._targets.items()
-            for i, target in enumerate(targets)
-        }
+        came: dict[tuple[str, int], frozenset[Box]] = {}
+        for name, targets in self._targets.items():
+            came |= {(name, number): frozenset(target.came) for number, target in enumerate(targets)}
         if came and came != self._parts:
             if self._parts:
                 self._routes.clear()  # the sender now cuts its slices differently

@@ -81,9 +81,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._held.pop(storage, 0)
 
 
-class _EqualRows(PackedSequences):
-    """Rows of the same length without any computation. Their device may be absent."""
-
+class _EqualRows(PackedSequences):  # no computation; their device may be absent
     @property
     def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).repeat(len(self.lengths))
@@ -112,11 +110,8 @@ def pass_bytes(
     """Return the peak bytes of a pass without parameters, including new gradients if it trains.
 
     Args:
-        model: the user's name for the model.
-        folder: folder of the model's settings.
-        shape: rows of the microbatch.
+        model, folder: the user's name for the model, and the folder of its settings.
         dtype: dtype of computation.
-        trains: whether to run a backward pass.
         gradients_stay: whether gradients of earlier microbatches exist from the start.
         lora: the adapter to train. Its layers keep their inputs as in full training; its small
             gradients are not counted.

@@ -137,11 +137,7 @@ def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
 
 def check_layers(model: str | Path, lora: Lora) -> None:
     """Check the targets of an adapter against the layers of a model, which is built without
-    weights.
-
-    Raises:
-        UserError: a target matches no layer; the message lists valid targets.
-    """
+    weights. Raises UserError if a target matches no layer; the message lists valid targets."""
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings)

@@ -61,7 +61,6 @@ class _LentWeights:
         layers = model.layers if by_layer else ()
         self._inside = {module for layer in layers for module in layer.modules()}
         self.factor = 1
-        """Factor on all lent parameters."""
 
     def __enter__(self) -> Self:
         self._lend_outside()
@@ -76,7 +75,6 @@ class _LentWeights:
         self._restore(self._model.causal_lm)
 
     def multiply(self, factor: int) -> None:
-        """Multiply all parameters by a further factor."""
         self.factor *= factor
         self._lend_outside()
 
@@ -147,7 +145,6 @@ class _Probe:
     hidden: Tensor
     """[N, hidden] states that the head reads."""
     outputs: Any
-    """Outputs of the backbone for one row."""
     spread: float
     """Standard deviation of a token's logits."""
 
@@ -157,13 +154,11 @@ class Agreement:
     """The fastest valid way for rows to share a forward pass of a model."""
 
     packs: bool
-    """Whether rows are packed end to end; otherwise they are padded."""
     shares_prompts: bool
     """Whether rows with the same prompt compute its tokens once."""
     attention: str
     """Name of the attention implementation in `transformers`."""
     head_form: HeadForm | None
-    """See `ResponseModel.head_form`."""
     routers: tuple[Router, ...]
     """Routers of a mixture of experts that can replay routes; empty if there are none."""
 
@@ -231,7 +226,6 @@ def find_agreement(
 
 
 def _check_causal(model: ResponseModel) -> None:
-    """Check that changing the last token does not change the results before it."""
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     who = f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained"
     row = torch.arange(_LENGTHS[0], device=causal_lm.get_input_embeddings().weight.device) + _FIRST_ID
@@ -370,7 +364,6 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
 
 
 def _probe(model: ResponseModel) -> _Probe:
-    """Run the model's own forward pass on one row at a time."""
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     lengths, first = list(_LENGTHS), [0 for _ in _LENGTHS]
     if follows_length(causal_lm):

@@ -51,11 +51,8 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
     """Return the [1, hidden] weight of the scalar head in the folder, or a new one if it has none,
-    from a seed that is the same on all ranks.
-
-    Raises:
-        UserError: the folder's head gives several numbers.
-    """
+    from a seed that is the same on all ranks. Raises UserError if the folder's head gives several
+    numbers."""
     file = find_tensor(model, WEIGHT)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
@@ -178,11 +175,8 @@ def auto_class(settings: Any) -> Any:
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:
-    """Return the settings of a model, without dropout.
-
-    Raises:
-        UserError: `transformers` does not know the model.
-    """
+    """Return the settings of a model, without dropout. Raises UserError if `transformers` does not
+    know the model."""
     from transformers import AutoConfig
     from transformers.utils import logging
 

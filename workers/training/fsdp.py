@@ -77,10 +77,7 @@ class FsdpEngine:
 
     A step's gradient is that of the summed loss over the global count, independent of ranks,
     microbatches and row order. A rank without rows takes part in collectives with a token of weight
-    zero.
-
-    Raises:
-        UserError: the model cannot be trained, or does not fit the ranks.
+    zero. Raises UserError if the model cannot be trained, or does not fit the ranks.
     """
 
     def __init__(

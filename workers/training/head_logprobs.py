@@ -96,11 +96,10 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class _Shards:
-    """This rank's rows of a head that ranks share."""
+    """This rank's rows of a head that ranks share, from the token id `first`."""
 
     group: dist.ProcessGroup
     first: int
-    """Token id of the first row."""
 
 
 def _shards_of(weight: Tensor) -> _Shards | None:
@@ -120,7 +119,6 @@ class _How:
     shards: _Shards | None
     trains: bool
     entropies: bool
-    """Whether to compute entropies."""
     entropy: bool
     """Whether entropies have a gradient."""
     chunk: int

@@ -62,11 +62,7 @@ class Lora(Config):
 
     def check(self, tensor_parallel: int) -> None:
         """Check that ranks can share the adapter; `adapter.check_layers` compares its targets with
-        the model.
-
-        Raises:
-            UserError: ranks cannot share it.
-        """
+        the model. Raises UserError if ranks cannot share it."""
         if self.dora and tensor_parallel > 1:
             raise UserError(
                 f"Lora.dora: tensor_parallel={tensor_parallel} splits the rows that DoRA "
@@ -105,11 +101,8 @@ class _AdapterOff:
 
 def adapter_off(actor: Any) -> _AdapterOff:
     """Return the actor's model without its adapter as a reference, which costs a forward pass but
-    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
-
-    Raises:
-        UserError: `actor` is not a handle with `lora`.
-    """
+    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if
+    `actor` is not a handle with `lora`."""
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
     return _AdapterOff(actor)

@@ -51,7 +51,6 @@ class Microbatches:
     scalars: Mapping[str, Tensor]
     """Columns with one value per row, [rows]."""
     device: torch.device
-    """Device of the model; columns move there for the loss."""
     reads_last: bool = False
     """Whether the head reads the position of each response token itself rather than the position
     before it."""
@@ -62,7 +61,6 @@ class Microbatches:
     """Experts of each row's tokens, [tokens that the model reads, layers, chosen]; None lets
     routers choose."""
     images: _ShownRows | None = None
-    """Images of the rows, if any."""
 
     @classmethod
     def from_batch(
@@ -277,7 +275,6 @@ class _ShownRows:
 
     reader: ImageReader
     encoded: list[list[Any]]
-    """Buffers of the images of each row."""
     is_image: list[np.ndarray]
     """[P] bool for each row: the image tokens of its prompt."""
     prompts: tuple[np.ndarray, np.ndarray]
@@ -285,7 +282,6 @@ class _ShownRows:
 
     @classmethod
     def from_batch(cls, batch: Batch, reader: ImageReader | None, owner: str) -> _ShownRows | None:
-        """Read the images of a batch; None if it has none."""
         if IMAGES not in batch or not batch.lengths(IMAGES).any():
             return None
         if reader is None:

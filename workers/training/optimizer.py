@@ -165,11 +165,7 @@ _SHAPES = 256
 
 
 class EightBitMoments(PlainMoments):
-    """AdamW with moments in 8 bits.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+    """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -287,11 +283,8 @@ def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay. `model` has the setting that says where to keep moments.
-
-    Raises:
-        UserError: moments="8bit", and torchao is not installed.
-    """
+    decay. `model` has the setting that says where to keep moments. Raises UserError if
+    moments="8bit", and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

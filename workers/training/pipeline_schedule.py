@@ -164,7 +164,6 @@ class PipelineRun:
     seconds: float
     """Time from the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
-    """Computing time of each stage."""
     ends_s: tuple[dict[Pass, float], ...]
     """End of each pass, for each stage."""
 

@@ -46,7 +46,6 @@ class _RopesByRow:
 
     def __init__(self, causal_lm: nn.Module) -> None:
         self.rows: PackedSequences | None = None
-        """Rows of the next pass."""
         for module in causal_lm.modules():
             if _follows_length(module):
                 module.forward = partial(self._forward, copy.deepcopy(module).cpu())
@@ -81,10 +80,8 @@ class ResponseModel(nn.Module):
 
     Packed rows (`packs`) are stored end to end. Other rows are padded on the right: attention is
     causal, so no real token sees padding, no mask is needed, and the fastest attention kernel
-    applies. `agreement.py` finds out what a model supports.
-
-    Raises:
-        UserError: the model's backbone was not found.
+    applies. `agreement.py` finds out what a model supports. Raises UserError if the model's
+    backbone was not found.
     """
 
     def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
@@ -92,7 +89,6 @@ class ResponseModel(nn.Module):
         self.causal_lm = causal_lm
         self.scalar = scalar
         self.sees = is_type_that_sees(causal_lm.config)
-        """Whether rows may have images."""
         self.backbone_name = _find_backbone(causal_lm)
         # Padding without a mask is correct here, and the check would read the first and last tokens
         # from the device.

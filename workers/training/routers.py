@@ -84,7 +84,6 @@ class _Tally:
         self.entropy = make(1)
         """Entropy of the router probabilities in nats, summed over all routers."""
         self.tokens = make(1)
-        """Tokens, summed over all routers."""
         self.moved = make(1)
         """Tokens, summed over all routers, for which the replayed experts differ from the router's
         own choice."""
@@ -119,7 +118,6 @@ class _Tally:
             own.copy_(found.view_as(own))
 
     def metrics(self, *, replayed: bool) -> Metrics:
-        """Return the statistics as metrics; an empty dict without tokens."""
         tokens = self.tokens.item()
         if not tokens:
             return {}
@@ -185,13 +183,11 @@ class Router:
     """A module that chooses the experts of a layer."""
 
     module: str
-    """Name of the module in the model."""
     layer: int
     call: int
     """Which of the module's `torch.topk` calls over all experts makes the choice; earlier calls
     choose groups of experts."""
     chosen: int
-    """Experts per token."""
     logits: int | None
     """Index of the module's output that `transformers` declares as the logits of all experts, if it
     declares one."""
@@ -226,7 +222,6 @@ class Routing:
 
 
 def _any_experts(like: Tensor, tokens: int) -> Tensor:
-    """Return [tokens, layers, chosen] distinct experts, for padding."""
     _, layers, chosen = like.shape
     return torch.arange(chosen, dtype=like.dtype, device=like.device).repeat(tokens, layers, 1)
 
@@ -239,7 +234,6 @@ class Routers:
         settings = causal_lm.config.get_text_config()
         self.routers = routers
         self.layers = int(settings.num_hidden_layers)
-        """Layers of the model, with and without routers."""
         self.chosen = routers[0].chosen
         self.experts = num_experts(settings) or 0
         self.tally: _Tally | None = None
@@ -362,7 +356,6 @@ class Routers:
         return found
 
     def _counts(self, of_experts: Tensor) -> Tensor:
-        """Return [N] float32 counts, for [..., experts] of N tokens."""
         if self._routing is None:
             return torch.ones(of_experts.shape[:-1].numel(), device=of_experts.device)
         return self._routing.counts

@@ -66,12 +66,8 @@ def write_tensors(
 
 
 def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write a new file, and sync it.
-
-    Raises:
-        OSError: the write failed; the message names the file and, when the disk is full, the bytes
-            needed and free.
-    """
+    """Write a new file, and sync it. Raises OSError if the write failed; the message names the file
+    and, when the disk is full, the bytes needed and free."""
     contents = list(contents)
     descriptor = disk.open(path)
     try:
@@ -120,11 +116,8 @@ class StoredTensor:
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, mapped into memory.
-
-    Raises:
-        ValueError: the file is damaged, or holds an unsupported dtype.
-    """
+    """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
+    the file is damaged, or holds an unsupported dtype."""
     data, entries, _ = _map(path)
     return {
         name: StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
@@ -134,11 +127,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     """Yield name, offset in the full tensor, and content of each tensor in a file of
-    `write_tensors`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    `write_tensors`. Raises ValueError if the file is damaged."""
     data, entries, metadata = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
@@ -235,11 +224,8 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 def write_merged(adapter: Path, folder: Path) -> None:
     """Write a merged model to a new folder for `from_pretrained`, with `peft`. `adapter` is the
-    folder of the adapter, which names its base model.
-
-    Raises:
-        UserError: the base model no longer exists.
-    """
+    folder of the adapter, which names its base model. Raises UserError if the base model no longer
+    exists."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

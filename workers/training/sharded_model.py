@@ -178,12 +178,8 @@ class ShardedModel:
 
     def share_tokens(self) -> None:
         """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
-        set.
-
-        Raises:
-            UserError: rows of the model cannot be packed, or its rope depends on the length of a row,
-                which no rank has as a whole.
-        """
+        set. Raises UserError if rows of the model cannot be packed, or its rope depends on the
+        length of a row, which no rank has as a whole."""
         if self.config.sequence_parallel == 1:
             return
         model = self.model
@@ -199,11 +195,8 @@ class ShardedModel:
         model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
-        """Check that a head split over tensor-parallel ranks can be computed from its parts.
-
-        Raises:
-            UserError: the head is split, but is more than a matrix product.
-        """
+        """Check that a head split over tensor-parallel ranks can be computed from its parts. Raises
+        UserError if the head is split, but is more than a matrix product."""
         if self._splits_vocabulary and form is None:
             raise UserError(
                 f"tensor_parallel={self.config.tensor_parallel} cannot split the head of model {str(self.config.model)!r}: its logits are "

@@ -133,11 +133,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """Check that the ranks of `mesh` hold equal replicated tensors. Collective. Copies that differ
-    by rounding are replaced by the first rank's.
-
-    Raises:
-        RunError: copies differ, on all ranks; the message names the tensor and the rank.
-    """
+    by rounding are replaced by the first rank's. Raises RunError if copies differ, on all ranks;
+    the message names the tensor and the rank."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -181,7 +178,6 @@ def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Replace a copy by the first rank's if it differs only by rounding."""
     theirs, group = tensor.clone(), mesh.get_group()
     dist.broadcast(theirs, group=group, group_src=0)
     allowed = off = 0.0
@@ -211,10 +207,8 @@ class MeshOfOne:
 
     torch has one default group per process. If another library (vLLM in the same process) has
     created it, its groups stay untouched. If another library has added groups to ours, `close`
-    keeps the default group.
-
-    Raises:
-        UserError: the process is one of several ranks of another library.
+    keeps the default group. Raises UserError if the process is one of several ranks of another
+    library.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -246,7 +240,6 @@ class MeshOfOne:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make new groups listen to this machine only."""
     before = os.environ.get(_INTERFACE)
     os.environ.setdefault(_INTERFACE, "lo")
     try:
@@ -276,7 +269,8 @@ class _Allocates:
 
 
 class _DirectAllGather(_Allocates):
-    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order."""
+    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order. The input may be a
+    view of this rank's part of the output."""
 
     def __call__(
         self,
@@ -285,7 +279,6 @@ class _DirectAllGather(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Gather [n] to [ranks * n]; `input_tensor` may be a view of this rank's part of the output."""
         assert not async_op  # FSDP sets async_op only if a user calls `unshard(async_op=True)`
         rank, places = group.rank(), output_tensor.chunk(group.size())
         if places[rank].data_ptr() != input_tensor.data_ptr():
@@ -311,7 +304,6 @@ class _DirectReduceScatter(_Allocates):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce [ranks * n] to [n]."""
         assert not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)

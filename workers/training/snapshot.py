@@ -197,7 +197,6 @@ class Snapshot:
             for name, offset, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
                 self._parts.setdefault(name, []).append((offset, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the full tensors, by name."""
         for name, parts in self._parts.items():
             ends = [_box_at(offset, part.shape).stops for offset, part in parts]
             self.shapes[name] = tuple(map(max, zip(*ends, strict=True)))

@@ -52,10 +52,7 @@ def open_stored(
     """Open the weights of a model that was built from the same folder. `model` is the user's name
     for it. Conversions change the tensors of the skeleton temporarily. `share` is this rank and the
     number of ranks, which divide checks that read files; the first rank logs anything unusual.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
-    """
+    Raises UserError if tensors are missing, unexpected or of another shape, or a file is damaged."""
     files = weight_files(model, folder)
     missing: list[str] = []
     if files:
@@ -91,11 +88,8 @@ class _Conversion:
 
 
 class StoredWeights:
-    """Weights in safetensors files.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
-    """
+    """Weights in safetensors files. Raises UserError if tensors are missing, unexpected or of
+    another shape, or a file is damaged."""
 
     def __init__(self, model: str | Path, files: Iterable[Path], skeleton: Skeleton) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -103,7 +97,6 @@ class StoredWeights:
         self._model, self._skeleton = model, skeleton
         self._causal_lm = skeleton.causal_lm
         self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
-        """Tensors of the model, without values."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         try:
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
@@ -144,10 +137,7 @@ class StoredWeights:
 
     def check_ties(self, share: tuple[int, int]) -> None:
         """Check that tied tensors are equal if the files hold both. Each rank compares its `share`.
-
-        Raises:
-            UserError: they differ.
-        """
+        Raises UserError if they differ."""
         for tied, source in self._causal_lm.all_tied_weights_keys.items():
             if tied not in self._keys or source not in self._keys:
                 continue
@@ -321,9 +311,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor of the checkpoint, as a box of a tensor of the model."""
-
+class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     name: str
     shape: tuple[int, ...]
     box: Box

@@ -34,11 +34,8 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
     """Split the layers of a `transformers` model on the meta device, with or without LoRA layers,
     over the ranks of a one-dimensional mesh, in place. Return the names of replicated parameters
-    whose gradients must be summed over the ranks (`add_up`).
-
-    Raises:
-        UserError: layers do not divide evenly, or experts are not in the form of `transformers`.
-    """
+    whose gradients must be summed over the ranks (`add_up`). Raises UserError if layers do not
+    divide evenly, or experts are not in the form of `transformers`."""
     plan = TensorParallelPlan.of_model(causal_lm.tp_plan, causal_lm.ep_plan)
     # `sharded_model.py` splits these.
     elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())

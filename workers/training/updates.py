@@ -115,7 +115,6 @@ class Updates:
         self._context, self._engine = context, engine
         self._bad_steps = _BadSteps(context, engine, config.stop_after_bad_steps)
         self.version = 0
-        """Number of updates so far."""
 
     def update(
         self,
