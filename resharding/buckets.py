@@ -171,8 +171,8 @@ class Description:
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
-    """Return the checksum over one rank's entries, in [0, 2^64), from the `box_sum` of each. It depends
-    on names, dtypes, shapes and bits. Checksums of ranks add up modulo 2^64."""
+    """Return the checksum over one rank's entries, in [0, 2^64), from the `box_sum` of each. It
+    depends on names, dtypes, shapes and bits. Checksums of ranks add up modulo 2^64."""
     found = (
         value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True)
     )
@@ -429,7 +429,8 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch in this thread, so that each of `others` processes on this machine keeps a core."""
+    """Limit torch in this thread, so that each of `others` processes on this machine keeps a core.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:

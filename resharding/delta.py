@@ -145,8 +145,8 @@ class HeldBoxes:
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 
     def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version of these entry numbers and boxes, and return the version that is held of all
-        of them; None if deltas do not apply. `version` is None until it is set again."""
+        """Start a version of these entry numbers and boxes, and return the version that is held of
+        all of them; None if deltas do not apply. `version` is None until it is set again."""
         keys = set(wanted)
         base, self.version = self.version, None
         if not keys <= self._bits.keys():

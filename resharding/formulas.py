@@ -101,8 +101,8 @@ def _partition(
 ) -> tuple[float, list[int]]:
     """Cut a line into nonempty pieces at the lowest price. Return the price and the ends.
 
-    `sums` has the cost of all layers before each, `price` maps the cost of a piece to its price, and
-    `joined` combines the prices of two parts of the line.
+    `sums` has the cost of all layers before each, `price` maps the cost of a piece to its price,
+    and `joined` combines the prices of two parts of the line.
     """
     num_layers = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(price(sums[end]), [end]) for end in range(num_layers + 1)]
@@ -139,7 +139,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards, replicas."""
+    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards, replicas.
+    """
 
     pp: int = 1
     tp: int = 1
@@ -150,8 +151,8 @@ class Parallelism:
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
-        """Return the "pp", "tp" and "dp" coordinates of each rank. `order` names the fastest coordinate
-        first: HybridFlow's order is the default, Megatron-LM's is ("tp", "dp", "pp")."""
+        """Return the "pp", "tp" and "dp" coordinates of each rank. `order` names the fastest
+        coordinate first: HybridFlow's order is the default, Megatron-LM's is ("tp", "dp", "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}")
         ranges = [range(getattr(self, name)) for name in reversed(order)]
@@ -164,8 +165,8 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to the devices of consecutive nodes. Layouts that share a pool of devices use the
-    same `first_node`."""
+    """Assign ranks to the devices of consecutive nodes. Layouts that share a pool of devices use
+    the same `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
         for rank in range(num_ranks)

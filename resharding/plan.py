@@ -77,8 +77,8 @@ class ReshardPlan:
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
     def explain(self, bucket_bytes: int = 256 << 20) -> str:
-        """Return a table with one line per rank: bytes received, sent and held, and peak memory with at
-        most `bucket_bytes` in flight."""
+        """Return a table with one line per rank: bytes received, sent and held, and peak memory
+        with at most `bucket_bytes` in flight."""
         source, destination = self.source, self.destination
         model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
         num_copies = sum(copy.travels for copies in self._copies.values() for copy in copies)

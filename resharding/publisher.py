@@ -552,7 +552,8 @@ class _Transfer:
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
         """Parse the version that a receiver holds, and its requests; None if it maps the memory.
-        Refuses boxes that this rank does not have, and more than MOST_TIMES the bytes of this rank."""
+        Refuses boxes that this rank does not have, and more than MOST_TIMES the bytes of this rank.
+        """
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}

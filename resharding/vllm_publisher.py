@@ -39,12 +39,13 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, b
 
 
 @dataclass(frozen=True)
-class VllmBackend:
+class _VllmBackend:
     """A supported backend of vLLM."""
 
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank 0,
-    the number of ranks of all engines, and the bytes of one buffer (at least the largest tensor)."""
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank
+    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
+    tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -68,7 +69,7 @@ def _ipc(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInit
     return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=buffer_bytes, rank=rank)
 
 
-BACKENDS = {"nccl": VllmBackend(_nccl, together=True), "ipc": VllmBackend(_ipc, together=False)}
+BACKENDS = {"nccl": _VllmBackend(_nccl, together=True), "ipc": _VllmBackend(_ipc, together=False)}
 """By vLLM's names."""
 
 _NOBODY, _AS_BEFORE, _ANEW = range(3)
@@ -179,7 +180,8 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines.
+        """
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)

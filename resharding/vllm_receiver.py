@@ -254,8 +254,8 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 
 class VllmBackends:
-    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver. `settings`,
-    `device` and `model` are those of the rank."""
+    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
+    `settings`, `device` and `model` are those of the rank."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -293,7 +293,8 @@ class VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums of the tensors that a model's loaders get, until its attribute `load_weights` is deleted."""
+    """Sums of the tensors that a model's loaders get, until its attribute `load_weights` is
+    deleted."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}

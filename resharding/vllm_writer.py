@@ -63,7 +63,7 @@ from .layout import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class _Fill:
     """Elements that a loader sets to one value, such as the padding of a vocabulary."""
 
     memory: str
@@ -72,13 +72,13 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class RecordedLayout:
+class _RecordedLayout:
     """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data."""
 
     layout: Layout
-    """Tensors in the order of the model's layers. The memory of a piece is the name of a parameter or
-    buffer. The sender casts to the dtypes of the parameters."""
-    fills: tuple[Fill, ...]
+    """Tensors in the order of the model's layers. The memory of a piece is the name of a parameter
+    or buffer. The sender casts to the dtypes of the parameters."""
+    fills: tuple[_Fill, ...]
     """Fills, which precede the copies of the layout."""
     unused: tuple[str, ...]
     """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
@@ -86,11 +86,12 @@ class RecordedLayout:
 
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
-) -> RecordedLayout:
+) -> _RecordedLayout:
     """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
     not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
     loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
-    an element twice, or leaves one without a value. The message names the tensor and the parameter."""
+    an element twice, or leaves one without a value. The message names the tensor and the parameter.
+    """
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -196,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         self._memories = memories
         self._pieces: dict[str, list[Piece]] = {}
         self._dtypes: dict[str, str] = {}
-        self._fills: list[Fill] = []
+        self._fills: list[_Fill] = []
         self._zeroed = set[int]()
         """Storages of fakes that the loader has set to zero."""
 
@@ -285,9 +286,9 @@ class _Recorder(TorchDispatchMode):
                     f"parameter {memory.name!r}: its loader fills with {value} over tensor {name!r}"
                 )
         memory.filled += boxes
-        self._fills.append(Fill(memory.name, view, value))
+        self._fills.append(_Fill(memory.name, view, value))
 
-    def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> RecordedLayout:
+    def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
         """Check that each element of each parameter was loaded once, and return the recording."""
         touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
         loaded: dict[int, str] = {}
@@ -305,7 +306,7 @@ class _Recorder(TorchDispatchMode):
         held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
         tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
         unused = tuple(name for name in shapes if not self._pieces.get(name))
-        return RecordedLayout(Layout.of(tensors, [where]), tuple(self._fills), unused)
+        return _RecordedLayout(Layout.of(tensors, [where]), tuple(self._fills), unused)
 
 
 _READS = (
@@ -394,9 +395,9 @@ class _SpareMemory:
         self._free.setdefault(_form(memory), []).append(memory)
 
 
-class Layer:
-    """A module of this name in the model, whose own parameters are written together. `written` has the
-    full names of the parameters and buffers that slices are written to."""
+class _Layer:
+    """A module of this name in the model, whose own parameters are written together. `written` has
+    the full names of the parameters and buffers that slices are written to."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, written: Iterable[str], spare: _SpareMemory
@@ -405,7 +406,7 @@ class Layer:
         self.module: Any = module
         self.waiting = 0
         """Targets that lack slices."""
-        self.fills: list[Fill] = []
+        self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
         """Whether kernels read the written memory directly."""
@@ -489,8 +490,8 @@ class Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding. `kept` is kept across versions, by parameter
-        names in the model."""
+        """Allocate staging memory, and fill its padding. `kept` is kept across versions, by
+        parameter names in the model."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
@@ -633,7 +634,7 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
 # Vllm writer
 
 
-class ModelState(enum.Enum):
+class _ModelState(enum.Enum):
     """State of a vLLM model.
 
     WHOLE --begin_update--> WRITING --finish_update--> WHOLE
@@ -652,7 +653,7 @@ class _Target:
     """A piece of a tensor that a layer waits for. `parts` are those of the previous version, as
     they arrived; empty if there was none. Repeated parts need no arithmetic on boxes."""
 
-    def __init__(self, layer: Layer, piece: Piece, parts: frozenset[Box]) -> None:
+    def __init__(self, layer: _Layer, piece: Piece, parts: frozenset[Box]) -> None:
         assert piece.view is not None
         self.layer = layer
         self.box = piece.box
@@ -709,10 +710,10 @@ class WeightWriter:
         self,
         model: torch.nn.Module,
         model_config: Any,
-        recording: RecordedLayout,
+        recording: _RecordedLayout,
         written: Callable[[str, Box, torch.Tensor], None] = lambda name, box, elements: None,
     ) -> None:
-        self.state = ModelState.WHOLE
+        self.state = _ModelState.WHOLE
         self._written = written
         self._model = model
         self._model_config = model_config
@@ -728,7 +729,7 @@ class WeightWriter:
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and target number -> parts of the last version, as they arrived."""
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, _Layer] = {}
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
@@ -787,11 +788,11 @@ class WeightWriter:
 
     def begin_update(self) -> None:
         """Prepare the model for a new version."""
-        if self.state is ModelState.WRITING:
+        if self.state is _ModelState.WRITING:
             raise WeightSyncError("an update of this model is under way; finish or abort it first")
         initialize_layerwise_reload(self._model)
         self._expect()
-        self._before, self.state = self.state, ModelState.WRITING
+        self._before, self.state = self.state, _ModelState.WRITING
 
     def _expect(self) -> None:
         self._layers, self._targets, self._touched = {}, defaultdict(list), False
@@ -807,7 +808,7 @@ class WeightWriter:
     def write_slice(self, name: str, box: Box, source: torch.Tensor) -> None:
         """Copy one slice to all places that hold elements of it."""
         route = (
-            self._routes.get((name, box)) if self._staging or self.state is ModelState.WRITING else None
+            self._routes.get((name, box)) if self._staging or self.state is _ModelState.WRITING else None
         )
         if route is None or source.dtype is not route.dtype or source.shape != route.shape:
             self._check(name, box, source)
@@ -846,19 +847,19 @@ class WeightWriter:
         self._touched = True
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
-        self.state = ModelState.WHOLE
+        self.state = _ModelState.WHOLE
 
     def abort(self) -> None:
         """Abort the update. Incomplete layers keep their previous weights."""
         restore(self._model)
-        self.state = ModelState.PARTIAL if self._touched else self._before
+        self.state = _ModelState.PARTIAL if self._touched else self._before
 
-    def _layer(self, memory: str) -> Layer:
+    def _layer(self, memory: str) -> _Layer:
         name = memory.rpartition(".")[0]
         if name not in self._layers:
             if name not in self._modules:
                 self._modules[name] = self._model.get_submodule(name)
-            self._layers[name] = Layer(name, self._modules[name], self._written_to[name], self._spare)
+            self._layers[name] = _Layer(name, self._modules[name], self._written_to[name], self._spare)
         return self._layers[name]
 
     def _check_complete(self) -> None:
@@ -882,7 +883,7 @@ class WeightWriter:
             self._parts = came
 
     def _check(self, name: str, box: Box, source: torch.Tensor) -> None:
-        if self.state is not ModelState.WRITING and not self._staging:
+        if self.state is not _ModelState.WRITING and not self._staging:
             raise WeightSyncError(f"tensor {name!r} came outside an update")
         held = self._tensors.get(name)
         if held is None:

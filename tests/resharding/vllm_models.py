@@ -14,7 +14,7 @@ from weft.resharding.layout import Box, Layout, Where
 from weft.workers.generation.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
-    from weft.resharding.vllm_writer import RecordedLayout
+    from weft.resharding.vllm_writer import _RecordedLayout
 
 Tensors = dict[str, torch.Tensor]
 Slices = list[tuple[str, Box, torch.Tensor]]
@@ -159,13 +159,13 @@ class Ranks:
         return model
 
 
-def record(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> RecordedLayout:
+def record(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> _RecordedLayout:
     from weft.resharding.vllm_writer import record_layout
 
     return record_layout(model, described(tensors), Where())
 
 
-def writer_of(model: torch.nn.Module, recording: RecordedLayout) -> Any:
+def writer_of(model: torch.nn.Module, recording: _RecordedLayout) -> Any:
     from weft.resharding.vllm_writer import WeightWriter
 
     return WeightWriter(model, SimpleNamespace(dtype=torch.float32), recording)

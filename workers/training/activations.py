@@ -45,12 +45,12 @@ class PassShape:
     """Tokens of a row with a log-probability."""
 
 
-class LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors created inside the context while they are alive, except `known`
     tensors and their views.
 
     >>> known = torch.ones(8)
-    >>> with LiveBytes([known]) as live:
+    >>> with _LiveBytes([known]) as live:
     ...     _ = (known * 2).sum() + known[0]
     >>> live.peak
     36
@@ -159,7 +159,7 @@ def _peak(
     """Return the peak bytes alive in a pass with `number` predicted tokens. If gradients exist from
     the start (`stays`) or do not belong to the model, each new one is freed (`drops`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+    with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(

@@ -101,7 +101,8 @@ class Skeleton:
     made: Mapping[str, Tensor]
     """Tensors that are not read from the model's files, by name: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors in the files of a language model that this model lacks: its original head."""
+    """Names of tensors in the files of a language model that this model lacks: its original head.
+    """
 
 
 def build_causal_lm(

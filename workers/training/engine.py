@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EngineFactory(Protocol):
-    """Create the `TrainingEngine` of a rank, in the rank's process, such as `FsdpEngine`. All ranks of
-    the group create theirs at the same time and meet at `context.rendezvous`
+    """Create the `TrainingEngine` of a rank, in the rank's process, such as `FsdpEngine`. All ranks
+    of the group create theirs at the same time and meet at `context.rendezvous`
     (`workers/rendezvous.py`)."""
 
     def __call__(
@@ -282,7 +282,8 @@ class OptimizerConfig(Config):
 
 
 class TrainingConfig(OptimizerConfig):
-    """How to train a model: optimizer, adapter, recomputation of activations, and router balancing."""
+    """How to train a model: optimizer, adapter, recomputation of activations, and router balancing.
+    """
 
     activation_checkpointing: Recomputed = False
     """Recompute activations in the backward pass instead of keeping them. True recomputes those of
@@ -310,7 +311,8 @@ class OptimizerStep:
     metrics: Metrics
     applied: bool
     bad: str | None = None
-    """Why a step with tokens was not applied: its loss or gradient is not finite, or it diverges."""
+    """Why a step with tokens was not applied: its loss or gradient is not finite, or it diverges.
+    """
 
 
 class TrainingEngine(Protocol):

@@ -29,7 +29,8 @@ class Lora(Config):
     """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear layers to adapt, by the end of their names: "q_proj", "self_attn.q_proj", ...;
-    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter."""
+    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter.
+    """
     rslora: bool = False
     """Use s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
     published: Literal["adapter", "merged"] | None = None
@@ -89,7 +90,8 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 @dataclass(frozen=True)
 class _AdapterOff:
-    """An actor as a graph's reference: the same model without its adapter, which no update changes."""
+    """An actor as a graph's reference: the same model without its adapter, which no update changes.
+    """
 
     actor: Any
 

@@ -27,7 +27,8 @@ CHUNK_BYTES = 128 << 20
 GPU_CHUNK_SHARE = 1 / 64
 """Share of a GPU's memory for the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time."""
+"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time.
+"""
 KEPT_BYTES = 256 << 20
 """Maximum bytes of logits to keep for the backward pass; more are recomputed."""
 BLOCKS = (256, 128, 64)

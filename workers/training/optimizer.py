@@ -52,7 +52,7 @@ class PlainMoments(torch.optim.AdamW):
 # computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
 
 
-class HostMoments(PlainMoments):
+class _HostMoments(PlainMoments):
     """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
     part by part: while one part is computed, the moments of the next part arrive and the moments of
     the previous part leave. Results are identical to AdamW. On a CPU nothing moves."""
@@ -164,7 +164,7 @@ _SHAPES = 256
 """Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
 
-class EightBitMoments(PlainMoments):
+class _EightBitMoments(PlainMoments):
     """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
@@ -226,8 +226,8 @@ def in_8_bits(state: Iterable[str]) -> bool:
 def _load_library(
     device: torch.device,
 ) -> tuple[Callable[[Tensor, Tensor, bool], Any], Callable[..., None]]:
-    """Return the parts of torchao that are used: (codes [n], scales [n / block], signed) -> a moment
-    that shares their memory; and the AdamW update of one parameter, in place."""
+    """Return the parts of torchao that are used: (codes [n], scales [n / block], signed) -> a
+    moment that shares their memory; and the AdamW update of one parameter, in place."""
     log = logging.getLogger("torchao")
     level = log.level
     log.setLevel(logging.ERROR)  # torchao warns about missing kernels for other machines
@@ -258,7 +258,8 @@ def _load_library(
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return the block size of a parameter, or None if its moments are float32. Equal on all ranks."""
+    """Return the block size of a parameter, or None if its moments are float32. Equal on all ranks.
+    """
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 
@@ -297,7 +298,7 @@ def make_optimizer(
     ]
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     if model.offload == "moments":
-        return HostMoments(kinds, device, **settings)
+        return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":
-        return EightBitMoments(kinds, device, **settings)
+        return _EightBitMoments(kinds, device, **settings)
     return PlainMoments(kinds, **settings)

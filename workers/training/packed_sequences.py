@@ -233,7 +233,8 @@ class Stretches:
 
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
         """Return this rank's tokens of [N] int64 tokens in these rows: [n] int64, the same number
-        on each rank, padded with an unused row; and the rows of all ranks, including the padding."""
+        on each rank, padded with an unused row; and the rows of all ranks, including the padding.
+        """
         # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids

@@ -207,7 +207,8 @@ class ShardedModel:
     def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
         """Load the model's values: each rank allocates and reads the parts that it holds, from the
         weights of the model without its adapter, or from `made` (full tensors on the host, by name
-        in the model). On a CPU the memory is shared, so that receivers on this machine can read it."""
+        in the model). On a CPU the memory is shared, so that receivers on this machine can read it.
+        """
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
         empty = {name: t for name, t in self.own_tensors().items() if local_part(t).is_meta}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,26 +33,14 @@ _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older files that models compute today; `transformers` ignores them as well."""
 
 
-class WeightReader(Protocol):
-    """Reads the values of a model's tensors."""
-
-    bytes_read: int
-    conversions: list[Any]
-    """Conversions of `transformers` that were used; saving the model reverts them."""
-
-    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the tensor of this name in the model, on the host, by its first index and
-        size in each dimension."""
-        ...
-
-
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
     """Open the weights of a model that was built from the same folder. `model` is the user's name
     for it. Conversions change the tensors of the skeleton temporarily. `share` is this rank and the
     number of ranks, which divide checks that read files; the first rank logs anything unusual.
-    Raises UserError if tensors are missing, unexpected or of another shape, or a file is damaged."""
+    Raises UserError if tensors are missing, unexpected or of another shape, or a file is damaged.
+    """
     files = weight_files(model, folder)
     missing: list[str] = []
     if files:
@@ -116,13 +104,15 @@ class StoredWeights:
         after the other."""
         unexpected = self._match()
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
+        """Conversions of `transformers` that were used; saving the model reverts them."""
         self._names = self._names_in_files()
         self._refuse_unexpected(unexpected)
         self.made_anew = self._missing()
         """Tensors that the files lack and that `transformers` initializes."""
 
     def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The dtype is the file's, or float32 after a conversion."""
+        """Return a box of the tensor of this name in the model, on the host, by its first index and
+        size in each dimension. The dtype is the file's, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], start, shape)
@@ -297,6 +287,9 @@ def _stacks(operations: Iterable[Any]) -> bool:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+WeightReader = StoredWeights | _CompleteWeights
 
 
 # Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.

@@ -76,7 +76,9 @@ def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(
     engine = trainer_of(tmp_path)
     tensors = dict(engine.model.causal_lm.named_parameters())
     names, fused = CheckpointNames(engine.model.causal_lm, tensors), tensors[GATE_UP].detach()
-    assert {W1, W3} < set(names.stored_names(GATE_UP)) and len(names.stored_names(GATE_UP)) == 2 * fused.shape[0]
+    assert {W1, W3} < set(names.stored_names(GATE_UP)) and len(
+        names.stored_names(GATE_UP)
+    ) == 2 * fused.shape[0]
     cut = fused.shape[dim] // 2 + 1
     boxes = [Box.along(tuple(fused.shape), dim, *ends) for ends in ((0, cut), (cut, fused.shape[dim]))]
     found = together([part for box in boxes for part in parts_of(names, GATE_UP, fused, box)])
