@@ -181,6 +181,13 @@ class Connection:
         return bytes(content)
 
 
+def reason(error: Exception, silence_s: float | None = None) -> str:
+    """Say that the other side was silent (for this long) or is gone."""
+    if isinstance(error, TimeoutError):
+        return "was silent" if silence_s is None else f"was silent for {silence_s:.0f} s"
+    return f"is gone ({error})"
+
+
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 

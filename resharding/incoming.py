@@ -38,7 +38,7 @@ from .buckets import (
     open_device_memory,
     read_description,
 )
-from .connection import SILENCE_S, Connection, GroupChannel, this_machine
+from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
 from .delta import Delta, HeldBoxes, apply_delta, held_boxes
 from .layout import Layout, Piece, TensorLayout, Where
 from .plan import Copy, ReshardPlan
@@ -411,12 +411,8 @@ class _Source:
             yield
         except OSError as error:
             silence_s = self.connection.silence_s if hasattr(self, "connection") else SILENCE_S
-            reason = (
-                f"was silent for {silence_s:.0f} s"
-                if isinstance(error, TimeoutError)
-                else f"is gone ({error})"
-            )
-            raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
+            why = reason(error, silence_s)
+            raise WeightSyncError(f"{self.where}: the publisher {why}, {self.at}") from None
 
     def _map(self, buckets: dict[str, Any]) -> _Views:
         try:

@@ -50,7 +50,7 @@ from .buckets import (
     device_of,
     fingerprint,
 )
-from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport
+from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
 from .delta import Shadow, bits_of, delta_of, within
 from .layout import Box
 from .weights import TensorPart, Weights, box_sum
@@ -583,9 +583,8 @@ class _Transfer:
     def _lose(self, session: _Session, error: Exception) -> None:
         with self._condition:
             session.gone = True
-            why = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
             where = f"after {session.taken} of {len(self._buckets)} buckets"
-            self.lost[str(session)] = f"{session} {why} {where} of version {self.version}"
+            self.lost[str(session)] = f"{session} {reason(error)} {where} of version {self.version}"
             self._condition.notify_all()
 
     # The publisher's thread

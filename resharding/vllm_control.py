@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .connection import SILENCE_S, Connection, Listener, this_machine
+from .connection import SILENCE_S, Connection, Listener, reason, this_machine
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights, tensor_factor
 
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
@@ -144,7 +144,7 @@ class _Engine:
             self.connection.send(b"C", encoded([method, payload]).encode())
             kind, content = self.connection.receive()
         except OSError as error:
-            self.lost = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            self.lost = reason(error)
             return
         if kind != b"K":
             self.lost = f"failed in {method}: {content.decode(errors='replace')}"
@@ -350,12 +350,7 @@ def take_as_told(
             else:
                 raise WeightSyncError(f"{where}: {content.decode(errors='replace')}")
     except OSError as error:
-        reason = (
-            f"was silent for {connection.silence_s:.0f} s"
-            if isinstance(error, TimeoutError)
-            else f"is gone ({error})"
-        )
-        raise WeightSyncError(f"{where}: it {reason}") from None
+        raise WeightSyncError(f"{where}: it {reason(error, connection.silence_s)}") from None
     finally:
         connection.close()
 

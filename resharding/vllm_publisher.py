@@ -180,8 +180,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines.
-        """
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -229,10 +228,10 @@ class _GatheredTensors(WeightSource):
         for part in parts:
             own[part.name].append(part)
         self._own, self._sums = dict(own), {}
-        forms = [
-            (name, _dtype_name(of[0]), tuple(of[0].shape), sum(part.box.numel for part in of))
-            for name, of in own.items()
-        ]
+        forms: list[tuple[str, str, tuple[int, ...], int]] = []
+        for name, of in own.items():
+            dtype = str(of[0].dtype or of[0].tensor.dtype).removeprefix("torch.")
+            forms.append((name, dtype, tuple(of[0].shape), sum(part.box.numel for part in of)))
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
@@ -326,10 +325,6 @@ def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
                 f"weights version {version}: the ranks publish {elements[meta.name]} elements of tensor {meta.name!r}, which has {whole}"
             )
     return list(found.values())
-
-
-def _dtype_name(part: TensorPart) -> str:
-    return str(part.dtype or part.tensor.dtype).removeprefix("torch.")
 
 
 def _num_bytes(tensor: ParamMeta) -> int:

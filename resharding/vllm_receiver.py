@@ -190,7 +190,11 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
             if self._writer is None or self._source is not incoming.layout:
-                self._prepare(incoming)
+                checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
+                recording = record_layout(self.model, checkpoint)
+                self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
+                self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
+                self._source = incoming.layout
         except BaseException:
             incoming.close()
             raise
@@ -213,13 +217,6 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
-
-    def _prepare(self, incoming: IncomingWeights) -> None:
-        checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
-        recording = record_layout(self.model, checkpoint)
-        self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
-        self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
-        self._source = incoming.layout
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
         assert self._plan is not None

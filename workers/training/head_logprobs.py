@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .memory import KEPT_BYTES, head_chunk_bytes
-from .sharding import offset_of
+from .sharding import box_of
 
 _CACHED = 2**17
 """Number of logits that stay in a CPU's cache during a pass over them."""
@@ -110,7 +110,7 @@ def _shards_of(weight: Tensor) -> _Shards | None:
             "a head must be split over its rows, on one dimension of the mesh; its "
             f"placements are {weight.placements}"
         )
-    return _Shards(weight.device_mesh.get_group(), offset_of(weight)[0])
+    return _Shards(weight.device_mesh.get_group(), box_of(weight).starts[0])
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of range.
-    """
+    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of range."""
     return targets if shards is None else targets - shards.first
 
 

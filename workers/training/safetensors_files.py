@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import errno
 import json
-import math
+import operator
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
+from ...resharding.layout import Box
 from ..models.model_folder import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -99,20 +100,18 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self._bytes.numel()
 
-    def read_box(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the tensor, by its first index and size in each dimension, on the host in
-        the dtype of the file, without reading other bytes."""
+    def read_box(self, box: Box) -> Tensor:
+        """Return a box of the tensor on the host, in the dtype of the file, without reading other
+        bytes."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
-        size = self.dtype.itemsize
+        if not box.numel:
+            return torch.empty(box.shape, dtype=self.dtype)
         # Read bytes, because some writers do not align tensors to their element size.
-        box = self._bytes.view(*self.shape[:-1], self.shape[-1] * size) if math.prod(self.shape) else None
-        if box is None or not math.prod(shape):
-            return torch.empty(tuple(shape), dtype=self.dtype)
-        for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
-            unit = size if dimension == len(shape) - 1 else 1
-            box = box.narrow(dimension, first * unit, length * unit)
-        return box.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        size = self.dtype.itemsize
+        last = slice(box.starts[-1] * size, box.stops[-1] * size)
+        own = self._bytes.view(*self.shape[:-1], self.shape[-1] * size)[(*box.slices[:-1], last)]
+        return own.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -125,9 +124,9 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """Yield name, offset in the full tensor, and content of each tensor in a file of
-    `write_tensors`. Raises ValueError if the file is damaged."""
+def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the name of each tensor in a file of `write_tensors`, its box in the full tensor, and
+    its content. Raises ValueError if the file is damaged."""
     data, entries, metadata = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
@@ -138,7 +137,8 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
         ) from None
     for name, entry in entries.items():
         part = data[entry.start : entry.end].view(_DTYPES[entry.dtype])
-        yield name, offsets[name], part.view(entry.shape)
+        stops = tuple(map(operator.add, offsets[name], entry.shape))
+        yield name, Box(tuple(offsets[name]), stops), part.view(entry.shape)
 
 
 def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:

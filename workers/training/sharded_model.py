@@ -44,7 +44,6 @@ from .sharding import (
     full_tensor,
     local_part,
     lying_as,
-    offset_of,
     use_direct_collectives,
     writes,
 )
@@ -184,12 +183,10 @@ class ShardedModel:
             return
         model = self.model
         if not model.packs or follows_length(model.causal_lm):
-            why = (
-                "its rope depends on the length of a row" if model.packs else "its rows cannot be packed"
-            )
+            why = "its rope depends on the length of a row" if model.packs else ""
             raise UserError(
                 f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens "
-                f"of model {str(self.config.model)!r}: {why}"
+                f"of model {str(self.config.model)!r}: {why or 'its rows cannot be packed'}"
             )
         model.shares_prompts = False
         model.stretches = join_stretches(self.config.sequence_parallel)
@@ -222,13 +219,9 @@ class ShardedModel:
                 part = torch.empty_like(own, device="cpu" if on_host else self.device)
             else:
                 part = self._memory.empty(own.shape, own.dtype)
-            offset = offset_of(tensor)
             if part.numel():
-                plain = name.replace(".base_layer.", ".")
-                if name in made:
-                    part.copy_(box_of(made[name], offset, part.shape))
-                else:
-                    part.copy_(weights.read_box(plain, offset, part.shape))
+                box, plain = box_of(tensor), name.replace(".base_layer.", ".")
+                part.copy_(made[name][box.slices] if name in made else weights.read_box(plain, box))
             filled[tensor] = part
         for name, parameter in causal_lm.named_parameters():
             if measured := measured_weight(name):
@@ -360,9 +353,7 @@ class ShardedModel:
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
             local = local_part(tensor.detach())
-            starts = tuple(offset_of(tensor)) if local.numel() else (0,) * local.ndim
-            stops = tuple(start + extent for start, extent in zip(starts, local.shape, strict=True))
-            box = Box(starts, stops)
+            box = box_of(tensor) if local.numel() else Box.full(tuple(local.shape))
             yield TensorPart(name, tuple(tensor.shape), box, local), writes(tensor, rank)
 
     @cached_property

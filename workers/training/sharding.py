@@ -4,6 +4,7 @@ of tensors, and sums over ranks."""
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...dataflow.errors import RunError, UserError
+from ...resharding.layout import Box
 from ..worker import Context
 from .engine import ModelConfig
 
@@ -72,18 +74,13 @@ def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
-def offset_of(tensor: Tensor) -> list[int]:
-    """Return the first index of this rank's part in each dimension of the full tensor."""
+def box_of(tensor: Tensor) -> Box:
+    """Return the box of the full tensor that this rank holds."""
+    shape = tuple(local_part(tensor).shape)
+    starts = (0,) * len(shape)
     if isinstance(tensor, DTensor):
-        return list(tensor.__create_chunk_list__()[0].offsets)
-    return [0] * tensor.ndim
-
-
-def box_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a view of a box of a tensor, by its first index and size in each dimension."""
-    for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
-        tensor = tensor.narrow(dimension, first, length)
-    return tensor
+        starts = tuple(tensor.__create_chunk_list__()[0].offsets)
+    return Box(starts, tuple(map(operator.add, starts, shape)))
 
 
 def writes(tensor: Tensor, rank: int) -> bool:

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -36,7 +36,7 @@ from ...dataflow.safe_files import read_json
 from ...resharding.layout import Box
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
-from .sharding import local_part, offset_of, writes
+from .sharding import box_of, local_part, writes
 
 MODEL, STATE = "model", "state"
 _FORMAT = 1
@@ -114,7 +114,7 @@ class SnapshotWriter:
         """Allocate the copies in one block. The kernel creates the pages in the first copy, which
         therefore takes longer."""
         self._sharding = {
-            name: {"saved_offsets": offset_of(tensor)}
+            name: {"saved_offsets": list(box_of(tensor).starts)}
             for name, tensor in state.items()
             if writes(tensor, self._context.rank)
         }
@@ -192,14 +192,13 @@ class Snapshot:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.num_ranks = int(self.notes_of(0)["ranks"])
-        self._parts: dict[str, list[tuple[Sequence[int], Tensor]]] = {}
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         for rank in range(self.num_ranks):
-            for name, offset, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
-                self._parts.setdefault(name, []).append((offset, part))
+            for name, box, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
+                self._parts.setdefault(name, []).append((box, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self._parts.items():
-            ends = [_box_at(offset, part.shape).stops for offset, part in parts]
-            self.shapes[name] = tuple(map(max, zip(*ends, strict=True)))
+            self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:
         try:
@@ -234,10 +233,8 @@ class Snapshot:
 
     def fill(self, name: str, into: Tensor) -> None:
         """Fill a tensor, or this rank's part of one, converting to its dtype."""
-        target = local_part(into)
-        box, num_read = _box_at(offset_of(into), target.shape), 0
-        for part_offset, part in self._parts[name]:
-            there = _box_at(part_offset, part.shape)
+        target, box, num_read = local_part(into), box_of(into), 0
+        for there, part in self._parts[name]:
             if (common := box.intersection(there)) is not None:
                 target[common.within(box)].copy_(part[common.within(there)])
                 num_read += common.numel
@@ -275,7 +272,3 @@ def _bytes_tensor(text: str) -> Tensor:
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank}.json"
-
-
-def _box_at(start: Sequence[int], shape: Sequence[int]) -> Box:
-    return Box(tuple(start), tuple(first + extent for first, extent in zip(start, shape, strict=True)))

@@ -27,7 +27,6 @@ from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
 from .safetensors_files import StoredTensor, open_tensors
-from .sharding import box_of
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older files that models compute today; `transformers` ignores them as well."""
@@ -61,8 +60,8 @@ class _CompleteWeights:
         self.bytes_read = sum(tensor.nbytes for tensor in self._tensors.values())
         self.conversions: list[Any] = getattr(causal_lm, "_weight_conversions", None) or []
 
-    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return box_of(self._tensors[name], start, shape)
+    def read_box(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name][box.slices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,20 +109,20 @@ class StoredWeights:
         self.made_anew = self._missing()
         """Tensors that the files lack and that `transformers` initializes."""
 
-    def read_box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the tensor of this name in the model, on the host, by its first index and
-        size in each dimension. The dtype is the file's, or float32 after a conversion."""
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Return a box of the tensor of this name in the model, on the host. The dtype is the file's,
+        or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
-            return self._fetch(self._stored[self._keys[name]], start, shape)
+            return self._fetch(self._stored[self._keys[name]], box)
         conversion, full = self._converted[name], self._shapes[name]
-        if conversion.stacked and tuple(shape[1:]) == full[1:]:
-            chosen = [keys[start[0] : start[0] + shape[0]] for keys in conversion.keys]
-            return self._convert([key for keys in chosen for key in keys], {name: tuple(shape)})[name]
+        if conversion.stacked and box.shape[1:] == full[1:]:
+            chosen = [keys[box.slices[0]] for keys in conversion.keys]
+            return self._convert([key for keys in chosen for key in keys], {name: box.shape})[name]
         if self._last is None or self._last[0] is not conversion:
             self._last = None  # free memory before the next conversion
             self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
-        return box_of(self._last[1][name], start, shape)
+        return self._last[1][name][box.slices]
 
     def check_ties(self, share: tuple[int, int]) -> None:
         """Check that tied tensors are equal if the files hold both. Each rank compares its `share`.
@@ -133,9 +132,9 @@ class StoredWeights:
                 continue
             one, other = self._stored[self._keys[tied]], self._stored[self._keys[source]]
             rank, ranks = share
-            first, last = (one.shape[0] * end // ranks for end in (rank, rank + 1))
-            box = (first, *(0 for _ in one.shape[1:])), (last - first, *one.shape[1:])
-            if one.shape != other.shape or not torch.equal(one.read_box(*box), other.read_box(*box)):
+            rows = one.shape[0]
+            box = Box.along(one.shape, 0, rows * rank // ranks, rows * (rank + 1) // ranks)
+            if one.shape != other.shape or not torch.equal(one.read_box(box), other.read_box(box)):
                 raise UserError(
                     f"model {str(self._model)!r}: config.json ties {tied!r} and {source!r} "
                     "(tie_word_embeddings), but the files hold two tensors that differ; "
@@ -168,8 +167,12 @@ class StoredWeights:
                 unexpected.append(name)
         for name, group in groups.items():
             if list(group) == [None] and len(group[None]) == 1:
-                self._keys[name] = group[None][0]
-                self._check_shape(name, self._stored[self._keys[name]].shape)
+                self._keys[name] = key = group[None][0]
+                if (shape := self._stored[key].shape) != self._shapes[name]:
+                    raise UserError(
+                        f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, "
+                        f"but {list(self._shapes[name])} by config.json"
+                    )
                 continue
             conversion = _Conversion(
                 tuple(tuple(keys) for keys in group.values()),
@@ -195,7 +198,7 @@ class StoredWeights:
         given = {
             key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             if device == "meta"
-            else self._fetch(stored, [0 for _ in stored.shape], stored.shape)
+            else self._fetch(stored, Box.full(stored.shape))
             for key, stored in sources.items()
         }
         self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
@@ -238,10 +241,10 @@ class StoredWeights:
         stored = {name: [n for n in names if n in known] for names in aliases.values() for name in names}
         return {name: name if name in names else names[0] for name, names in stored.items() if names}
 
-    def _fetch(self, stored: StoredTensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        box = stored.read_box(start, shape)
-        self.bytes_read += box.nbytes
-        return box
+    def _fetch(self, stored: StoredTensor, box: Box) -> Tensor:
+        found = stored.read_box(box)
+        self.bytes_read += found.nbytes
+        return found
 
     # Refusals
 
@@ -268,12 +271,6 @@ class StoredWeights:
         raise UserError(
             f"model {str(self._model)!r}: its files hold {_some(refused)}, which {kind} does not have{hint}"
         )
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        if shape != self._shapes[name]:
-            raise UserError(
-                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, but {list(self._shapes[name])} by config.json"
-            )
 
 
 def _stacks(operations: Iterable[Any]) -> bool:

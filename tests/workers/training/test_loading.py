@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weft.dataflow.errors import UserError
+from weft.resharding.layout import Box
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.models.weight_files import weight_files
@@ -133,12 +134,12 @@ def test_a_box_of_a_stored_tensor_is_read_alone(tmp_path: Path):
     whole = torch.arange(24.0).view(2, 3, 4).to(torch.bfloat16)
     save_file({"x": whole, "scalar": torch.tensor(2.0), "none": torch.empty(0, 3)}, tmp_path / FILE)
     stored = open_tensors(tmp_path / FILE)
-    box = stored["x"].read_box((1, 0, 1), (1, 2, 3))
+    box = stored["x"].read_box(Box((1, 0, 1), (2, 2, 4)))
     assert torch.equal(box, whole[1:2, 0:2, 1:4])
     assert box.untyped_storage().nbytes() == 2 * 2 * 3
-    assert stored["x"].read_box((0, 3, 0), (2, 0, 4)).shape == (2, 0, 4)
-    assert stored["scalar"].read_box((), ()).item() == 2.0
-    assert stored["none"].read_box((0, 0), (0, 3)).shape == (0, 3)
+    assert stored["x"].read_box(Box((0, 3, 0), (2, 3, 4))).shape == (2, 0, 4)
+    assert stored["scalar"].read_box(Box((), ())).item() == 2.0
+    assert stored["none"].read_box(Box((0, 0), (0, 3))).shape == (0, 3)
 
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
