@@ -33,7 +33,7 @@ from ..dataflow.errors import WeightSyncError
 from .buckets import BUCKET_BYTES
 from .connection import listen
 from .layout import Box
-from .transfer import Sent
+from .publisher import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
 from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
 

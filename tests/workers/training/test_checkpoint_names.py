@@ -118,7 +118,7 @@ def test_a_tensor_that_is_no_box_of_one_in_memory_keeps_its_name_in_memory():
     from transformers.core_model_loading import Interleave
 
     model = Converted(Interleave(0))
-    assert model.names().of("weight") == ["weight"]
+    assert model.names().stored_names("weight") == ["weight"]
     (part,) = parts_of(model.names(), "weight", model.weight.detach(), Box.full((4, 6)))
     assert torch.equal(part.tensor, model.weight.detach())
 
