@@ -107,9 +107,8 @@ def load_rank(
 
     The counts are: read, peak while loading, peak until ready, peak while saving.
     """
-    from weft.workers.training import loading
+    from weft.workers.training import fsdp
     from weft.workers.training.engine import ModelConfig
-    from weft.workers.training.fsdp import FsdpEngine
     from weft.workers.worker import Context
 
     torch.set_num_threads(1)
@@ -117,16 +116,16 @@ def load_rank(
     config = ModelConfig(model=str(folder / "model"), gather="layerwise")
     held = PeakBytes()
     loaded = 0
-    find_agreement = loading.find_agreement
+    find_agreement = fsdp.find_agreement
 
     def after_loading(*arguments: Any, **settings: Any) -> Any:
         nonlocal loaded
         loaded = held.peak
         return find_agreement(*arguments, **settings)
 
-    loading.find_agreement = after_loading
+    fsdp.find_agreement = after_loading
     with held:
-        engine = FsdpEngine(config, context)
+        engine = fsdp.FsdpEngine(config, context)
         started, held.peak = held.peak, held.now
         engine.save(folder / "saved")
     answers.put((engine.bytes_read, loaded, started, held.peak))

@@ -34,7 +34,7 @@ from weft.dataflow.metrics import Mean, Metrics, Sum, merge
 from weft.resharding.formulas import PipelineStages
 from weft.resharding.incoming import IncomingWeights
 from weft.resharding.layout import Box
-from weft.resharding.weights import Part
+from weft.resharding.weights import TensorPart
 from weft.workers.dispatch import Coordinates
 from weft.workers.models.model_folder import find_model_config
 from weft.workers.training.engine import Head, ModelConfig, OptimizerStep, TrainingConfig
@@ -170,7 +170,7 @@ class PipelineEngine:
 
     def _rows(self, batch: Batch, columns: Sequence[str] = ()) -> Microbatches:
         owner = str(self.config.model)
-        return Microbatches.of(
+        return Microbatches.from_batch(
             batch, columns, torch.device("cpu"), vocabulary=self.vocabulary, owner=owner
         )
 
@@ -315,11 +315,11 @@ class PipelineEngine:
                 dist.broadcast(tensor, self.owner[name])
             yield name, tensor
 
-    def published_parts(self) -> Iterator[Part]:
+    def published_parts(self) -> Iterator[TensorPart]:
         for name, parameter in self.parameters.items():
             if self.owner[name] == self.stage:
                 shape = self.shapes[name]
-                yield Part(name, shape, Box.full(shape), parameter.detach())
+                yield TensorPart(name, shape, Box.full(shape), parameter.detach())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
         raise UserError("PipelineEngine cannot receive weights; use it for training")

@@ -5,34 +5,33 @@
 
 A bucket is a list of entries. An entry names a box of a tensor, its dtype, and the position of its
 bytes. Both sides walk the same list. Receivers read a part in place if they can map its memory
-(`memory.py`). All other parts are copied into the bucket memory, which successive buckets reuse.
-
-Code that transforms the bytes of an entry, such as a delta, belongs in two places:
-`Transfer._fill`, where the publisher writes an entry into its bucket, and
-`IncomingWeights._elements`, where the receiver reads it.
+(`SharedMemory`). All other parts are copied into the bucket memory, which successive buckets reuse.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import math
 import mmap
 import os
+import threading
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
-from .layout import Box, Held, Layout, Piece, Place, RankLayout, Where
-from .memory import MemoryPlace, place_of
-from .weights import CHECKSUM_MODULUS, Part, tensor_factor
+from .layout import Box, Layout, Piece, TensorLayout, Where
+from .weights import CHECKSUM_MODULUS, TensorPart, tensor_factor
 
 BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
@@ -40,7 +39,8 @@ BUCKET_BYTES = 16 << 20
 SLOTS = 2
 """Buckets in memory at the same time: the publisher writes one while receivers read the other."""
 
-_ALIGNMENT = 64  # one cache line; a view as any dtype needs at least the size of its element
+_ALIGNMENT = 64
+"""[bytes] A cache line: each tensor begins on one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,8 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     box: Box
     bucket: int
-    """Index of the bucket."""
     offset: int
     """[bytes] Offset from the start of the bucket, or of the mapped memory."""
     memory: int = 0
@@ -64,24 +62,16 @@ class Entry:
         return self.box.numel * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the elements as a view of `memory`.
-
-        Args:
-            memory: [bytes] uint8, the bucket memory or the memory that holds the elements in place.
-            start: [bytes] where the bucket begins; 0 for elements held in place.
-        """
+        """Return the elements as a view of `memory` ([bytes] uint8). The bucket begins at `start`
+        [bytes]; 0 for elements held in place."""
         first = start + self.offset
-        return (
-            memory[first : first + self.num_bytes].view(getattr(torch, self.dtype)).view(self.box.shape)
-        )
+        own_bytes = memory[first : first + self.num_bytes]
+        return own_bytes.view(getattr(torch, self.dtype)).view(self.box.shape)
 
 
 class Cutter:
-    """Cut versions into buckets. Consecutive versions with the same parts get the same entries.
-
-    Args:
-        bucket_bytes: bucket size. A larger element gets a bucket to itself.
-    """
+    """Cut versions into buckets. Consecutive versions with the same parts get the same entries. An
+    element that is larger than `bucket_bytes` gets a bucket to itself."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -89,16 +79,12 @@ class Cutter:
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
         """Entry, number of its part, and index into the part (None for all of it)."""
         self.description = described(())
-        """Description of the last version's entries."""
 
-    def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
+    def cut(self, parts: Iterable[TensorPart]) -> list[tuple[Entry, torch.Tensor]]:
         """Return the entries in bucket order with their elements. Large parts are cut into several.
-
-        Raises:
-            WeightSyncError: a part occurs twice.
-        """
+        Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
-        forms = [_Form.of(part) for part in given]
+        forms = [_form_of(part) for part in given]
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -119,14 +105,8 @@ class _Form(NamedTuple):
     box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: MemoryPlace | None
+    place: _MemoryPlace | None
     """Where other processes can read the part as it travels."""
-
-    @classmethod
-    def of(cls, part: Part) -> _Form:
-        dtype = part.dtype or part.tensor.dtype
-        place = place_of(part.tensor) if dtype == part.tensor.dtype else None
-        return cls(part.name, part.box, part.shape, dtype, place)
 
     def offset_of(self, box: Box) -> int:
         """[bytes] Offset in the part's memory of a box that is contiguous in the part."""
@@ -134,6 +114,12 @@ class _Form(NamedTuple):
         starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
         rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
         return self.place.offset + self.dtype.itemsize * sum(map(mul, starts, rows))
+
+
+def _form_of(part: TensorPart) -> _Form:
+    dtype = part.dtype or part.tensor.dtype
+    place = place_of(part.tensor) if dtype == part.tensor.dtype else None
+    return _Form(part.name, part.box, part.shape, dtype, place)
 
 
 def _entries_of(
@@ -180,21 +166,13 @@ class Description:
     numbers: dict[str, list[int]]
     """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
     buckets: tuple[tuple[int, ...], ...]
-    """Indices of the entries of each bucket."""
     memories: tuple[tuple[str, int], ...]
     """Path and bytes of each memory that holds entries in place."""
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
-    """Return the checksum over one rank's entries. It depends on names, dtypes, shapes and bits.
-
-    Args:
-        entries: entries of one rank.
-        sums: `box_sum` of each entry.
-
-    Returns:
-        A number in [0, 2^64). Checksums of ranks add up modulo 2^64.
-    """
+    """Return the checksum over one rank's entries, in [0, 2^64), from the `box_sum` of each. It
+    depends on names, dtypes, shapes and bits. Checksums of ranks add up modulo 2^64."""
     found = (
         value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True)
     )
@@ -211,13 +189,12 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 
 
 def fingerprint(description: bytes) -> str:
-    """Return an identifier, so that a receiver can recognize a description that it already has."""
+    """Return an identifier by which a receiver recognizes a description that it already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
 @functools.lru_cache(maxsize=64)
 def read_description(description: bytes) -> Description:
-    """Parse the output of `described`."""
     fields, memories = json.loads(description)
     entries = tuple(
         Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
@@ -228,21 +205,13 @@ def read_description(description: bytes) -> Description:
     for number, entry in enumerate(entries):
         numbers.setdefault(entry.name, []).append(number)
         buckets[entry.bucket].append(number)
-    return Description(
-        entries,
-        numbers,
-        tuple(map(tuple, buckets)),
-        tuple((path, num_bytes) for path, num_bytes in memories),
-    )
+    return Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
 
 
 @functools.lru_cache(maxsize=8)
 def layout_of(ranks: tuple[Description, ...]) -> Layout:
-    """Return the trainer's layout, from the descriptions of its ranks.
-
-    Raises:
-        WeightSyncError: the ranks together do not publish each element of each tensor exactly once.
-    """
+    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
+    the ranks together do not publish each element of each tensor exactly once."""
     layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
     for name, tensor in layout.tensors.items():
         given = sum(box.numel for boxes in tensor.boxes for box in boxes)
@@ -253,16 +222,14 @@ def layout_of(ranks: tuple[Description, ...]) -> Layout:
     return layout
 
 
-def _rank_layout(entries: Sequence[Entry]) -> RankLayout:
+def _rank_layout(entries: Sequence[Entry]) -> Layout:
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, Entry] = {}
     for entry in entries:
         first.setdefault(entry.name, entry)
-        strides = torch.empty(entry.box.shape, device="meta").stride()
-        place = Place("", entry.offset // getattr(torch, entry.dtype).itemsize, strides)
-        pieces.setdefault(entry.name, []).append(Piece(entry.box, place))
-    held = {name: Held(e.shape, e.dtype, tuple(pieces[name])) for name, e in first.items()}
-    return RankLayout(Where(), held)
+        pieces.setdefault(entry.name, []).append(Piece(entry.box))
+    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
+    return Layout.of(tensors, [Where()])
 
 
 def _aligned(offset: int) -> int:
@@ -270,92 +237,52 @@ def _aligned(offset: int) -> int:
 
 
 # Bucket memory
-#
-#     HostBuckets     an anonymous file (`memfd_create`), mapped as /proc/PID/fd/N
-#     DeviceBuckets   memory of a CUDA device, with the IPC handle if receivers map it
-#
-# Receivers learn about either as JSON; nothing is pickled.
 
 
-class BucketMemory(Protocol):
-    """Memory that grows to fit the largest version."""
+class BucketMemory:
+    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing is
+    pickled.
 
-    def of(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
-        ...
+    Args:
+        device: device that holds the buckets; None for an anonymous file on the host
+            (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user.
+        mapped: whether receivers map memory of a device, by its IPC handle.
+    """
 
-    def said(self) -> dict[str, Any]:
-        """Return the information that a receiver needs to map the current memory."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory once no process maps it."""
-        ...
-
-
-class HostBuckets:
-    def __init__(self) -> None:
-        self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
+    def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
+        self._device = device
+        self._mapped = mapped
         self._memory: torch.Tensor | None = None
+        self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
+        self.mapping: dict[str, Any] = {}
+        """What a receiver needs to map the current memory."""
 
-    def of(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, whole pages."""
+    def with_room(self, num_bytes: int) -> torch.Tensor:
+        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
+        if self._memory is not None and num_bytes <= len(self._memory):
+            return self._memory
+        if self._device is not None:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self.mapping = _device_mapping(self._memory) if self._mapped else {}
+            return self._memory
         assert self._file is not None
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if self._memory is None or num_bytes > len(self._memory):
-            os.ftruncate(self._file, num_bytes)
-            mapping: Any = mmap.mmap(self._file, num_bytes)
-            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        os.ftruncate(self._file, num_bytes)
+        mapped: Any = mmap.mmap(self._file, num_bytes)
+        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.mapping = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": num_bytes}
         return self._memory
 
-    def said(self) -> dict[str, Any]:
-        """Path and size of the file, for processes of this machine and user."""
-        assert self._memory is not None
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory)}
-
     def close(self) -> None:
-        """Free the memory with the last view of it."""
+        """Free the memory once no process uses it."""
         self._memory = None
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-class DeviceBuckets:
-    """Memory of a device.
-
-    Args:
-        device: device that holds the buckets.
-        mapped: receivers map the memory.
-    """
-
-    def __init__(self, device: torch.device, *, mapped: bool) -> None:
-        self._device = device
-        self._mapped = mapped
-        self._memory: torch.Tensor | None = None
-        self._said: dict[str, Any] = {}
-
-    def of(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8."""
-        if self._memory is None or num_bytes > len(self._memory):
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._said = _said_of(self._memory) if self._mapped else {}
-        return self._memory
-
-    def said(self) -> dict[str, Any]:
-        """Identity of the device, and the fields with which torch maps its memory elsewhere."""
-        return self._said
-
-    def close(self) -> None:
-        self._memory = None
-
-
 def device_of(transport: Transport) -> torch.device | None:
-    """Return the device of a transport's buckets in this process, or None for the host.
-
-    Raises:
-        WeightSyncError: the transport needs a CUDA device, and torch finds none.
-    """
+    """Return the device of a transport's buckets in this process, or None for the host."""
     if transport in ("auto", "gloo"):
         return None
     if not torch.cuda.is_available():
@@ -365,12 +292,9 @@ def device_of(transport: Transport) -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def opened(said: dict[str, Any]) -> torch.Tensor:
-    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped.
-
-    Raises:
-        OSError: this process does not see the device, or cannot open its memory.
-    """
+def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
+    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped. Raises OSError if
+    this process does not see the device, or cannot open its memory."""
     seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
     if said["device"] not in seen:
         raise OSError(
@@ -389,7 +313,7 @@ def opened(said: dict[str, Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _said_of(memory: torch.Tensor) -> dict[str, Any]:
+def _device_mapping(memory: torch.Tensor) -> dict[str, Any]:
     # The same fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
     # `rebuild_cuda_tensor`).
     fields = [
@@ -397,3 +321,118 @@ def _said_of(memory: torch.Tensor) -> dict[str, Any]:
         for field in memory.untyped_storage()._share_cuda_()
     ]
     return {"device": str(torch.cuda.get_device_properties(memory.device).uuid), "fields": fields}
+
+
+# Shared memory: host memory that other processes of this machine can map and read in place. It is an
+# anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder
+# and no limit besides host memory, and is freed when the last process closes and unmaps it.
+
+
+class _MemoryPlace(NamedTuple):
+    """Position of a tensor in memory that other processes of this machine and user can map."""
+
+    path: str
+    num_bytes: int
+    """Size of the whole file."""
+    offset: int
+    """[bytes] Offset of the tensor's first element."""
+
+
+class SharedMemory:
+    """Memory for consecutive tensors of a total size (`room`). It lives as long as this object or
+    any of its tensors.
+
+    >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
+    >>> tensor = memory.empty((2, 3), torch.float32)
+    >>> place = place_of(tensor[1:])
+    >>> place.offset, place.num_bytes
+    (12, 64)
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
+        self.num_bytes = max(num_bytes, _ALIGNMENT)
+        os.ftruncate(file, self.num_bytes)
+        self._memory = mmap.mmap(file, self.num_bytes)
+        # Tensors keep the mapping alive, and readers open the file by its path.
+        weakref.finalize(self._memory, os.close, file)
+        self._taken = 0
+        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        place = _MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
+        with _starts_lock:
+            _starts[self._memory] = start, place
+
+    @staticmethod
+    def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
+        """[bytes] Memory that tensors of these shapes take."""
+        return sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros in this memory. Each tensor has a separate storage."""
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(tuple(shape), dtype=dtype)
+        begin, self._taken = self._taken, self._taken + _aligned(numel * dtype.itemsize)
+        if self._taken > self.num_bytes:
+            raise ValueError(
+                f"a memory of {self.num_bytes} bytes has no room for {tuple(shape)} of {dtype}"
+            )
+        buffer: Any = self._memory
+        return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=begin).view(tuple(shape))
+
+
+def place_of(tensor: torch.Tensor) -> _MemoryPlace | None:
+    """Return the position of a contiguous tensor in a `SharedMemory` of this process, or None."""
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    address = tensor.data_ptr()
+    with _starts_lock:
+        starts = list(_starts.values())
+    for start, place in starts:
+        if 0 <= address - start < place.num_bytes:
+            return place._replace(offset=address - start)
+    return None
+
+
+_starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, _MemoryPlace]] = weakref.WeakKeyDictionary()
+"""Address and place of each live mapping, including mappings that only tensors keep alive."""
+_starts_lock = threading.Lock()
+"""One thread may create memory while another calls `place_of`."""
+
+
+# Copies in host memory, and the thread budget of a transfer.
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
+
+    torch splits a copy over all cores and waits for each. Both sides of a transfer run at once, so
+    a core that the other side occupies delays the whole copy. With two ranks publishing on two
+    cores, a receiver with two threads took twice as long as with one.
+    """
+    if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
+        bits = _BITS.get(dtype.itemsize)
+        if bits is not None:
+            np.copyto(_array(target, bits), _array(source, bits))
+            return
+    target.copy_(source)
+
+
+def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor if tensor.dtype is bits else tensor.view(bits)).numpy()
+
+
+@contextlib.contextmanager
+def threads_beside(others: int) -> Iterator[None]:
+    """Limit torch in this thread, so that each of `others` processes on this machine keeps a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -19,18 +19,19 @@ import json
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..dataflow.errors import WeightSyncError
-from .weights import LOOPBACK
+from .weights import LOOPBACK, RankWeights
 
 SILENCE_S = 60.0
 """[s] Longest wait for the next message. `expect` adds time for a large version."""
@@ -50,24 +51,14 @@ _PROOF_BYTES = 32
 
 def this_machine() -> str:
     """Return an identifier of kernel and PID namespace. Processes with equal identifiers can map
-    each other's memory.
-
-    >>> this_machine() == this_machine()
-    True
-    """
+    each other's memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of this machine.
-
-    Args:
-        host: IPv4 or IPv6 address of this machine; empty for LOOPBACK.
-
-    Raises:
-        WeightSyncError: this machine does not have that address.
-    """
+    """Return a socket that listens on a free port of an IPv4 or IPv6 address of this machine; of
+    LOOPBACK without one. Raises WeightSyncError if this machine does not have that address."""
     address = host or LOOPBACK
     try:
         return socket.create_server(
@@ -81,10 +72,8 @@ def listen(host: str) -> socket.socket:
 
 
 class Connection:
-    """One side of an authenticated connection. Create one with `connect` or `accept`.
-
-    All methods raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for
-    `silence_s`.
+    """One side of an authenticated connection. Create one with `connect` or `accept`. All methods
+    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for `silence_s`.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -96,19 +85,15 @@ class Connection:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher.
-
-        Raises:
-            OSError: the publisher is gone, is silent, or does not have the token.
-        """
+        """Connect to a publisher. Raises OSError if the publisher is gone, is silent, or does not
+        have the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             proof = _proof(token, b"receiver", connection._receive(_NONCE_BYTES))
             connection._socket.sendall(proof + nonce)
-            if not hmac.compare_digest(
-                connection._receive(_PROOF_BYTES), _proof(token, b"publisher", nonce)
-            ):
+            answer = connection._receive(_PROOF_BYTES)
+            if not hmac.compare_digest(answer, _proof(token, b"publisher", nonce)):
                 raise ConnectionRefusedError("the publisher does not have the token of these weights")
         except BaseException:
             connection.close()
@@ -117,11 +102,8 @@ class Connection:
 
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
-        """Authenticate a receiver.
-
-        Raises:
-            OSError: the receiver is silent or does not have the token. The socket is closed.
-        """
+        """Authenticate a receiver. Raises OSError if the receiver is silent or does not have the
+        token. The socket is closed."""
         connection = cls(connected)
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -137,9 +119,9 @@ class Connection:
 
     def expect(self, num_bytes: int) -> None:
         """Extend the timeout for a version of this size."""
-        self.be_patient(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
+        self.set_silence(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
 
-    def be_patient(self, silence_s: float) -> None:
+    def set_silence(self, silence_s: float) -> None:
         """Set the timeout for the other side's next message."""
         self.silence_s = silence_s
         self._socket.settimeout(silence_s)
@@ -153,20 +135,12 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
-        """Send a message.
-
-        Args:
-            kind: one letter.
-            content: the bytes of the message.
-        """
+        """Send a message; `kind` is one letter."""
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """Return the letter and the content of the next message.
-
-        Raises:
-            OSError: the content is larger than `most_bytes`, or one of the reasons above.
-        """
+        """Return the letter and the content of the next message. Raises OSError if the content is
+        larger than `most_bytes`, or one of the reasons above."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
@@ -174,11 +148,15 @@ class Connection:
             )
         return kind, self._receive(length)
 
-    def send_bytes(self, content: Any) -> None:
-        """Send bytes whose number the other side knows."""
-        self._socket.sendall(content)
+    def send_elements(self, content: torch.Tensor) -> None:
+        """Send bytes whose number the other side knows: uint8, contiguous, on the host."""
+        self._socket.sendall(cast(Any, content.numpy()))
 
-    def receive_into(self, target: memoryview) -> None:
+    def receive_elements(self, target: torch.Tensor) -> None:
+        """Fill `target` (uint8, contiguous, on the host) with the next bytes."""
+        self._receive_into(memoryview(cast(Any, target.numpy())))
+
+    def _receive_into(self, target: memoryview) -> None:
         while target:
             received = self._socket.recv_into(target)
             if not received:
@@ -198,16 +176,65 @@ class Connection:
         # Allocate for the bytes that arrive: the announced length is untrusted.
         while len(content) < num_bytes:
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
-            self.receive_into(memoryview(piece))
+            self._receive_into(memoryview(piece))
             content += piece
         return bytes(content)
+
+
+def reason(error: Exception, silence_s: float | None = None) -> str:
+    """Say that the other side was silent (for this long) or is gone."""
+    if isinstance(error, TimeoutError):
+        return "was silent" if silence_s is None else f"was silent for {silence_s:.0f} s"
+    return f"is gone ({error})"
 
 
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
-# Channel: carries elements to receivers that do not map the publisher's memory.
+class Listener:
+    """An endpoint at `host` (empty for this machine only) that passes each authenticated connection
+    to `serve`, on a thread of its own. Errors of `serve` end only that connection. Raises
+    WeightSyncError if this machine does not have that address."""
+
+    def __init__(self, host: str, serve: Callable[[Connection], None]) -> None:
+        self.token = secrets.token_hex(32)
+        self._host = host
+        self._serve = serve
+        self._socket = listen(host)
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
+
+    @property
+    def endpoint(self) -> RankWeights:
+        """The record that receivers need to connect."""
+        return RankWeights(self._host, self._socket.getsockname()[1], this_machine(), self.token)
+
+    def close(self) -> None:
+        """Stop listening. Open connections continue."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:  # closed, the client hung up, or too many files are open
+                time.sleep(0 if self._is_closed else _AGAIN_S)
+                continue
+            threading.Thread(
+                target=self._greet, args=(connected,), name="weft-weights", daemon=True
+            ).start()
+
+    def _greet(self, connected: socket.socket) -> None:
+        # A client that dies or misbehaves loses its connection, without effect on others.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self._serve(Connection.accept(connected, self.token))
+
+
+# Transports: how elements reach receivers.
 #
 # transport   buckets          route of the bytes
 # auto        on the host      mapped on one machine; over the message connection to another machine
@@ -215,52 +242,10 @@ def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
 # nccl        on the device    the same, from device to device
 # ipc         on the device    none: receivers map the device's memory
 #
-# vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors and do not use channels
-# (`vllm_publisher.py`).
+# vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors (`vllm_publisher.py`).
 
 
 Transport = Literal["auto", "gloo", "nccl", "ipc"]
-
-
-class Channel(Protocol):
-    """Carries bytes whose number both sides know. Methods raise `OSError` like a connection."""
-
-    def send(self, content: torch.Tensor) -> None:
-        """Send bytes.
-
-        Args:
-            content: [bytes] uint8, contiguous, on any device.
-        """
-        ...
-
-    def receive_into(self, target: torch.Tensor) -> None:
-        """Fill `target` with the next bytes.
-
-        Args:
-            target: [bytes] uint8, contiguous, on any device.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the channel's own resources. A thread that waits on the channel gets an error."""
-        ...
-
-
-class Stream:
-    """Sends bytes over the connection itself."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, content: torch.Tensor) -> None:
-        self._connection.send_bytes(content.numpy())
-
-    def receive_into(self, target: torch.Tensor) -> None:
-        own_bytes: Any = target.numpy()
-        self._connection.receive_into(memoryview(own_bytes))
-
-    def close(self) -> None:
-        """Do nothing: a stream has no resources besides the connection."""
 
 
 # GroupChannel: bytes between two torch.distributed ranks, host to host with gloo, device to device
@@ -272,19 +257,15 @@ class Stream:
 
 _LOOK_S = 0.0002
 """[s] Polling interval of `_await`."""
+_AGAIN_S = 0.05
+"""[s] Pause after a connection could not be accepted."""
 
 
 class GroupChannel:
-    """One side of a process group of two.
-
-    Args:
-        connection: connection to the other side. It must be unused while the two sides meet.
-        rank: 0 for the sender, 1 for the receiver.
-        device: "cpu" for gloo, a CUDA device for NCCL. Tensors elsewhere are copied there first.
-
-    Raises:
-        OSError: the other side is gone, or was silent.
-    """
+    """One side of a process group of two. It carries uint8 tensors of a length that both sides
+    know, from rank 0 to rank 1. Tensors that are not on `device` ("cpu" for gloo, a CUDA device for
+    NCCL) are copied there first. The connection must be unused while the two sides meet. Raises
+    OSError if the other side is gone, or was silent."""
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
@@ -299,14 +280,14 @@ class GroupChannel:
             )
             if device.type != "cpu":
                 self._greet(rank)  # NCCL connects with the first bytes
-        meeting.end()
+        meeting.stop_sending()
 
-    def send(self, content: torch.Tensor) -> None:
+    def send_elements(self, content: torch.Tensor) -> None:
         self.num_bytes += len(content)
         with _as_os_errors():
             self._await(self._group.send([content.to(self._device)], self._other, 0))
 
-    def receive_into(self, target: torch.Tensor) -> None:
+    def receive_elements(self, target: torch.Tensor) -> None:
         self.num_bytes += len(target)
         own = target if target.device == self._device else torch.empty_like(target, device=self._device)
         with _as_os_errors():
@@ -361,8 +342,8 @@ class _Meeting(TorchStore):
         self._known: dict[str, bytes] = {}
         self._has_ended = False
 
-    def end(self) -> None:
-        """Stop sending: the ranks are connected. NCCL's watchdog still uses the store."""
+    def stop_sending(self) -> None:
+        """The ranks are connected, but NCCL's watchdog still uses the store."""
         self._has_ended = True
 
     def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -394,7 +375,6 @@ class _Meeting(TorchStore):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Convert errors of gloo and NCCL to the errors that a connection raises."""
     try:
         yield
     except RuntimeError as error:

@@ -11,6 +11,7 @@ sign counts as changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,20 +40,12 @@ class Delta:
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host.
-
-    >>> bits_of(torch.tensor([0.0, -0.0])).tolist()
-    [0, 2147483648]
-    """
+    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host."""
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
-    """Encode the changed elements.
-
-    Args:
-        bits: [elements] new bits.
-        changed: positions of the changed elements, ascending.
+    """Encode the elements at the positions `changed` (ascending) of the new bits ([elements]).
 
     >>> delta = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
     >>> delta.gaps.tolist(), delta.values.tolist()
@@ -66,16 +59,9 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
 
 
 def apply_delta(bits: np.ndarray, delta: Delta) -> None:
-    """Overwrite the changed elements of the previous version.
-
-    Args:
-        bits: [elements] of the previous version, overwritten.
-        delta: the changes.
-
-    Raises:
-        WeightSyncError: gaps and values do not match, or reach beyond the box. The bits stay
-            unchanged.
-    """
+    """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
+    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay
+    unchanged."""
     ends = np.flatnonzero(delta.gaps != _ESCAPE)
     positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(delta.values) or (
@@ -88,12 +74,8 @@ def apply_delta(bits: np.ndarray, delta: Delta) -> None:
 
 
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
-    """Select the positions inside a part of a box, relative to that part.
-
-    Args:
-        positions: positions in `outer`, ascending.
-        outer: the box.
-        inner: a part of it.
+    """Select the positions in the box `outer` (ascending) that are inside a part of it, relative to
+    that part.
 
     >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
     [0, 1]
@@ -122,7 +104,7 @@ class Shadow:
         """Number of compared elements that differed."""
         self._bits: dict[int, np.ndarray] = {}
 
-    def begin(self) -> int | None:
+    def start_version(self) -> int | None:
         """Start a version and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
         base, self.version = self.version, None
@@ -134,16 +116,8 @@ class Shadow:
         self._bits.clear()
 
     def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Return the positions of changed elements, and store the new bits.
-
-        Args:
-            number: index of the entry.
-            bits: [elements] of the entry.
-
-        Returns:
-            Ascending positions, or None to send the whole entry because it is new or most of it
-            changed.
-        """
+        """Return the ascending positions of changed elements, and store the new bits of the entry
+        ([elements]). None to send the whole entry, because it is new or most of it changed."""
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
             self._bits[number] = bits.copy()
@@ -159,6 +133,47 @@ class Shadow:
         before[positions] = bits[positions]
         return positions
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(bits.nbytes for bits in self._bits.values())
+
+class HeldBoxes:
+    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
+    Entry numbers depend on the identity of the publisher."""
+
+    def __init__(self, publisher: str) -> None:
+        self.publisher = publisher
+        self.version: int | None = None
+        """Version of all boxes; None if there are none or they belong to several versions."""
+        self._bits: dict[tuple[int, Box], np.ndarray] = {}
+
+    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
+        """Start a version of these entry numbers and boxes, and return the version that is held of
+        all of them; None if deltas do not apply. `version` is None until it is set again."""
+        keys = set(wanted)
+        base, self.version = self.version, None
+        if not keys <= self._bits.keys():
+            base = None
+        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
+        return base
+
+    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Return the held bits of a box of an entry, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
+        key = (number, box)
+        if key not in self._bits:
+            self._bits[key] = np.empty(box.numel, dtype)
+        return self._bits[key]
+
+
+_held: dict[tuple[str, int, int], HeldBoxes] = {}
+"""By receiver name, part number, and publisher rank."""
+
+
+def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
+    """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
+    identity of the publisher or its entries (`publisher`) drops the held boxes. Without a name of
+    the receiver, the boxes are not kept for the next version."""
+    found = _held.get((receiver, part, rank))
+    if found is None or found.publisher != publisher:
+        found = HeldBoxes(publisher)
+        if receiver:
+            _held[receiver, part, rank] = found
+    return found

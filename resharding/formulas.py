@@ -51,24 +51,12 @@ class PipelineStages:
     def chunks(self) -> int:
         return len(self.layers) // self.stages
 
-    @property
-    def num_layers(self) -> int:
-        return sum(self.layers)
-
-    def piece_of(self, layer: int) -> int:
-        """Return the piece that contains a layer."""
-        if not 0 <= layer < self.num_layers:
-            raise UserError(f"a pipeline of {self.num_layers} layers has no layer {layer}")
-        return bisect.bisect_right(list(itertools.accumulate(self.layers)), layer)
-
     def stage_of(self, layer: int) -> int:
         """Return the stage that contains a layer."""
-        return self.piece_of(layer) % self.stages
-
-    def of_pieces(self, layers: Sequence[float]) -> list[float]:
-        """Sum a per-layer quantity (seconds, bytes) over each piece."""
         ends = list(itertools.accumulate(self.layers))
-        return [math.fsum(layers[end - own : end]) for end, own in zip(ends, self.layers, strict=True)]
+        if not 0 <= layer < ends[-1]:
+            raise UserError(f"a pipeline of {ends[-1]} layers has no layer {layer}")
+        return bisect.bisect_right(ends, layer) % self.stages
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
@@ -79,19 +67,12 @@ class PipelineStages:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into pieces that are as balanced as possible.
-
-        Minimizes the cost of the most expensive piece, then the sum of squared costs (the classic
-        linear partition, by dynamic programming).
+        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the
+        sum of squared costs (the classic linear partition, by dynamic programming).
 
         Args:
             costs: [layers] of each layer, at least 0. Add the cost of the embedding to the first
                 layer, and the cost of the head to the last.
-            stages: pipeline stages.
-            chunks: pieces of each stage.
-
-        Returns:
-            Pieces of at least one layer each.
 
         Raises:
             UserError: there are more pieces than layers.
@@ -120,11 +101,8 @@ def _partition(
 ) -> tuple[float, list[int]]:
     """Cut a line into nonempty pieces at the lowest price. Return the price and the ends.
 
-    Args:
-        sums: [layers + 1] cumulative costs: the cost of all layers before each.
-        pieces: number of pieces.
-        joined: combines the prices of two parts of the line.
-        price: price of a piece with this cost.
+    `sums` has the cost of all layers before each, `price` maps the cost of a piece to its price,
+    and `joined` combines the prices of two parts of the line.
     """
     num_layers = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(price(sums[end]), [end]) for end in range(num_layers + 1)]
@@ -142,13 +120,7 @@ def _partition(
     return best[-1]
 
 
-# Formulas
-
-HYBRIDFLOW_ORDER = ("tp", "pp", "dp")
-"""HybridFlow's order of the ranks, the fastest coordinate first."""
-
-MEGATRON_ORDER = ("tp", "dp", "pp")
-"""Megatron-LM's order of the ranks ("tp-cp-ep-dp-pp", without context and expert parallelism)."""
+# Layouts
 
 
 @dataclass(frozen=True)
@@ -163,31 +135,23 @@ class Parameter:
     """Layer of the parameter. Embeddings belong to the first layer, the head to the last."""
     tied_layer: int | None = None
     """Another layer whose stage has a copy: the last one, for an embedding tied to the head."""
-    expert: int | None = None
-    """Index of the parameter's expert in its layer; None if it belongs to no expert."""
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1."""
+    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards, replicas."""
 
     pp: int = 1
-    """Pipeline stages."""
     tp: int = 1
-    """Tensor-parallel shards."""
     dp: int = 1
-    """Replicas."""
 
     @property
     def num_ranks(self) -> int:
         return self.pp * self.tp * self.dp
 
-    def coordinates(self, order: Sequence[str] = HYBRIDFLOW_ORDER) -> list[dict[str, int]]:
-        """Return the "pp", "tp" and "dp" coordinates of each rank.
-
-        Args:
-            order: the three names, the fastest first.
-        """
+    def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
+        """Return the "pp", "tp" and "dp" coordinates of each rank. `order` names the fastest
+        coordinate first: HybridFlow's order is the default, Megatron-LM's is ("tp", "dp", "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}")
         ranges = [range(getattr(self, name)) for name in reversed(order)]
@@ -200,14 +164,8 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to the devices of consecutive nodes.
-
-    Args:
-        num_ranks: number of ranks.
-        ranks_per_node: devices of a node, each with one rank.
-        first_node: index of the first node. Layouts that share a pool of devices use the same
-            value.
-    """
+    """Assign ranks to the devices of consecutive nodes. Layouts that share a pool of devices use
+    the same `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
         for rank in range(num_ranks)
@@ -219,26 +177,22 @@ def three_dimensional(
     sizes: Parallelism,
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
-    order: Sequence[str] = HYBRIDFLOW_ORDER,
+    order: Sequence[str] = ("tp", "pp", "dp"),
     stages: PipelineStages | None = None,
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training.
 
     Args:
-        parameters: parameters of the model.
-        sizes: degrees of parallelism.
         ranks: location of each rank; by default on nodes of 8 devices.
-        dtype: dtype of all parameters.
-        order: order of the ranks, the fastest coordinate first.
+        order: see `Parallelism.coordinates`.
         stages: assignment of layers to stages; None for `PipelineStages.equal`.
 
     Raises:
         UserError: the number of stages differs from `sizes`, or a layer is not assigned.
     """
-    where = sizes.coordinates(order)
-    parts = [(c["pp"], c["tp"]) for c in where]
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
+    parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]
     label = f"training, {sizes}"
     return _of_stages_and_shards(parameters, stages or sizes.pp, sizes.tp, parts, ranks, dtype, label)
 
@@ -252,21 +206,10 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with fewer stages and shards.
-
-    Other arguments as for `three_dimensional`.
-
-    Args:
-        training: degrees of parallelism in training.
-        pp: pipeline stages in generation; divides the number in training.
-        tp: tensor-parallel shards in generation; divides the number in training.
-        regrouped: True for HybridFlow's groups, in which a rank's generation shard contains its
-            training shard. False for groups of consecutive ranks, as in "HybridFlow-V" of its table
-            2.
-
-    Raises:
-        UserError: `pp` or `tp` does not divide the degree in training.
-    """
+    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that
+    divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard
+    contains its training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its
+    table 2."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -276,22 +219,12 @@ def generation(
 
 
 def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict[str, int]]:
-    """Return the training and generation coordinates of each rank.
+    """Return the coordinates of each rank: "pp", "tp" and "dp" in training, "generation_pp" and
+    "generation_tp", and "micro_dp".
 
-    The keys are "pp", "tp" and "dp" in training, "generation_pp" and "generation_tp", and
-    "micro_dp". Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they
-    get the same rows.
-
-    The paper's 3D_ALL_MICRO_DP protocol, taken literally, would split rows inside such a group;
-    this function does not.
-
-    Args:
-        training: degrees of parallelism in training.
-        pp: pipeline stages in generation; divides the number in training.
-        tp: tensor-parallel shards in generation; divides the number in training.
-
-    Raises:
-        UserError: `pp` or `tp` does not divide the degree in training.
+    Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they get the same
+    rows. The paper's 3D_ALL_MICRO_DP protocol, taken literally, would split rows inside such a
+    group; this function does not.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -317,15 +250,9 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism, which splits first.
-
-    Other arguments as for `three_dimensional`.
-
-    Args:
-        sharded: ranks over which FSDP cuts dimension 0. Sizes follow `torch.chunk`: the last chunks
-            may be smaller, or empty.
-        tp: tensor-parallel shards; the fastest coordinate.
-    """
+    """Return the layout of FSDP2 over tensor parallelism (the fastest coordinate), which splits
+    first. FSDP cuts dimension 0 over `sharded` ranks. Sizes follow `torch.chunk`: the last chunks
+    may be smaller, or empty."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:
@@ -344,18 +271,10 @@ def replicas(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of independent engines of one tensor-parallel group each, as in vLLM.
-
-    Other arguments as for `three_dimensional`.
-
-    Args:
-        tp: tensor-parallel shards of each engine.
-        num_replicas: number of engines.
-    """
+    """Return the layout of independent engines of one tensor-parallel group each, as in vLLM."""
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
-    return _of_stages_and_shards(
-        parameters, 1, tp, parts, ranks, dtype, f"{num_replicas} replicas of TP {tp}"
-    )
+    label = f"{num_replicas} replicas of TP {tp}"
+    return _of_stages_and_shards(parameters, 1, tp, parts, ranks, dtype, label)
 
 
 def _of_stages_and_shards(
@@ -404,35 +323,3 @@ def _chunk(box: Box, chunks: int, index: int) -> Box:
     each = -(-(last - first) // chunks)
     start, stop = (min(first + i * each, last) for i in (index, index + 1))
     return Box((start, *box.starts[1:]), (stop, *box.stops[1:]))
-
-
-@dataclass(frozen=True)
-class Transition:
-    """A row of HybridFlow's table 2: the cost per rank of one transition, in bytes."""
-
-    method: str
-    received_bytes: float
-    """Bytes that each rank receives."""
-    peak_bytes: float
-    """Peak memory for parameters."""
-    redundant_bytes: float
-    """Training parameters held in addition to generation parameters."""
-
-
-def hybridflow_table(model_bytes: float, training: Parallelism, pp: int, tp: int) -> list[Transition]:
-    """Return table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation.
-
-    Args:
-        model_bytes: M, the size of all parameters.
-        training: degrees p, t and d.
-        pp: pipeline stages in generation, p_g.
-        tp: tensor-parallel shards in generation, t_g.
-    """
-    m, tp_all = model_bytes, training.tp * training.pp
-    return [
-        Transition(
-            "all-gather over all ranks", m * (1 - 1 / training.num_ranks), m, m / training.num_ranks
-        ),
-        Transition("not regrouped", m * (1 - 1 / tp_all), m, m / tp_all),
-        Transition("regrouped", m * (tp_all - tp * pp) / (tp * pp * tp_all), m / (tp * pp), 0.0),
-    ]

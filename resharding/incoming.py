@@ -1,13 +1,13 @@
 """IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
 
-open_weights ──> layout ──> slices, written on arrival ──> finish: checks completeness
+connect ──> layout ──> slices, written on arrival ──> confirm: checks completeness
 
-with open_weights(weights) as incoming:
+with IncomingWeights(weights) as incoming:
     plan = ReshardPlan(incoming.layout, mine)
     for name, copy, elements in incoming.slices(plan.received_by(0)):
         ...                          # write the elements, and sum them in their destination
         incoming.check(name, copy, found)
-    incoming.finish()
+    incoming.confirm()
 """
 
 from __future__ import annotations
@@ -31,116 +31,29 @@ from .buckets import (
     Description,
     Entry,
     checksum_of,
+    copy_elements,
     device_of,
     fingerprint,
     layout_of,
-    opened,
+    open_device_memory,
     read_description,
 )
-from .connection import SILENCE_S, Channel, Connection, GroupChannel, Stream, this_machine
-from .delta import Delta, apply_delta
-from .layout import Box, Held, Layout, Piece, RankLayout, Where
-from .memory import copy_elements
+from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
+from .delta import Delta, HeldBoxes, apply_delta, held_boxes
+from .layout import Layout, Piece, TensorLayout, Where
 from .plan import Copy, ReshardPlan
-from .transfer import FORM, GRACE_S, NUMBER, WHOLE
-from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, RankWeights, Weights, box_sum
-
-# Boxes held for deltas
-
-
-class HeldBoxes:
-    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
-
-    Args:
-        publisher: identity of the publisher. Entry numbers depend on it.
-    """
-
-    def __init__(self, publisher: str) -> None:
-        self.publisher = publisher
-        self.version: int | None = None
-        """Version of all boxes; None if there are none or they belong to several versions."""
-        self._bits: dict[tuple[int, Box], np.ndarray] = {}
-
-    def begin(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version: keep `version` at None until it is set again.
-
-        Args:
-            wanted: entry number and box of everything that the receiver will take.
-
-        Returns:
-            The version that is held of all of these; None if deltas do not apply.
-        """
-        keys = set(wanted)
-        base, self.version = self.version, None
-        if not keys <= self._bits.keys():
-            base = None
-        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
-        return base
-
-    def box(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the bits of a box, [elements]: the held bits, or new memory for them.
-
-        Args:
-            number: index of the entry.
-            dtype: unsigned integers of the elements' size.
-        """
-        key = (number, box)
-        if key not in self._bits:
-            self._bits[key] = np.empty(box.numel, dtype)
-        return self._bits[key]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bits.nbytes for bits in self._bits.values())
-
-
-_held: dict[tuple[str, int, int], HeldBoxes] = {}
-"""By receiver name, part number, and publisher rank."""
-
-
-def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
-    """Return the boxes that this process holds of a trainer rank.
-
-    Args:
-        receiver: name of the receiver. Without a name, the boxes are not kept for the next version.
-        part: index of this process in the receiver.
-        rank: rank of the publisher.
-        publisher: identity of the publisher and its description of entries. A new identity drops
-            the held boxes.
-    """
-    found = _held.get((receiver, part, rank))
-    if found is None or found.publisher != publisher:
-        found = HeldBoxes(publisher)
-        if receiver:
-            _held[receiver, part, rank] = found
-    return found
-
+from .publisher import FORM, GRACE_S, NUMBER, WHOLE
+from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weights, box_sum
 
 # Mapped memory
 
 
-class MappedMemory:
-    """A publisher's bucket memory and parameter memory, mapped into this process."""
-
-    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
-        self.memories = memories
-        """[bytes] uint8, each."""
-        self._views: Views | None = None
-
-    def views(self, parts: Description) -> Views:
-        """Return the views of the current entries. Unchanged entries give the same object."""
-        views = self._views
-        if views is None or views.parts is not parts:
-            self._views = views = Views(self.memories, parts)
-        return views
-
-
-class Views:
-    """The elements of entries in memories of a publisher."""
+class _Views:
+    """The elements of entries in memories of a publisher ([bytes] uint8, each)."""
 
     def __init__(self, memories: Sequence[torch.Tensor], parts: Description) -> None:
+        self.memories = memories
         self.parts = parts
-        self._memories = memories
         self._elements: dict[int, torch.Tensor] = {}
 
     def elements(self, number: int) -> torch.Tensor:
@@ -148,32 +61,33 @@ class Views:
         if (known := self._elements.get(number)) is not None:
             return known
         entry = self.parts.entries[number]
-        memory = self._memories[entry.memory]
+        memory = self.memories[entry.memory]
         start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
         self._elements[number] = found = entry.view(memory, start)
         return found
 
 
-_mapping_lock = threading.Lock()
+_lock = threading.Lock()
 """Several threads of a process may take weights at the same time."""
 
-_maps: dict[tuple[tuple[str, int, int], ...], MappedMemory] = {}
+_maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 """By path, size and inode of the files, because paths may be reused."""
 
 
-def map_files(files: Sequence[tuple[str, int]]) -> MappedMemory:
-    """Map a publisher's memories. They stay mapped across versions while the files exist.
-
-    Raises:
-        OSError: a file is gone.
-    """
+def _map_files(files: Sequence[tuple[str, int]], parts: Description) -> _Views:
+    """Map a publisher's memories. They stay mapped across versions while the files exist, and views
+    of unchanged entries are kept. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
-    with _mapping_lock:
-        if (found := _maps.get(key)) is None:
+    with _lock:
+        found = _maps.get(key)
+        if found is None:
             for known in list(_maps):
                 if not all(_is_there(path, inode) for path, _, inode in known):
                     del _maps[known]
-            _maps[key] = found = MappedMemory([_map_file(path, num_bytes) for path, num_bytes in files])
+            found = _Views([_map_file(path, num_bytes) for path, num_bytes in files], parts)
+        elif found.parts is not parts:
+            found = _Views(found.memories, parts)
+        _maps[key] = found
     return found
 
 
@@ -204,12 +118,8 @@ PATIENCE_S = 2 * SILENCE_S + GRACE_S
 
 
 class IncomingWeights:
-    """A version in transfer. Closing it tells the publishers that this receiver takes no more.
-
-    Args:
-        weights: record of the version.
-        part: index of this process in the receiver.
-        parts: number of processes in the receiver.
+    """A version in transfer to process `part` of the `parts` of a receiver. Closing it tells the
+    publishers that this receiver takes no more.
 
     Raises:
         WeightSyncError: a publisher has ended or has another version, or the ranks' parts do not
@@ -242,18 +152,13 @@ class IncomingWeights:
     @property
     def neighbours(self) -> int:
         """Number of trainer ranks that publish on this machine at the same time."""
-        return sum(source.is_mapped for source in self._sources)
+        return sum(source.memory is not None for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Yield the copies and their elements on arrival. A tensor is valid until the next one.
-
-        Args:
-            copies: tensor names and copies, from a plan whose source is this layout.
-
-        Raises:
-            WeightSyncError: a publisher has ended, has given up, or was silent for too long. The
-                message names it and the progress.
-        """
+        """Yield the copies and their elements on arrival, for tensor names and copies from a plan
+        whose source is this layout. A tensor is valid until the next one. Raises WeightSyncError if
+        a publisher has ended, has given up, or was silent for too long. The message names it and
+        the progress."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
@@ -272,12 +177,11 @@ class IncomingWeights:
                         continue
                     for name, copy, entry in wanted[number].get(bucket, ()):
                         yield name, copy, source.elements(entry, copy)
-                    source.release(bucket)
+                    source.release_bucket(bucket)
                     if source.is_through:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
-        """Return the indices of the sources that have a message."""
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -299,16 +203,8 @@ class IncomingWeights:
         return sum(sums) % CHECKSUM_MODULUS
 
     def check(self, name: str, copy: Copy, found: int) -> None:
-        """Compare a received copy with the published elements, if it is a whole piece.
-
-        Args:
-            name: name of the tensor.
-            copy: the received copy.
-            found: `box_sum` of the received elements, in the publisher's dtype.
-
-        Raises:
-            WeightSyncError: they differ.
-        """
+        """Compare a received copy with the published elements, if it is a whole piece. `found` is
+        the `box_sum` of the received elements, in the publisher's dtype."""
         whole = copy.box == self.layout.tensors[name].boxes[copy.source][copy.source_piece]
         if whole and found != self.piece_sum(name, copy.source, copy.source_piece):
             raise WeightSyncError(
@@ -316,13 +212,8 @@ class IncomingWeights:
                 f"{copy.source} of the trainer differs at {self.receiver}"
             )
 
-    def finish(self) -> str:
-        """Check and acknowledge the complete version. Return its checksum.
-
-        Raises:
-            WeightSyncError: the checksums of a publisher and this receiver differ, or a publisher
-                has ended.
-        """
+    def confirm(self) -> str:
+        """Check and acknowledge the complete version. Return its checksum."""
         total = 0
         for source in self._sources:
             own = checksum_of(source.parts.entries, source.sums)
@@ -345,19 +236,16 @@ class IncomingWeights:
             source.close()
 
 
-def open_weights(weights: Weights, part: int = 0, parts: int = 1) -> IncomingWeights:
-    """Connect to the publishers of a version; see `IncomingWeights`."""
-    return IncomingWeights(weights, part, parts)
-
-
 class _Source:
     def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
         host = rank.host or LOOPBACK
         self.where = f"{where} at {host}:{rank.port}"
         self.at = "before the first bucket"
         self.sums: list[int] = []
+        self._version = weights.version
         self._taken = 0
-        self._memory: Views | None = None
+        self.memory: _Views | None = None
+        """The publisher's memory, if this process maps it."""
         here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(
@@ -365,21 +253,16 @@ class _Source:
             )
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
-        self._channel: Channel = Stream(self.connection)
+        self._channel: Connection | GroupChannel = self.connection
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
-            hello = {
-                "version": weights.version,
-                "receiver": weights.receiver,
-                "part": part,
-                "parts": parts,
-            }
+            hello = {"version": weights.version, "receiver": weights.receiver}
+            hello |= {"part": part, "parts": parts, "known": fingerprint(known)}
             with self._named():
-                self.connection.send(b"H", json.dumps({**hello, "known": fingerprint(known)}).encode())
+                self.connection.send(b"H", json.dumps(hello).encode())
             place = json.loads(self._receive(b"D"))
             description = known if place["known"] else self._receive(b"L")
             _remember((rank.host, rank.port, rank.token), description)
-            self._version = weights.version
             self._held: HeldBoxes | None = None
             self._transport = place["transport"]
             if self._transport == "ipc" and not here:
@@ -401,31 +284,23 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self._memory = self._map(place["memory"])
+                self.memory = self._map(place["memory"])
         except BaseException:
             self.connection.close()
             raise
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether this process maps the publisher's memory."""
-        return self._memory is not None
-
-    @property
     def is_through(self) -> bool:
-        """Whether all buckets were taken."""
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
         """Request copies. Their bytes arrive in this order; mapped memory needs no list."""
         said = b""
-        if self._memory is None:
+        if self.memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
-            base = (
-                self._held.begin([(number, copy.box) for number, copy in wanted])
-                if self._held is not None
-                else None
-            )
+            base = None
+            if self._held is not None:
+                base = self._held.start_version((number, copy.box) for number, copy in wanted)
             said = json.dumps([base, boxes]).encode()
         with self._named():
             self.connection.send(b"W", said)
@@ -438,48 +313,43 @@ class _Source:
         if kind == b"P":
             return None
         (bucket,) = NUMBER.unpack_from(content)
-        numbers = self.parts.buckets[bucket]
         self.at = f"after {bucket} of {len(self.parts.buckets)} buckets"
-        for number, found in zip(
-            numbers, np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist(), strict=True
-        ):
+        sums = np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist()
+        for number, found in zip(self.parts.buckets[bucket], sums, strict=True):
             self.sums[number] = found
         return bucket
 
     def elements(self, number: int, copy: Copy) -> torch.Tensor:
         """Return the elements of a copy of this entry, which belongs to the current bucket."""
         entry = self.parts.entries[number]
-        if self._memory is not None:
-            found = self._memory.elements(number)
+        if self.memory is not None:
+            found = self.memory.elements(number)
             return found if copy.box == entry.box else found[copy.box.within(entry.box)]
         if self._held is not None and copy.box.numel:
             return self._updated(self._held, number, copy)
         return self._streamed(entry, copy)
 
-    def release(self, bucket: int) -> None:
-        """Let the publisher reuse the memory of the bucket."""
+    def release_bucket(self, bucket: int) -> None:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
-        if self._memory is not None:
+        if self.memory is not None:
             if self._transport == "ipc":
                 torch.accelerator.synchronize()  # reads of the bucket may still be in flight
             with self._named():
                 self.connection.send(b"T")
 
     def checksum(self) -> int:
-        """Receive the rank's checksum over all of its entries."""
         return int(self._receive(b"E"), 16)
 
     def thank(self) -> None:
-        """Acknowledge the complete version."""
         if self._held is not None:
             self._held.version = self._version
         with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
             self.connection.send(b"K")
 
     def hang_up(self) -> None:
-        """End the connection from another thread; waiting threads get an error."""
-        self._channel.close()
+        if isinstance(self._channel, GroupChannel):
+            self._channel.close()
         self.connection.hang_up()
 
     def close(self) -> None:
@@ -489,10 +359,10 @@ class _Source:
     def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
         """Receive a copy as a delta or whole, and hold its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
-        bits = held.box(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
+        bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
+        form = bytearray(FORM.size)
         with self._named():
-            form = bytearray(FORM.size)
-            self._channel.receive_into(torch.frombuffer(form, dtype=torch.uint8))
+            self._channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -509,7 +379,7 @@ class _Source:
     def _receive_array(self, target: np.ndarray) -> None:
         own_bytes = torch.from_numpy(target.view(np.uint8))
         if len(own_bytes):
-            self._channel.receive_into(own_bytes)
+            self._channel.receive_elements(own_bytes)
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -519,14 +389,13 @@ class _Source:
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         with self._named():
-            self._channel.receive_into(self._buffer[:num_bytes])
+            self._channel.receive_elements(self._buffer[:num_bytes])
         return self._buffer[:num_bytes].view(dtype).view(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:
         return self._receive_one_of(wanted)[1]
 
     def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
-        """Receive the next message, and check that its letter is one of `wanted`."""
         with self._named():
             kind, content = self.connection.receive()
         if kind == b"F":
@@ -542,29 +411,21 @@ class _Source:
             yield
         except OSError as error:
             silence_s = self.connection.silence_s if hasattr(self, "connection") else SILENCE_S
-            reason = (
-                f"was silent for {silence_s:.0f} s"
-                if isinstance(error, TimeoutError)
-                else f"is gone ({error})"
-            )
-            raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
+            why = reason(error, silence_s)
+            raise WeightSyncError(f"{self.where}: the publisher {why}, {self.at}") from None
 
-    def _map(self, buckets: dict[str, Any]) -> Views:
+    def _map(self, buckets: dict[str, Any]) -> _Views:
         try:
             if self._transport == "auto":
-                return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(
-                    self.parts
-                )
-            own = [memory for file in self.parts.memories for memory in map_files([file]).memories]
-            return Views([opened(buckets), *own], self.parts)
+                files = [(buckets["path"], buckets["num_bytes"]), *self.parts.memories]
+                return _map_files(files, self.parts)
+            own = [_map_files([file], self.parts).memories[0] for file in self.parts.memories]
+            return _Views([open_device_memory(buckets), *own], self.parts)
         except OSError as error:
             raise WeightSyncError(
                 f"{self.where}: {error.filename} cannot be mapped ({error.strerror})"
             ) from None
 
-
-_lock = threading.Lock()
-"""Several threads of a process may take weights at the same time."""
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
 """Descriptions by publisher. Publishers send a description only when it has changed."""
@@ -583,30 +444,23 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
 # vLLM fuses, pads and repacks its parameters, so it uses `vllm_receiver.py` instead.
 
 
-SumOverRanks = Callable[[np.ndarray], np.ndarray]
-"""Adds an int64 array over the ranks of the receiving group, modulo 2^64."""
-
-
 @torch.no_grad()
 def receive_parts(
     incoming: IncomingWeights,
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     counted: Sequence[bool] | None = None,
-    sum_over_ranks: SumOverRanks | None = None,
+    sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> str:
-    """Copy this rank's parts of a version into its tensors as they arrive, and check them.
+    """Copy this rank's parts of a version into its tensors as they arrive, check them, confirm the
+    version, and return its checksum.
 
     Args:
-        incoming: the version. It is finished when this returns.
         parts: the rank's own tensors, which are overwritten: one box of each published tensor.
             Elements are cast to the dtype of the part.
         counted: for each part, whether this rank counts it. Among ranks with equal parts, exactly
             one must. None to count all.
-        sum_over_ranks: sum over the group, if its ranks hold parts of tensors. None if each part is
-            a whole tensor.
-
-    Returns:
-        The checksum of the version.
+        sum_over_ranks: adds an int64 array over the group, modulo 2^64, if its ranks hold parts of
+            tensors. None if each part is a whole tensor.
 
     Raises:
         WeightSyncError: names or shapes differ from the published tensors, and no part is
@@ -647,10 +501,10 @@ def receive_parts(
                 f"weights version {incoming.version}: tensor {part.name!r} did not arrive as it was published: {part.box} at "
                 f"{incoming.receiver}, from the trainer's ranks {sources}, or a part on another rank of the receiver"
             )
-    return incoming.finish()
+    return incoming.confirm()
 
 
 @functools.lru_cache(maxsize=8)
 def _plan(source: Layout, parts: tuple[tuple[object, ...], ...]) -> ReshardPlan:
-    held = {name: Held(shape, dtype, (Piece(box),)) for name, shape, box, dtype in parts}  # pyright: ignore[reportArgumentType]
-    return ReshardPlan(source, Layout.of_ranks([RankLayout(Where(), held)], "the receiver"))  # pyright: ignore[reportArgumentType]
+    tensors = [TensorLayout(n, s, d, ((Piece(box),),)) for n, s, box, d in parts]  # pyright: ignore[reportArgumentType]
+    return ReshardPlan(source, Layout.of(tensors, [Where()], "the receiver"))

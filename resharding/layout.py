@@ -11,12 +11,13 @@ or replicated heads.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 from ..dataflow.errors import UserError, nearest
 
@@ -27,9 +28,7 @@ from ..dataflow.errors import UserError, nearest
 class Box:
     """The elements of a tensor with indices in [start, stop) along each dimension.
 
-    >>> rows = Box((0, 0), (4, 8))
-    >>> columns = Box((0, 6), (10, 8))
-    >>> rows.intersection(columns)
+    >>> Box((0, 0), (4, 8)).intersection(Box((0, 6), (10, 8)))
     Box([0:4, 6:8])
     """
 
@@ -40,11 +39,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Self:
-        """Return the box of all elements of a tensor.
-
-        Args:
-            shape: the tensor's extent along each dimension.
-        """
+        """Return the box of all elements of a tensor."""
         return cls((0,) * len(shape), shape)
 
     @classmethod
@@ -134,38 +129,32 @@ IN_PLACE = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Position of a box's elements in a rank's memory.
+class View:
+    """The elements `offset + sum(i * strides)` of a memory, for each index `i` below `shape`."""
 
-    The element at index `i`, relative to the start of the box, is the element `offset + sum(i *
-    strides)` of the memory.
-    """
-
-    memory: str
-    """Name of a contiguous part of the rank's memory, usually a parameter of the module."""
     offset: int
-    """In elements."""
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements, for each dimension of the tensor."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that a rank holds."""
+    """A box of a tensor that a rank holds. A layout from a formula has no memory."""
 
     box: Box
-    place: Place | None = None
-    """None in a layout that was computed from a formula, without memory."""
+    memory: str = ""
+    """Name of a contiguous part of the rank's memory, usually a parameter of the module."""
+    view: View | None = None
+    """Position of the elements in that memory, in the shape of the box."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Distribution of one tensor over the ranks."""
+    """Distribution of one tensor, under its name and in its shape in the checkpoint, over the
+    ranks."""
 
     name: str
-    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape in the checkpoint."""
     dtype: str
     """Name of the torch dtype, such as "bfloat16"."""
     pieces: tuple[tuple[Piece, ...], ...]
@@ -178,11 +167,8 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor.
-
-        Raises:
-            UserError: a box is outside. The message names tensor, rank and box.
-        """
+        """Check that each box is inside the tensor. Raises UserError if a box is outside. The
+        message names tensor, rank and box."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -203,28 +189,9 @@ class TensorLayout:
         return ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Held:
-    """One rank's report on one tensor."""
-
-    shape: tuple[int, ...]
-    """Shape in the checkpoint."""
-    dtype: str
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class RankLayout:
-    """The tensors that one rank holds, as plain data for the planner."""
-
-    where: Where
-    tensors: Mapping[str, Held]
-    """By name in the checkpoint. Tensors that the rank does not hold may be missing."""
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Distribution of a model's tensors over the ranks of one side of a transfer."""
+    """Distribution of a model's tensors over the ranks of one side of a transfer, or over one rank."""
 
     tensors: Mapping[str, TensorLayout]
     """By name in the checkpoint, in the order of the transfer."""
@@ -246,11 +213,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], ranks: Sequence[Where], label: str = "") -> Layout:
-        """Return a layout of these tensors, in this order.
-
-        Raises:
-            UserError: two tensors have the same name, or a tensor has a different number of ranks.
-        """
+        """Return a layout of these tensors, in this order. Raises UserError if two tensors have the
+        same name, or a tensor has a different number of ranks."""
         by_name: dict[str, TensorLayout] = {}
         for tensor in tensors:
             if by_name.setdefault(tensor.name, tensor) is not tensor:
@@ -258,29 +222,24 @@ class Layout:
         return cls(by_name, tuple(ranks), label)
 
     @classmethod
-    def of_ranks(cls, reports: Sequence[RankLayout], label: str = "") -> Layout:
-        """Return the layout of a group from the reports of its ranks, in rank order.
-
-        Raises:
-            UserError: two ranks report different shapes or dtypes of one tensor.
-        """
-        known: dict[str, tuple[int, Held]] = {}
-        for rank, report in enumerate(reports):
-            for name, held in report.tensors.items():
-                first_rank, first = known.setdefault(name, (rank, held))
-                if (first.shape, first.dtype) != (held.shape, held.dtype):
+    def of_ranks(cls, layouts: Sequence[Layout], label: str = "") -> Layout:
+        """Return the layout of a group from layouts of one rank each, in rank order. A rank may
+        leave out tensors that it does not hold. Raises UserError if two ranks report different
+        shapes or dtypes of one tensor."""
+        known: dict[str, tuple[int, TensorLayout]] = {}
+        for rank, layout in enumerate(layouts):
+            for name, own in layout.tensors.items():
+                first_rank, first = known.setdefault(name, (rank, own))
+                if (first.shape, first.dtype) != (own.shape, own.dtype):
                     raise UserError(
                         f"layout {label!r}: tensor {name!r} is {first.dtype} {first.shape} on rank {first_rank}, "
-                        f"and {held.dtype} {held.shape} on rank {rank}"
+                        f"and {own.dtype} {own.shape} on rank {rank}"
                     )
-        nothing = Held((), "", ())
-        tensors = (
-            TensorLayout(
-                name, held.shape, held.dtype, tuple(r.tensors.get(name, nothing).pieces for r in reports)
-            )
-            for name, (_, held) in known.items()
-        )
-        return cls.of(tensors, [report.where for report in reports], label)
+        tensors: list[TensorLayout] = []
+        for name, (_, first) in known.items():
+            pieces = (one.tensors[name].pieces[0] if name in one.tensors else () for one in layouts)
+            tensors.append(TensorLayout(name, first.shape, first.dtype, tuple(pieces)))
+        return cls.of(tensors, [layout.ranks[0] for layout in layouts], label)
 
     def num_bytes(self, rank: int) -> int:
         """Return the bytes that a rank holds. Elements that it holds twice count twice."""
@@ -288,7 +247,7 @@ class Layout:
 
     @cached_property
     def _bytes_of_ranks(self) -> list[int]:
-        """`num_bytes` of each rank. Equal layers are counted once and multiplied."""
+        # Equal layers are counted once and multiplied.
         shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
         times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
         found = [0] * len(self.ranks)
@@ -296,3 +255,126 @@ class Layout:
             for rank, pieces in enumerate(tensor.pieces):
                 found[rank] += times[key] * tensor.item_bytes * sum(piece.box.numel for piece in pieces)
         return found
+
+
+# Strided views as boxes of a contiguous tensor, by arithmetic on offsets and strides: a loader may
+# narrow, transpose, split or flatten a tensor before it copies elements.
+
+MAX_BOXES = 1 << 16
+"""Views that consist of more boxes (every second element of a long row) are rejected."""
+
+
+class _Axis(NamedTuple):
+    length: int
+    step: int
+    """In indices of the tensor's dimension."""
+    stride: int
+    """In the other memory."""
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
+    """Return the boxes of a contiguous tensor that a view covers, each with its position in another
+    memory: a view of the box's shape.
+
+    >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
+    >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
+    [(Box([2:4, 0:4]), View(offset=100, shape=(2, 4), strides=(16, 1)))]
+
+    Args:
+        shape: shape of the tensor.
+        view: view of the tensor.
+        other: view of the other memory, with the same shape.
+
+    Raises:
+        ValueError: the view repeats an element by a stride of 0, its elements form no boxes, or
+            more than `MAX_BOXES`.
+    """
+    if math.prod(view.shape) == 0:
+        return []
+    starts = _index(shape, view.offset)
+    spans: list[_Axis] = []
+    outer: list[tuple[int, _Axis]] = []
+    for dim, axes in enumerate(_axes(shape, view, other)):
+        last = starts[dim] + sum((axis.length - 1) * axis.step for axis in axes)
+        if last >= shape[dim]:
+            raise ValueError(f"the view wraps around the end of dimension {dim}")
+        merged = _merged(axes)
+        spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
+        outer += [(dim, axis) for axis in merged]
+    if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
+        raise ValueError(f"the view falls into {count} boxes, which is more than {MAX_BOXES}")
+    return list(_boxes(starts, spans, outer, other.offset))
+
+
+def _boxes(
+    starts: tuple[int, ...], spans: list[_Axis], outer: list[tuple[int, _Axis]], offset: int
+) -> Iterator[tuple[Box, View]]:
+    """Yield one box for each index along the axes that no box can span."""
+    lengths = tuple(axis.length for axis in spans)
+    strides = tuple(axis.stride for axis in spans)
+    for index in itertools.product(*(range(axis.length) for _, axis in outer)):
+        moved, there = list(starts), offset
+        for position, (dim, axis) in zip(index, outer, strict=True):
+            moved[dim] += position * axis.step
+            there += position * axis.stride
+        stops = tuple(start + length for start, length in zip(moved, lengths, strict=True))
+        yield Box(tuple(moved), stops), View(there, lengths, strides)
+
+
+def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
+    if not 0 <= offset < math.prod(shape):
+        raise ValueError(f"the view starts at element {offset} of {math.prod(shape)}")
+    index = []
+    for stride in contiguous_strides(shape):
+        index.append(offset // stride)
+        offset %= stride
+    return tuple(index)
+
+
+def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
+    """For each dimension of the tensor, return the dimensions of the view that run along it."""
+    tensor_strides = contiguous_strides(shape)
+    dims = [dim for dim, extent in enumerate(shape) if extent > 1]
+    found: list[list[_Axis]] = [[] for _ in shape]
+    for count, stride, there in zip(view.shape, view.strides, other.strides, strict=True):
+        if count > 1 and stride == 0:
+            raise ValueError("the view shows one element several times")
+        while count > 1:
+            dim = next((dim for dim in dims if tensor_strides[dim] <= stride), None)
+            if dim is None or stride % tensor_strides[dim]:
+                raise ValueError(f"a stride of {stride} runs along no dimension of the shape {shape}")
+            step = stride // tensor_strides[dim]
+            length = -(-shape[dim] // step)
+            if count <= length:
+                found[dim].append(_Axis(count, step, there))
+                break
+            # One dimension of the view spans several dimensions of the tensor.
+            if shape[dim] % step or count % length:
+                raise ValueError(
+                    f"a dimension of {count} elements ends inside of dimension {dim} of the shape {shape}"
+                )
+            found[dim].append(_Axis(length, step, there))
+            count, stride, there = count // length, stride * length, there * length
+    return found
+
+
+def _merged(axes: list[_Axis]) -> list[_Axis]:
+    """Sort axes by step, and join axes that continue each other in both memories."""
+    merged: list[_Axis] = []
+    for axis in sorted(axes, key=lambda axis: axis.step):
+        if merged:
+            inner = merged[-1]
+            if axis.step == inner.length * inner.step and axis.stride == inner.length * inner.stride:
+                merged[-1] = _Axis(inner.length * axis.length, inner.step, inner.stride)
+                continue
+        merged.append(axis)
+    return merged

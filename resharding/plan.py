@@ -10,18 +10,15 @@ A plan has these invariants (`tests/resharding/test_plan.py` compares them with 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..dataflow.errors import WeightSyncError, nearest
 from .layout import IN_PLACE, Box, Layout, TensorLayout, Where
-
-if TYPE_CHECKING:
-    from .formulas import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +31,16 @@ class Copy:
     """Index of the source's piece of this tensor that has the box."""
     destination: int
     """Rank in the destination layout."""
-    destination_pieces: tuple[int, ...]
-    """Indices of the pieces to write; several if the destination holds the box repeatedly."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
 
 
 class ReshardPlan:
-    """The copies of boxes from source ranks to destination ranks.
-
-    Args:
-        source: layout of the ranks that have the weights. It may contain tensors that the
-            destination does not need.
-        destination: layout of the ranks that need them. The transfer uses its dtypes.
-
-    Raises:
-        WeightSyncError: the source lacks a tensor or a box that the destination needs, or has it in
-            another shape. The message names the tensor, the box and the rank.
-    """
+    """The copies of boxes from source ranks to destination ranks. The source may contain tensors
+    that the destination does not need. The transfer uses the destination's dtypes. Raises
+    WeightSyncError if the source lacks a tensor or a box that the destination needs, or has it in
+    another shape. The message names the tensor, the box and the rank."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
@@ -69,11 +57,7 @@ class ReshardPlan:
             self._plan_equal(tensors)
 
     def copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Return the copies of one tensor, ordered by destination rank.
-
-        Args:
-            tensor: its name in the checkpoint.
-        """
+        """Return the copies of the tensor of this name, ordered by destination rank."""
         return self._copies[tensor]
 
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
@@ -86,23 +70,15 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout.
+        """Bytes that a destination rank's device holds only for the source layout. 0 for
+        HybridFlow's layouts, whose training shards are parts of the generation shards
+        (arXiv:2409.19256, table 2)."""
+        owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
+        return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
-        0 for HybridFlow's layouts, whose training shards are parts of the generation shards
-        (arXiv:2409.19256, table 2).
-        """
-        owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE)
-        return max(
-            0, sum(self.source.num_bytes(int(owner)) for owner in owners) - int(self.in_place_bytes[rank])
-        )
-
-    def explain(self, bucket_bytes: int = 256 << 20, beside: Sequence[Transition] = ()) -> str:
-        """Return a table with one line per rank: bytes received, sent and held, and peak memory.
-
-        Args:
-            bucket_bytes: most bytes in flight at once.
-            beside: costs of published methods (`hybridflow_table`), appended as rows.
-        """
+    def explain(self, bucket_bytes: int = 256 << 20) -> str:
+        """Return a table with one line per rank: bytes received, sent and held, and peak memory
+        with at most `bucket_bytes` in flight."""
         source, destination = self.source, self.destination
         model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
         num_copies = sum(copy.travels for copies in self._copies.values() for copy in copies)
@@ -123,17 +99,9 @@ class ReshardPlan:
         given, receivers = self._given()
         for rank, num_bytes in enumerate(self.sent_bytes.tolist()):
             lines.append(f"{rank:>6} {_gb(num_bytes):>12} {given[rank]:>12} {len(receivers[rank]):>12}")
-        if beside:
-            lines.append(
-                f"{'a method that is published':<26} {'receives':>12} {'peak':>12} {'redundant':>12}"
-            )
-        for row in beside:
-            sizes = (_gb(size) for size in (row.received_bytes, row.peak_bytes, row.redundant_bytes))
-            lines.append(f"{row.method:<26} " + " ".join(f"{size:>12}" for size in sizes))
         return "\n".join(lines)
 
     def _given(self) -> tuple[Counter[int], dict[int, set[int]]]:
-        """Return each source rank's number of copies to other devices, and their receivers."""
         given, receivers = Counter[int](), defaultdict[int, set[int]](set)
         equal = Counter(map(id, self._copies.values()))
         for copies in {id(copies): copies for copies in self._copies.values()}.values():
@@ -162,7 +130,6 @@ class ReshardPlan:
             for box in dict.fromkeys(boxes):
                 if not box.numel:
                     continue
-                targets = tuple(index for index, other in enumerate(boxes) if other == box)
                 for owner, piece, part in self._cover(pieces, box, rank, destination.name):
                     travels = bool(self._distances[owner, rank] > IN_PLACE)
                     num_bytes = part.numel * item_bytes * weight
@@ -171,18 +138,16 @@ class ReshardPlan:
                         self.received_bytes[rank] += num_bytes
                     else:
                         self.in_place_bytes[rank] += num_bytes
-                    yield Copy(owner, piece, rank, targets, part, travels)
+                    yield Copy(owner, piece, rank, part, travels)
 
     def _cover(
         self, pieces: _SourcePieces, box: Box, rank: int, name: str
     ) -> Iterator[tuple[int, int, Box]]:
-        """Cut a box into parts, each with its source rank and the index of that rank's piece."""
+        # Cut a box into parts, each with its source rank and the index of that rank's piece.
         found, commons, once = pieces.overlapping(box)
         if once:  # no element has two sources, so the order does not matter
-            yield from (
-                (int(pieces.ranks[i]), int(pieces.numbers[i]), c)
-                for i, c in zip(found, commons, strict=True)
-            )
+            for index, common in zip(found, commons, strict=True):
+                yield int(pieces.ranks[index]), int(pieces.numbers[index]), common
             return
         owners = pieces.ranks[found]
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
@@ -207,8 +172,6 @@ class ReshardPlan:
 
 
 class _SourcePieces:
-    """The pieces of one tensor over all source ranks, indexed for overlap queries."""
-
     def __init__(self, tensor: TensorLayout) -> None:
         held = [
             (rank, n, box)
@@ -236,7 +199,6 @@ class _SourcePieces:
         return self._found[box]
 
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
-        """Whether the pieces are disjoint and cover the box."""
         if sum(common.numel for common in commons) != box.numel:
             return False
         starts = np.maximum(self._starts[found], box.starts)
@@ -248,15 +210,9 @@ class _SourcePieces:
 
 def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.ndarray:
     """`Where.distance` of each source rank (row) to each destination rank (column)."""
-    known: dict[tuple[Where, Where], int] = {}
-    distances = np.empty((len(sources), len(destinations)), np.int8)
-    for row, source in enumerate(sources):
-        for column, destination in enumerate(destinations):
-            pair = (source, destination)
-            if pair not in known:
-                known[pair] = source.distance(destination)
-            distances[row, column] = known[pair]
-    return distances
+    distance = functools.cache(Where.distance)
+    found = [[distance(source, destination) for destination in destinations] for source in sources]
+    return np.array(found, np.int8).reshape(len(sources), len(destinations))
 
 
 def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:

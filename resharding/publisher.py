@@ -1,24 +1,41 @@
 """WeightPublisher: the sending side of a transfer, on each trainer rank.
 
-    publish ──> receivers connect, and each takes all buckets (`transfer.py`) ──> finish
+    publish ──> receivers connect, and each takes all buckets ──> finish
 
-Receivers on the same machine map the bucket memory (`buckets.py`) and the shared memory that holds
-parameters (`memory.py`). Receivers on other machines get the boxes that they request
-(`connection.py`). A killed publisher leaves nothing behind.
+    filler (one thread)                               session (one thread per connection)
+    waits for receivers                               hello, description, requests  ──> joins the next pass
+    pass: for each bucket
+      waits until every receiver is done with the     waits until the bucket is filled
+      previous bucket in this memory
+      copies parts that cannot be mapped in place,    notifies the receiver, or sends it the requested boxes
+      sums all parts
+                                                      waits until the receiver has taken the bucket
+    next pass: receivers that came late               checksum, then the receiver's acknowledgement
+
+Invariants:
+- A receiver is never more than SLOTS buckets behind, and the transfer needs memory for SLOTS
+  buckets.
+- A late receiver, such as a replaced rank, gets a separate pass, and keepalives while others are
+  served.
+- A receiver that is gone, or silent for longer than its connection allows, does not delay the
+  others.
+- A killed publisher leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import queue
 import secrets
-import socket
+import struct
 import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
@@ -27,29 +44,43 @@ from .buckets import (
     SLOTS,
     BucketMemory,
     Cutter,
-    DeviceBuckets,
-    HostBuckets,
+    Entry,
+    checksum_of,
+    copy_elements,
     device_of,
     fingerprint,
 )
-from .connection import (
-    SMALL_BYTES,
-    Channel,
-    Connection,
-    GroupChannel,
-    Stream,
-    Transport,
-    listen,
-    this_machine,
-)
-from .delta import Shadow
-from .transfer import Sent, Transfer
-from .weights import Part, RankWeights, Weights
+from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
+from .delta import Shadow, bits_of, delta_of, within
+from .layout import Box
+from .weights import TensorPart, Weights, box_sum
 
+GRACE_S = 1.0
+"""[s] Longest time that the first receivers wait for the others to join their pass."""
+NEWS_S = 15.0
+"""[s] Interval of keepalives to a receiver that waits for its pass."""
+NUMBER = struct.Struct("<q")
+FORM = struct.Struct("<qq")
+"""Header of each box that a receiver is sent: bytes of gaps and number of values of a delta."""
+WHOLE = (-1, -1)
+"""Header of a box that is sent whole."""
+MOST_TIMES = 16
+"""How often a receiver may request an element: once for each tensor that contains it."""
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
-_AGAIN_S = 0.05
-"""[s] Pause after a connection could not be accepted."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """Traffic to receivers on other machines."""
+
+    num_bytes: int = 0
+    whole_bytes: int = 0
+    """Size of the same boxes without deltas."""
+    compared: int = 0
+    """Elements of this rank that were compared with the previous version."""
+    changed: int = 0
+    """Number of compared elements that had changed."""
 
 
 class WeightPublisher:
@@ -83,33 +114,27 @@ class WeightPublisher:
         self._cutter = Cutter(bucket_bytes)
         self._transport: Transport = transport
         self._device = device_of(transport)
+        self._listener = Listener(host, self._serve)
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
-        """Network traffic of the last version."""
         self.num_bytes = 0
         """Size of the parts of the last version."""
-        self._host = host
-        self._listener = listen(host)
-        self._memory: BucketMemory = (
-            HostBuckets()
-            if self._device is None
-            else DeviceBuckets(self._device, mapped=transport == "ipc")
-        )
+        self._memory = BucketMemory(self._device, mapped=transport == "ipc")
         self._is_closed = False
-        self._token = secrets.token_hex(32)
         self._version = -1
-        self._transfer: Transfer | None = None
+        self._transfer: _Transfer | None = None
         self._lost: dict[str, str] = {}
         self._description = b""
-        self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._filling: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         # One thread serves all versions: torch creates a thread pool for each thread that copies.
         threading.Thread(target=self._fill, name="weft-weights", daemon=True).start()
-        threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
 
-    def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's parts and return at once. Do not change the parts before `finish`.
+    def publish(
+        self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
+    ) -> Weights:
+        """Offer this rank's parts and return at once. Do not change them before `finish`.
 
         Args:
             parts: parts on any device, of any dtype.
@@ -135,20 +160,20 @@ class WeightPublisher:
         slot_bytes = max(
             (entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0
         )
-        memory = self._memory.of(SLOTS * (-(-slot_bytes // SLOT_ALIGNMENT) or 1) * SLOT_ALIGNMENT)
+        pages = -(-slot_bytes // SLOT_ALIGNMENT) or 1
+        memory = self._memory.with_room(SLOTS * pages * SLOT_ALIGNMENT)
         # Receivers may hold other weights under the version numbers that follow.
         if version < self._version:
-            self._token, self._description = secrets.token_hex(32), b""
+            self._listener.token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
-        self._transfer = Transfer(version, entries, memory, receivers, self._shadow)
+        self._transfer = _Transfer(version, entries, memory, receivers, self._shadow)
         self.sent = self._transfer.sent
         self._idle.clear()
         self._filling.put(self._transfer)
-        port: int = self._listener.getsockname()[1]
-        return Weights(version, (RankWeights(self._host, port, this_machine(), self._token),))
+        return Weights(version, (self._listener.endpoint,))
 
     def finish(self) -> str | None:
         """End the current transfer. Receivers that are not done get an error.
@@ -165,7 +190,7 @@ class WeightPublisher:
             return None
         self._lost = transfer.lost
         try:
-            return transfer.end()
+            return transfer.stop()
         finally:
             self._idle.wait()
 
@@ -180,8 +205,6 @@ class WeightPublisher:
             return
         with contextlib.suppress(WeightSyncError):
             self.finish()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._is_closed = True
         self._listener.close()
         self._filling.put(None)
@@ -193,56 +216,400 @@ class WeightPublisher:
             self._idle.set()
             del transfer
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(_AGAIN_S)  # the client hung up, or too many files are open
-                continue
-            threading.Thread(
-                target=self._serve, args=(connected,), name="weft-weights", daemon=True
-            ).start()
-
-    def _serve(self, connected: socket.socket) -> None:
-        # A receiver that dies or misbehaves loses its connection, without effect on others.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            connection = Connection.accept(connected, self._token)
-            try:
-                _, content = connection.receive(SMALL_BYTES)
-                hello = json.loads(content)
-                transfer = self._transfer
-                if transfer is None or transfer.version != hello["version"]:
-                    now = (
-                        "none is published"
-                        if transfer is None
-                        else f"version {transfer.version} is published"
-                    )
-                    connection.send(
-                        b"F", f"version {hello['version']} is no longer available: {now}".encode()
-                    )
-                    return
-                transfer.serve(
-                    connection, hello, lambda: self._introduce(connection, hello), self._open_channel
-                )
-            finally:
-                connection.close()
+    def _serve(self, connection: Connection) -> None:
+        try:
+            _, content = connection.receive(SMALL_BYTES)
+            hello = json.loads(content)
+            transfer = self._transfer
+            if transfer is None or transfer.version != hello["version"]:
+                now = "none" if transfer is None else f"version {transfer.version}"
+                why = f"version {hello['version']} is no longer available: {now} is published"
+                connection.send(b"F", why.encode())
+                return
+            transfer.serve(
+                connection, hello, lambda: self._introduce(connection, hello), self._open_channel
+            )
+        finally:
+            connection.close()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> bytes:
         """Describe the buckets and their memory to a receiver, and return its requests."""
         description = self._description
         known = fingerprint(description) == hello["known"]
         place = {"known": known, "deltas": self._shadow is not None, "transport": self._transport}
-        said = {**place, "memory": self._memory.said()}
+        said = {**place, "memory": self._memory.mapping}
         connection.send(b"D", json.dumps(said).encode())
         if not known:
             connection.send(b"L", description)
         _, wants = connection.receive()
         return wants
 
-    def _open_channel(self, connection: Connection) -> Channel:
+    def _open_channel(self, connection: Connection) -> Connection | GroupChannel:
         if self._transport not in ("gloo", "nccl"):
-            return Stream(connection)
+            return connection
         return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))
+
+
+# Transfer: one version of a rank's parts on its way to its receivers, bucket by bucket.
+
+
+Want = tuple[int, Box]
+"""Index of an entry, and the requested box of it."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass over all buckets."""
+
+    filled: int = 0
+    through: bool = False
+    """True once all buckets are filled and their sums agree with earlier passes."""
+    sums: list[list[int]] = field(default_factory=list)
+    """Sums of the entries of each filled bucket."""
+    base: int | None = None
+    """Version that `changed` compares with; None without deltas."""
+    changed: dict[int, np.ndarray | None] = field(default_factory=dict)
+    """Changed positions by entry, for entries in memory; None for entries to send whole."""
+
+
+@dataclass(eq=False)
+class _Session:
+    receiver: str
+    part: int
+    """Index of this process in a receiver with several processes."""
+    parts: int
+    connection: Connection
+    channel: Connection | GroupChannel
+    """Carries requested boxes."""
+    wants: dict[int, list[Want]] | None = None
+    """Requested boxes by bucket; None if the receiver maps the memory."""
+    base: int | None = None
+    """Version that the receiver holds of all that it requests; None without one."""
+    turn: _Pass | None = None
+    taken: int = 0
+    """Number of buckets that the receiver is done with."""
+    gone: bool = False
+
+    def has_come(self, far: Callable[[_Pass], bool]) -> bool:
+        """Whether its pass has begun and satisfies `far`."""
+        return self.turn is not None and far(self.turn)
+
+    def hang_up(self) -> None:
+        """End the connection. Threads that wait for the receiver get an error."""
+        if isinstance(self.channel, GroupChannel):
+            self.channel.close()
+        self.connection.hang_up()
+
+    def __str__(self) -> str:
+        return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
+
+
+class _Transfer:
+    """One version of a rank's parts, and its receivers.
+
+    Args:
+        parts: entries in bucket order, each with its elements, which must not change before `stop`.
+        memory: [bytes] uint8, for SLOTS buckets, on any device.
+        expected: names of the receivers to start together if they connect within GRACE_S of each
+            other. Other receivers are served as well.
+        shadow: bits of the previous version. Receivers on other machines that hold it get deltas
+            (`delta.py`). None to send everything.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        parts: Sequence[tuple[Entry, torch.Tensor]],
+        memory: torch.Tensor,
+        expected: Sequence[str],
+        shadow: Shadow | None = None,
+    ) -> None:
+        self.version = version
+        self._shadow = shadow
+        self.sent = Sent()
+        self._expected = set(expected)
+        self._memory = memory
+        self._slot_bytes = len(memory) // SLOTS
+        self.entries = [entry for entry, _ in parts]
+        self._tensors = [tensor for _, tensor in parts]
+        self._num_bytes = sum(entry.num_bytes for entry in self.entries)
+        self._buckets: list[list[int]] = [
+            [] for _ in range(1 + max((e.bucket for e in self.entries), default=-1))
+        ]
+        for number, entry in enumerate(self.entries):
+            self._buckets[entry.bucket].append(number)
+        self._condition = threading.Condition()
+        self._sessions: list[_Session] = []
+        self._served: set[tuple[str, int]] = set()
+        self._filled = 0
+        """Buckets that were filled in all passes."""
+        self._ended = False
+        self._failure = ""
+        self._checksum: int | None = None
+        self.lost: dict[str, str] = {}
+        """Receivers that did not take everything -> their progress."""
+
+    # The filler's thread
+
+    def fill(self) -> None:
+        """Serve passes until the transfer ends. Errors go to the receivers, and to `stop`."""
+        try:
+            while members := self._gather():
+                self._fill_pass(members)
+        except BaseException as error:
+            with self._condition:
+                self._failure = f"{type(error).__name__}: {error}"
+                self._condition.notify_all()
+        self._tensors = []
+
+    def _gather(self) -> list[_Session]:
+        """Return the receivers of the next pass, or none when the transfer has ended."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or self._waiting())
+            complete = self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
+            if self._ended:
+                return []
+            members, turn = self._waiting(), _Pass()
+            if not complete:  # late receivers get a separate pass, and later passes do not wait for them
+                self._expected &= self._came()
+            for session in members:
+                session.turn = turn
+            return members
+
+    def _waiting(self) -> list[_Session]:
+        return [s for s in self._sessions if s.turn is None and not s.gone]
+
+    def _complete(self) -> bool:
+        here = self._waiting()
+        came = self._served | {(s.receiver, s.part) for s in here}
+        parts = {s.receiver: s.parts for s in here}
+        return self._expected <= self._came() and all(
+            (r, p) in came for r, count in parts.items() for p in range(count)
+        )
+
+    def _came(self) -> set[str]:
+        return {name for name, _ in self._served} | {s.receiver for s in self._waiting()}
+
+    def _fill_pass(self, members: Sequence[_Session]) -> None:
+        turn = members[0].turn
+        assert turn is not None
+        shadow = self._shadow if any(s.wants is not None for s in members) else None
+        if shadow is not None:
+            turn.base = shadow.start_version()
+        for number, entries in enumerate(self._buckets):
+            copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
+            if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
+                return
+            for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
+                turn.changed.pop(entry, None)
+            slot = number % SLOTS
+            sums = [self._fill(entry, slot) for entry in entries]
+            if shadow is not None:
+                turn.changed |= {
+                    entry: shadow.changed(entry, bits_of(self._elements(entry, slot)))
+                    for entry in entries
+                }
+            with self._condition:
+                turn.sums.append(sums)
+                turn.filled = number + 1
+                self._filled += 1
+                self._condition.notify_all()
+        with self._condition:
+            self._add_up(turn)
+            turn.through = True
+            if shadow is not None:
+                shadow.version = self.version
+                self.sent.compared, self.sent.changed = shadow.compared, shadow.differed
+            self._condition.notify_all()
+        self._await_taken(members, len(self._buckets))
+
+    def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
+        """Wait until all members are done with `number` buckets. Return False if none is left."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._ended or all(s.gone or s.taken >= number for s in members)
+            )
+            return not self._ended and not all(s.gone for s in members)
+
+    def _fill(self, number: int, slot: int) -> int:
+        """Copy and cast an entry into its bucket, unless it is read in place. Return its sum."""
+        entry, target = self.entries[number], self._elements(number, slot)
+        if not entry.memory:
+            copy_elements(target, self._tensors[number])
+        return box_sum(target, entry.box, entry.shape)
+
+    def _elements(self, number: int, slot: int) -> torch.Tensor:
+        entry = self.entries[number]
+        return (
+            self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
+        )
+
+    def _add_up(self, turn: _Pass) -> None:
+        # Entries are in bucket order.
+        total = checksum_of(self.entries, itertools.chain.from_iterable(turn.sums))
+        if self._checksum not in (None, total):
+            raise WeightSyncError(f"the weights of version {self.version} changed during the transfer")
+        self._checksum = total
+
+    # The sessions' threads
+
+    def serve(
+        self,
+        connection: Connection,
+        hello: dict[str, Any],
+        answer: Callable[[], bytes],
+        open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
+    ) -> None:
+        """Serve a receiver on the thread of its connection. `hello` is its identity: `receiver`,
+        `part` and `parts`. `answer` describes the version to the receiver, and returns its
+        requests."""
+        name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
+        session = _Session(name, part, parts, connection, connection)
+        try:
+            connection.expect(self._num_bytes)
+            with self._condition:
+                self._sessions.append(session)
+                session.turn = _Pass()  # keep it out of the next pass until its requests are known
+            session.base, session.wants = self._read_wants(answer())
+            if session.wants is not None:
+                session.channel = open_channel(connection)
+            with self._condition:
+                session.turn = None
+                self._condition.notify_all()
+            for number in range(len(self._buckets)):
+                self._give(session, number)
+            self._await(session, lambda turn: turn.through)
+            connection.send(b"E", f"{self._checksum or 0:016x}".encode())
+            connection.receive(SMALL_BYTES)
+            with self._condition:
+                self._served.add((session.receiver, session.part))
+        except Exception as error:  # any error ends only this session; others must not wait for it
+            self._lose(session, error)
+        finally:
+            session.hang_up()
+
+    def _give(self, session: _Session, number: int) -> None:
+        turn = self._await(session, lambda turn: turn.filled > number)
+        sums = np.array(turn.sums[number], np.uint64).tobytes()
+        session.connection.send(b"B", NUMBER.pack(number) + sums)
+        if session.wants is None:
+            session.connection.receive(SMALL_BYTES)
+        else:
+            applies = turn.base is not None and turn.base == session.base
+            for entry, box in session.wants.get(number, ()):
+                changed = turn.changed.get(entry) if applies else None
+                self._send(session.channel, entry, box, number % SLOTS, changed)
+        with self._condition:
+            session.taken = number + 1
+            self._condition.notify_all()
+
+    def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
+        """Wait until the receiver's pass satisfies `come`, and send keepalives meanwhile."""
+        seen = self._filled
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stops(session) or session.has_come(come), NEWS_S)
+                why = self._stops(session)
+                if not why and session.has_come(come):
+                    assert session.turn is not None
+                    return session.turn
+                seen, goes_on = self._filled, self._filled > seen
+            if why:
+                with contextlib.suppress(OSError):
+                    session.connection.send(b"F", why.encode())
+                raise ConnectionAbortedError(why)
+            if goes_on:
+                session.connection.send(b"P")
+
+    def _send(
+        self,
+        channel: Connection | GroupChannel,
+        number: int,
+        box: Box,
+        slot: int,
+        changed: np.ndarray | None,
+    ) -> None:
+        """Send a box of an entry. With a shadow, a header precedes it."""
+        entry = self.entries[number]
+        elements = self._elements(number, slot)[box.within(entry.box)].contiguous()
+        delta = None
+        if changed is not None:
+            delta = delta_of(bits_of(elements), within(changed, entry.box, box))
+        if delta is not None and delta.num_bytes < elements.nbytes:
+            header = FORM.pack(len(delta.gaps), len(delta.values))
+            contents = [torch.from_numpy(delta.gaps), torch.from_numpy(delta.values.view(np.uint8))]
+        else:
+            header = FORM.pack(*WHOLE)
+            contents = [elements.reshape(-1).view(torch.uint8)]
+        if self._shadow is not None:
+            channel.send_elements(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for content in contents:
+            if len(content):
+                channel.send_elements(content)
+        with self._condition:  # other threads send to other receivers
+            self.sent.num_bytes += sum(content.nbytes for content in contents)
+            self.sent.whole_bytes += elements.nbytes
+
+    def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
+        Refuses boxes that this rank does not have, and more than MOST_TIMES the bytes of this rank.
+        """
+        if not content:
+            return None, None
+        wants: dict[int, list[Want]] = {}
+        base, boxes = json.loads(content)
+        num_bytes = 0
+        for number, starts, stops in boxes:
+            box = Box(tuple(starts), tuple(stops))
+            if not (type(number) is int and 0 <= number < len(self.entries)):
+                raise ValueError(f"it wants entry {number} of {len(self.entries)}")
+            entry = self.entries[number]
+            if not _lies_in(box, entry.box):
+                raise ValueError(f"it wants {box} of {entry.name!r}; this rank sends {entry.box}")
+            num_bytes += box.numel * entry.num_bytes // max(entry.box.numel, 1)
+            wants.setdefault(entry.bucket, []).append((number, box))
+        if num_bytes > MOST_TIMES * self._num_bytes:
+            raise ValueError(
+                f"it wants {num_bytes} bytes, more than {MOST_TIMES} times the {self._num_bytes} that this rank sends"
+            )
+        return base, wants
+
+    def _stops(self, session: _Session) -> str:
+        """Return the reason to stop serving a receiver; empty to continue."""
+        if self._failure and not session.has_come(lambda turn: turn.through):
+            return self._failure
+        return "the publisher has ended the transfer" if self._ended else ""
+
+    def _lose(self, session: _Session, error: Exception) -> None:
+        with self._condition:
+            session.gone = True
+            where = f"after {session.taken} of {len(self._buckets)} buckets"
+            self.lost[str(session)] = f"{session} {reason(error)} {where} of version {self.version}"
+            self._condition.notify_all()
+
+    # The publisher's thread
+
+    def stop(self) -> str | None:
+        """End the transfer. Return the checksum, or None if no receiver took everything. Raises
+        WeightSyncError if the parts could not be read, or changed during the transfer."""
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
+            sessions = list(self._sessions)
+        for session in sessions:
+            if (session.receiver, session.part) not in self._served:
+                session.hang_up()
+        if self._failure:
+            raise WeightSyncError(self._failure)
+        return None if self._checksum is None else f"{self._checksum:016x}"
+
+
+def _lies_in(box: Box, outer: Box) -> bool:
+    """Whether a received box is inside `outer`. The box is untrusted input."""
+    if not len(box.starts) == len(box.stops) == len(outer.starts):
+        return False
+    ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)
+    return all(
+        type(start) is type(stop) is int and low <= start <= stop <= high
+        for low, start, stop, high in ends
+    )

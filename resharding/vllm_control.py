@@ -18,9 +18,6 @@ import base64
 import contextlib
 import json
 import queue
-import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .connection import SILENCE_S, Connection, listen, this_machine
+from .connection import SILENCE_S, Connection, Listener, reason, this_machine
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights, tensor_factor
 
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
@@ -50,23 +47,16 @@ _NAMES = {found: name for name, found in _CLASSES.items()}
 
 
 def encoded(value: Any) -> str:
-    """Encode a value as JSON.
+    """Encode a value as JSON, unless it contains one that is not plain (TypeError).
 
     >>> decoded(encoded({"handle": (torch.Size([2, 3]), b"\\x00", torch.float32, None)}))
     {'handle': ((2, 3), b'\\x00', torch.float32, None)}
-
-    Raises:
-        TypeError: it contains a value that is not plain.
     """
     return json.dumps(_plain(value))
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode the output of `encoded`. Sizes become tuples.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Decode the output of `encoded`. Sizes become tuples. Other text raises ValueError."""
     return _value(json.loads(text))
 
 
@@ -141,7 +131,6 @@ def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
 class _Engine:
     receiver: str
     ranks: int
-    """Number of ranks of the engine."""
     identity: str
     """Differs for a replacement engine under the same name."""
     version: int
@@ -155,49 +144,35 @@ class _Engine:
             self.connection.send(b"C", encoded([method, payload]).encode())
             kind, content = self.connection.receive()
         except OSError as error:
-            self.lost = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            self.lost = reason(error)
             return
         if kind != b"K":
             self.lost = f"failed in {method}: {content.decode(errors='replace')}"
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0.
-
-    Args:
-        host: address of this process for engines on other machines; empty if there are none.
-        together: engines share one collective, so the loss of one stops all.
-
-    Raises:
-        WeightSyncError: this machine does not have that address.
-    """
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
+    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
+    all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
         """Engines that did not take the last version -> why."""
-        self._host = host
         self._together = together
-        self._listener = listen(host)
-        self._token = secrets.token_hex(32)
         self._came: queue.SimpleQueue[_Engine] = queue.SimpleQueue()
         self._engines: list[_Engine] = []
-        self._is_closed = False
-        threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
+        self._listener = Listener(host, self._greet)
 
-    def place(self) -> RankWeights:
-        """Return the endpoint that engines connect to."""
-        return RankWeights(self._host, self._listener.getsockname()[1], this_machine(), self._token)
+    @property
+    def endpoint(self) -> RankWeights:
+        """The endpoint that engines connect to."""
+        return self._listener.endpoint
 
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected.
-
-        Args:
-            version: version to transfer.
-            expected: names of the engines.
-            num_bytes: size of the version.
-            patience_s: longest wait. The transfer begins without engines that are late.
+        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
+        a version of `num_bytes` begins without engines that are late.
 
         Returns:
             Names and identities of the engines that have connected, in the expected order, which is
@@ -212,10 +187,8 @@ class Receivers:
             except queue.Empty:
                 break
             if engine.version != version:
-                self._refuse(
-                    engine,
-                    f"version {engine.version} is no longer available: version {version} is published",
-                )
+                why = f"version {engine.version} is no longer available: version {version} is published"
+                _refuse(engine, why)
                 continue
             here[engine.receiver] = engine
         for name in expected:
@@ -241,13 +214,10 @@ class Receivers:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Prepare the ranks to receive. Numbered ranks get consecutive offsets over engines."""
-        payloads, before = [], 0
+        payloads, offset = [], init_info.get("rank_offset")
         for engine in self._engines:
-            offset = init_info.get("rank_offset")
-            payloads.append(
-                init_info if offset is None else {**init_info, "rank_offset": offset + before}
-            )
-            before += engine.ranks
+            payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset})
+            offset = None if offset is None else offset + engine.ranks
         self._ask("init_weight_transfer_engine", payloads)
 
     def start_weight_update(self) -> None:
@@ -263,12 +233,8 @@ class Receivers:
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Call a method on all engines in parallel, and wait for all.
-
-        Raises:
-            WeightSyncError: an engine has failed and the backend needs all engines, or no engine is
-                left.
-        """
+        """Call a method on all engines in parallel, and wait for all. Raises an error if an engine
+        has failed and the backend needs all engines, or no engine is left."""
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
@@ -282,7 +248,7 @@ class Receivers:
         if newly and all(engine.lost for engine in self._engines):
             raise WeightSyncError("; ".join(self.lost.values()))
 
-    def end(self, tensors: Mapping[str, TensorSum]) -> None:
+    def send_sums(self, tensors: Mapping[str, TensorSum]) -> None:
         """Send the published sums to the engines, which compare them with their own."""
         said = json.dumps(
             {name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}
@@ -297,7 +263,7 @@ class Receivers:
                 engine.connection.receive()
         self._hang_up("")
 
-    def give_up(self, why: str) -> None:
+    def dismiss(self, why: str) -> None:
         """Tell participating and waiting engines that the transfer has ended."""
         while True:
             try:
@@ -308,49 +274,26 @@ class Receivers:
 
     def close(self) -> None:
         """Stop listening, and end the current transfer."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.give_up("the trainer has ended")
+        self.dismiss("the trainer has ended")
 
     def _hang_up(self, why: str) -> None:
         for engine in self._engines:
-            self._refuse(engine, why)
+            _refuse(engine, why)
         self._engines = []
 
-    def _refuse(self, engine: _Engine, why: str) -> None:
-        with contextlib.suppress(OSError):
-            if why:
-                engine.connection.send(b"F", why.encode())
-            engine.connection.hang_up()
-        engine.connection.close()
+    def _greet(self, connection: Connection) -> None:
+        hello = json.loads(connection.receive()[1])
+        receiver, ranks, identity = str(hello["receiver"]), int(hello["ranks"]), str(hello["engine"])
+        self._came.put(_Engine(receiver, ranks, identity, int(hello["version"]), connection))
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0 if self._is_closed else 0.05)  # client gone, or too many open files
-                continue
-            threading.Thread(
-                target=self._greet, args=(connected,), name="weft-weights", daemon=True
-            ).start()
 
-    def _greet(self, connected: socket.socket) -> None:
-        # An engine that misbehaves loses its connection, without effect on others.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            connection = Connection.accept(connected, self._token)
-            hello = json.loads(connection.receive()[1])
-            self._came.put(
-                _Engine(
-                    str(hello["receiver"]),
-                    int(hello["ranks"]),
-                    str(hello["engine"]),
-                    int(hello["version"]),
-                    connection,
-                )
-            )
+def _refuse(engine: _Engine, why: str) -> None:
+    with contextlib.suppress(OSError):
+        if why:
+            engine.connection.send(b"F", why.encode())
+        engine.connection.hang_up()
+    engine.connection.close()
 
 
 def take_as_told(
@@ -361,16 +304,13 @@ def take_as_told(
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
     """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
+    Return the checksum of the version.
 
     Args:
-        weights: record of the version.
         ranks: number of ranks of the engine.
-        engine: identity that distinguishes the engine from predecessors of the same name.
+        engine: identity that distinguishes it from predecessors of the same name.
         call: calls one of `METHODS` with its payload (or None) on all ranks.
         loaded: returns for each rank the sums of the tensors that its loaders got.
-
-    Returns:
-        The checksum of the version.
 
     Raises:
         WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a
@@ -388,14 +328,10 @@ def take_as_told(
     except OSError as error:
         raise WeightSyncError(f"{where}: it is gone ({error})") from None
     try:
-        hello = {
-            "receiver": weights.receiver,
-            "ranks": ranks,
-            "engine": engine,
-            "version": weights.version,
-        }
+        hello = {"receiver": weights.receiver, "ranks": ranks}
+        hello |= {"engine": engine, "version": weights.version}
         connection.send(b"H", json.dumps(hello).encode())
-        connection.be_patient(2 * SILENCE_S)  # the trainer may be waiting for other engines
+        connection.set_silence(2 * SILENCE_S)  # the trainer may be waiting for other engines
         while True:
             kind, content = connection.receive()
             if kind == b"D":
@@ -414,12 +350,7 @@ def take_as_told(
             else:
                 raise WeightSyncError(f"{where}: {content.decode(errors='replace')}")
     except OSError as error:
-        reason = (
-            f"was silent for {connection.silence_s:.0f} s"
-            if isinstance(error, TimeoutError)
-            else f"is gone ({error})"
-        )
-        raise WeightSyncError(f"{where}: it {reason}") from None
+        raise WeightSyncError(f"{where}: it {reason(error, connection.silence_s)}") from None
     finally:
         connection.close()
 

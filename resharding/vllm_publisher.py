@@ -33,75 +33,59 @@ from ..dataflow.errors import WeightSyncError
 from .buckets import BUCKET_BYTES
 from .connection import listen
 from .layout import Box
-from .transfer import Sent
+from .publisher import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights, box_sum
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Initialization parameters of a backend."""
-
-    rank: int
-    """Rank of this process in the trainer."""
-    host: str
-    """Address of the trainer's rank 0."""
-    num_ranks: int
-    """Total number of ranks of all engines."""
-    buffer_bytes: int
-    """Size of one buffer, which holds at least the largest tensor."""
-
-
-@dataclass(frozen=True)
-class Backend:
+class _VllmBackend:
     """A supported backend of vLLM."""
 
-    init_info: Callable[[Terms], TrainerInitInfo]
+    init_info: Callable[[int, str, int, int], TrainerInitInfo]
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank
+    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
+    tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
 
 
-def _nccl(terms: Terms) -> TrainerInitInfo:
+def _nccl(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInitInfo:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     port = 0
-    if terms.rank == 0:
-        with listen(terms.host) as taken:
+    if rank == 0:
+        with listen(host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
-        terms.host,
-        port,
-        1 + terms.num_ranks,
-        packed_buffer_size_bytes=terms.buffer_bytes,
-        rank=terms.rank,
+        host, port, 1 + num_ranks, packed_buffer_size_bytes=buffer_bytes, rank=rank
     )
 
 
-def _ipc(terms: Terms) -> TrainerInitInfo:
+def _ipc(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInitInfo:
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank)
+    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=buffer_bytes, rank=rank)
 
 
-BACKENDS = {"nccl": Backend(_nccl, together=True), "ipc": Backend(_ipc, together=False)}
+BACKENDS = {"nccl": _VllmBackend(_nccl, together=True), "ipc": _VllmBackend(_ipc, together=False)}
 """By vLLM's names."""
 
 _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend. All trainer ranks call each method together.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All trainer ranks call each
+    method together.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of
-    `bucket_bytes` or the size of the largest tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
+    size of the largest tensor.
 
     Args:
-        backend: key of BACKENDS.
-        rank: rank of this process in the trainer, in the default group of `torch.distributed`.
-        ranks: number of trainer ranks.
+        rank, ranks: rank of this process and number of ranks of the trainer, which is the default
+            group of `torch.distributed`.
         host: address of rank 0 for engines on other machines; empty if there are none.
-        bucket_bytes: size of one buffer.
         advance: called after each tensor.
 
     Raises:
@@ -124,11 +108,9 @@ class VllmPublisher:
             raise WeightSyncError(
                 f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch finds none; use "auto"'
             )
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self._backend.on_gpus
-            else torch.device("cpu")
-        )
+        device = torch.device("cpu")
+        if self._backend.on_gpus:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._rank = rank
         self._ranks = ranks
         self._host = host
@@ -137,41 +119,29 @@ class VllmPublisher:
         self._receivers = Receivers(host, together=self._backend.together) if rank == 0 else None
         self._trainer: TrainerWeightTransferEngine[Any] | None = None
         self._engines: list[str] = []
-        """Engines of the current trainer."""
         self._expected: Sequence[str] = ()
         self._was_sent = False
         self.sent = Sent()
         """Stays empty: these backends send no deltas."""
         self.num_bytes = 0
-        """Size of this rank's parts of the last version."""
 
-    def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer the parts of all ranks. Do not change them before `finish`.
-
-        Args:
-            parts: parts of this rank. The ranks together hold each element once.
-            version: policy version of these weights.
-            receivers: names of the expected engines.
-
-        Returns:
-            The record that receivers need; the records of all ranks add up.
-
-        Raises:
-            WeightSyncError: the ranks do not hold each element exactly once.
-        """
-        self._source.take(list(parts), version)
-        self.num_bytes = self._source.num_bytes
+    def publish(
+        self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
+    ) -> Weights:
+        """Offer the parts of all ranks, which together hold each element once, to the engines of
+        these names. Do not change them before `finish`. Return the record that receivers need; the
+        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
+        exactly once."""
+        self._source.set_parts(list(parts), version)
+        self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
-        places = (self._receivers.place(),) if self._receivers is not None else ()
+        places = (self._receivers.endpoint,) if self._receivers is not None else ()
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Send the published version to the engines, and return when all of them have it.
-
-        Raises:
-            WeightSyncError: the transfer failed. With a collective backend, the failure of one
-                engine is enough.
-        """
+        """Send the published version to the engines, and return when all of them have it. Raises
+        WeightSyncError if the transfer failed. With a collective backend, the failure of one engine
+        is enough."""
         try:
             if not self._meet(version):
                 return
@@ -179,12 +149,12 @@ class VllmPublisher:
             self._trainer.send_weights()
             tensors = self._source.complete_sums()
             if self._receivers is not None:
-                self._receivers.end(tensors)
+                self._receivers.send_sums(tensors)
             self._was_sent = True
         except BaseException as error:
             self._trainer = None  # the progress of the engines is unknown
             if self._receivers is not None:
-                self._receivers.give_up(f"the trainer has given up: {error}")
+                self._receivers.dismiss(f"the trainer has given up: {error}")
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
@@ -192,14 +162,10 @@ class VllmPublisher:
             ) from error
 
     def finish(self) -> str | None:
-        """End the transfer, so that the weights may change.
-
-        Returns:
-            The checksum of this rank's parts; checksums of ranks add up. None if the version was
-            not sent.
-        """
+        """End the transfer, so that the weights may change. Return the checksum of this rank's
+        parts, which add up; None if the version was not sent."""
         if self._receivers is not None:
-            self._receivers.give_up("the trainer has ended the transfer")
+            self._receivers.dismiss("the trainer has ended the transfer")
         self._source.drop()
         return checksum_of_tensors(self._source.own_sums()) if self._was_sent else None
 
@@ -209,32 +175,30 @@ class VllmPublisher:
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:
-        """End the current transfer, and stop listening."""
         if self._receivers is not None:
             self._receivers.close()
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without
-        engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
             anew = self._trainer is None or engines != self._engines
             self._engines = engines
-            said = torch.tensor(
-                [(_ANEW if anew else _AS_BEFORE) if engines else _NOBODY, self._receivers.num_ranks]
-            )
+            what = (_ANEW if anew else _AS_BEFORE) if engines else _NOBODY
+            said = torch.tensor([what, self._receivers.num_ranks])
         if self._ranks > 1:
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
         if what == _ANEW:
             self._end_trainer()
             buffer_bytes = max(self._bucket_bytes, self._source.largest_bytes)
-            terms = Terms(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
-            client: Any = self._receivers or _Nobody()
+            info = self._backend.init_info(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
+            # vLLM calls no method of the client on ranks that drive no engine.
+            client: Any = self._receivers or object()
             self._trainer = WeightTransferTrainerFactory.trainer_init(
-                self._backend.init_info(terms), client=client, source=self._source
+                info, client=client, source=self._source
             )
         return what != _NOBODY
 
@@ -244,43 +208,30 @@ class VllmPublisher:
             self._trainer = None
 
 
-class _Nobody:
-    """Client on ranks that drive no engine: vLLM calls none of its methods there."""
-
-
 class _GatheredTensors(WeightSource):
-    """The tensors of a version, each assembled on all ranks during iteration.
-
-    Args:
-        ranks: size of the default group.
-        device: device of the assembled tensors.
-        advance: called after each tensor.
-    """
+    """The tensors of a version, each assembled on `device` of all ranks during iteration."""
 
     def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
         self._ranks = ranks
         self._device = device
         self._advance = advance
-        self._own: dict[str, list[Part]] = {}
+        self._own: dict[str, list[TensorPart]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
         """Name, dtype, shape, and number of this rank's elements, for each tensor."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 
-    def take(self, parts: Sequence[Part], version: int) -> None:
-        """Set the parts of the next version.
-
-        Raises:
-            WeightSyncError: the ranks do not hold each element of each tensor exactly once.
-        """
-        own: defaultdict[str, list[Part]] = defaultdict(list)
+    def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
+        """Set the parts of the next version. The ranks must hold each element of each tensor
+        exactly once."""
+        own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
         self._own, self._sums = dict(own), {}
-        forms = [
-            (name, _dtype_name(of[0]), tuple(of[0].shape), sum(part.box.numel for part in of))
-            for name, of in own.items()
-        ]
+        forms: list[tuple[str, str, tuple[int, ...], int]] = []
+        for name, of in own.items():
+            dtype = str(of[0].dtype or of[0].tensor.dtype).removeprefix("torch.")
+            forms.append((name, dtype, tuple(of[0].shape), sum(part.box.numel for part in of)))
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
@@ -290,7 +241,7 @@ class _GatheredTensors(WeightSource):
             self._forms = forms
 
     @property
-    def num_bytes(self) -> int:
+    def own_bytes(self) -> int:
         return sum(elements * getattr(torch, dtype).itemsize for _, dtype, _, elements in self._forms)
 
     @property
@@ -302,7 +253,6 @@ class _GatheredTensors(WeightSource):
         return max(map(_num_bytes, self._metadata), default=0)
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the metadata of all tensors, in transfer order."""
         return self._metadata
 
     @torch.no_grad()
@@ -324,7 +274,6 @@ class _GatheredTensors(WeightSource):
             yield tensor.name, full
 
     def own_sums(self) -> dict[str, TensorSum]:
-        """Return the sums of this rank's parts in the last transfer."""
         return self._with_forms(self._sums)
 
     def complete_sums(self) -> dict[str, TensorSum]:
@@ -376,10 +325,6 @@ def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
                 f"weights version {version}: the ranks publish {elements[meta.name]} elements of tensor {meta.name!r}, which has {whole}"
             )
     return list(found.values())
-
-
-def _dtype_name(part: Part) -> str:
-    return str(part.dtype or part.tensor.dtype).removeprefix("torch.")
 
 
 def _num_bytes(tensor: ParamMeta) -> int:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -24,13 +24,12 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from ..dataflow.errors import WeightSyncError, nearest
-from .incoming import PATIENCE_S, IncomingWeights, open_weights, receive_parts
+from .buckets import threads_beside
+from .incoming import PATIENCE_S, IncomingWeights, receive_parts
 from .layout import Box, Layout
-from .memory import threads_beside
 from .plan import ReshardPlan
 from .vllm_control import TensorSum
-from .vllm_layout import record_layout, restore
-from .vllm_writer import WeightWriter, process_tied
+from .vllm_writer import WeightWriter, process_tied, record_layout, restore
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights, box_sum, whole
 
 BACKEND = "weft"
@@ -38,7 +37,7 @@ BACKEND = "weft"
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):
+class _NoInitInfo(WeightTransferInitInfo):
     """Empty: each version's record names its publishers."""
 
 
@@ -63,7 +62,7 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Received:
+class _Received:
     """The state of one tensor on a rank after an update. Plain data."""
 
     published: int
@@ -79,11 +78,10 @@ class Loaded:
     version: int
     checksum: str
     """Checksum of the whole version, from its publishers."""
-    received: dict[str, Received]
+    received: dict[str, _Received]
 
 
-@dataclass(frozen=True)
-class _Staging:
+class _Staging(NamedTuple):
     """A version that a thread receives into staging memory."""
 
     incoming: IncomingWeights
@@ -92,17 +90,10 @@ class _Staging:
     """The publishers: another trainer may publish another version of the same number."""
 
 
-def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
-    """Compare the boxes on all ranks of an engine with the published tensors.
-
-    Args:
-        version: version of the weights.
-        ranks: for each rank, the state of each tensor.
-
-    Raises:
-        WeightSyncError: the boxes of a tensor do not add up to the published tensor. The message
-            names tensor and ranks.
-    """
+def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
+    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError
+    if the boxes of a tensor do not add up to the published tensor. The message names tensor and
+    ranks."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
         published = next(held[name].published for held in ranks if name in held)
@@ -120,10 +111,10 @@ def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
             )
 
 
-class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
+class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     """Receives a version, and writes this rank's part of it into vLLM's model in place."""
 
-    init_info_cls = NoInitInfo
+    init_info_cls = _NoInitInfo
     update_info_cls = WeightsUpdateInfo
 
     loaded: Loaded | None = None
@@ -135,7 +126,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     _staging: _Staging | None = None
     _sums: dict[str, dict[Box, int]]
 
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+    def init_transfer_engine(self, init_info: _NoInitInfo) -> None:
         """Do nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
@@ -148,13 +139,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        staging = self._staging
-        found = self._end_staging()
-        if (
-            staging
-            and found
-            and (found.version, staging.ranks) == (update_info.version, update_info.weights.ranks)
-        ):
+        staging, found = self._staging, self._end_staging()
+        wanted = (update_info.version, update_info.weights.ranks)
+        if staging and found and (found.version, staging.ranks) == wanted:
             assert self._writer is not None
             self._writer.apply_staged()
             self._arriving = found
@@ -181,11 +168,8 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived.
-
-        Raises:
-            WeightSyncError: it arrived damaged or incomplete.
-        """
+        """Whether the staged version has arrived. Raises an error if it arrived damaged or
+        incomplete."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -203,11 +187,14 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         return None if staging.done.exception(PATIENCE_S) is not None else staging.done.result()
 
     def _open(self, weights: Weights) -> IncomingWeights:
-        """Connect to the publishers of a version, and plan this rank's copies."""
-        incoming = open_weights(weights, self.parallel_config.rank, self.parallel_config.world_size)
+        incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
             if self._writer is None or self._source is not incoming.layout:
-                self._prepare(incoming)
+                checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
+                recording = record_layout(self.model, checkpoint)
+                self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
+                self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
+                self._source = incoming.layout
         except BaseException:
             incoming.close()
             raise
@@ -219,26 +206,17 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self._sums = {}
         with threads_beside(incoming.neighbours):
             write(self._slices(incoming))
-        received: dict[str, Received] = {}
+        received: dict[str, _Received] = {}
         for name, sums in self._sums.items():
             boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
-            received[name] = Received(incoming.published_sum(name), boxes)
-        return Loaded(incoming.version, incoming.finish(), received)
+            received[name] = _Received(incoming.published_sum(name), boxes)
+        return Loaded(incoming.version, incoming.confirm(), received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
-
-    def _prepare(self, incoming: IncomingWeights) -> None:
-        checkpoint = {
-            name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()
-        }
-        recording = record_layout(self.model, checkpoint)
-        self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
-        self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
-        self._source = incoming.layout
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
         assert self._plan is not None
@@ -274,13 +252,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 class VllmBackends:
     """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
-
-    Args:
-        receiver: Weft's receiver.
-        settings: vLLM's settings of the rank.
-        device: device of the rank.
-        model: model of the rank.
-    """
+    `settings`, `device` and `model` are those of the rank."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -290,7 +262,7 @@ class VllmBackends:
         self._engines: dict[str, WeightTransferEngine[Any, Any]] = {}
         self._loaded: _LoadedTensors | None = None
 
-    def begin(self, backend: str) -> WeightTransferEngine[Any, Any]:
+    def begin_version(self, backend: str) -> WeightTransferEngine[Any, Any]:
         """Start a version: return vLLM's engine, and record the tensors that the loaders get."""
         if backend not in self._engines:
             config = WeightTransferConfig(backend=backend)
@@ -302,17 +274,14 @@ class VllmBackends:
         self._loaded = _LoadedTensors(self._model)
         return self._engines[backend]
 
-    def end(self, whole: bool) -> dict[str, TensorSum]:
-        """End a version, complete or not. Return the sums of the tensors that the loaders got.
-
-        Args:
-            whole: the version is complete. Otherwise incomplete layers keep their previous weights.
-        """
+    def end_version(self, whole: bool) -> dict[str, TensorSum]:
+        """End a version, complete (`whole`) or not: incomplete layers then keep their previous
+        weights. Return the sums of the tensors that the loaders got."""
         loaded, self._loaded = self._loaded, None
-        if loaded is None:  # `begin` failed on this rank
+        if loaded is None:  # `begin_version` failed on this rank
             assert not whole
             return {}
-        loaded.end()
+        del self._model.load_weights  # restore the model's own loader
         if whole:
             process_tied(self._model)  # vLLM's own engines do not do this
         else:
@@ -321,25 +290,17 @@ class VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums of the tensors that a model's loaders get, from construction until `end`.
-
-    Args:
-        model: vLLM's model.
-    """
+    """Sums of the tensors that a model's loaders get, until its attribute `load_weights` is
+    deleted."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
-        self._model = model
         load = model.load_weights
 
         def load_and_sum(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
             return load(self._summed(weights))
 
         model.load_weights = load_and_sum
-
-    def end(self) -> None:
-        """Restore the model's own loader."""
-        del self._model.load_weights
 
     def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -367,17 +328,10 @@ def adapter_request() -> LoRARequest:
 
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
-    """Receive an adapter, check it, and put it into vLLM's slot. Return its checksum.
-
-    Args:
-        manager: vLLM's `WorkerLoRAManager`.
-        incoming: the version, with `peft` names.
-        settings: "r", "lora_alpha" and "use_rslora", as in `peft`.
-
-    Raises:
-        WeightSyncError: a tensor arrived damaged, or vLLM has no layer for it. The slot keeps its
-            previous adapter.
-    """
+    """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
+    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora", as in `peft`. Return its
+    checksum. Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it. The
+    slot keeps its previous adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()

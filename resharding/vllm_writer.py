@@ -1,26 +1,43 @@
-"""WeightWriter: writes received slices into vLLM's model, layer by layer.
+"""vLLM's model as a destination: where each box of a checkpoint tensor lands, and writing it there.
 
-A layer gets memory with its first slice, and vLLM prepares it after its last slice. So only
-incomplete layers need extra memory: one layer, if slices arrive in the order of the recorded layout.
-On CPU, the memory of one layer of each shape is kept for the next version.
+`record_layout` runs the model's own `load_weights` once, on tensors without memory, while a dispatch
+mode records each copy instead of executing it. So Weft maintains no table of fused projections,
+grouped heads, padding or experts.
+
+    checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
+    layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
+
+A view of a fake keeps its storage, offset and strides, which determine its box. A clone of a view
+is recorded as the view, and a tensor that a loader zeroes before it copies it is a fill. Other
+results (a cast, a sum) have no box and raise an error, as does a copy on top of another.
+
+`WeightWriter` writes received slices, layer by layer. A layer gets memory with its first slice, and
+vLLM prepares it after its last slice. So only incomplete layers need extra memory: one layer, if
+slices arrive in the order of the recorded layout. On CPU, the memory of one layer of each shape is
+kept for the next version.
 
 A version can also be staged: written to staging memory while the model continues to compute. Linear
 layers on CPU are packed there as well. Applying a staged version exchanges these, and prepares the
 other layers.
 
-    apply:  begin ──> write slices, prepare each layer with its last slice ──> finish
-    stage:  write slices beside the model      apply_staged:  begin ──> exchange or prepare each layer ──> finish
+    apply:  begin_update ──> write slices, prepare each layer with its last slice ──> finish_update
+    stage:  write slices beside the model
+    apply_staged:  begin_update ──> exchange or prepare each layer ──> finish_update
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -28,16 +45,328 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 from vllm.platforms import current_platform
 
-from ..dataflow.errors import WeightSyncError, nearest
-from .layout import Box, Held, Place
-from .memory import copy_elements
-from .strided import View
-from .vllm_layout import Fill, Recording, restore, restore_layer
+from ..dataflow.errors import UserError, WeftError, WeightSyncError, nearest
+from .buckets import copy_elements
+from .layout import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
+
+# Recording
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """Elements that a loader sets to one value, such as the padding of a vocabulary."""
+
+    memory: str
+    view: View
+    value: float
+
+
+@dataclass(frozen=True)
+class _RecordedLayout:
+    """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data."""
+
+    layout: Layout
+    """Tensors in the order of the model's layers. The memory of a piece is the name of a parameter
+    or buffer. The sender casts to the dtypes of the parameters."""
+    fills: tuple[_Fill, ...]
+    """Fills, which precede the copies of the layout."""
+    unused: tuple[str, ...]
+    """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
+
+
+def record_layout(
+    model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
+) -> _RecordedLayout:
+    """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
+    not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
+    loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
+    an element twice, or leaves one without a value. The message names the tensor and the parameter.
+    """
+    wanted = dict(model.named_parameters())
+    fakes = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in checkpoint.items()
+    }
+    initialize_layerwise_reload(model)
+    try:
+        recorder = _Recorder(fakes, _memories(model, wanted))
+        with recorder:
+            _load(model, fakes)
+        return recorder.recording(where, wanted)
+    finally:
+        restore(model)
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use."""
+    for layer in model.modules():
+        restore_layer(layer)
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def restore_layer(layer: torch.nn.Module) -> None:
+    """Restore the tensors that vLLM's kernels use, if this layer waits for its weights."""
+    info = get_layerwise_info(layer)
+    if info.can_load():
+        _unwrap_loaders(layer)
+        _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+@dataclass
+class _Memory:
+    """A parameter or buffer, and the copies and fills that land in it."""
+
+    name: str
+    tensor: torch.Tensor
+    kernel: torch.Tensor | None
+    """Tensor that the model computes with. Tied parameters share one object."""
+    reason: str
+    """Why copies into it are not possible; empty if they are."""
+    boxes: list[tuple[Box, str]] = field(default_factory=list)
+    """Boxes in the parameter's own coordinates, each with the name of its tensor."""
+    filled: list[Box] = field(default_factory=list)
+
+
+def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
+    """Return the memories that loaders may write, by storage. Restores the original loaders."""
+    found: dict[int, _Memory] = {}
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        parameters, buffers = info.kernel_tensors or ({}, {})
+        kernel = parameters | buffers
+        _unwrap_loaders(layer)
+        for name, tensor in get_layer_tensors(layer).items():
+            reason = ""
+            if is_deferred_attention_layer(layer):
+                reason = "vLLM prepares the scales of attention by itself"
+            elif name in layer._non_persistent_buffers_set:
+                reason = "it is a buffer that no checkpoint has"
+            elif not tensor.is_contiguous():
+                reason = f"it lies with the strides {tensor.stride()} in memory"
+            full_name = f"{prefix}.{name}" if prefix else name
+            found.setdefault(_storage(tensor), _Memory(full_name, tensor, kernel.get(name), reason))
+    return found
+
+
+def _unwrap_loaders(layer: torch.nn.Module) -> None:
+    """Restore the loaders, which vLLM wraps to collect a layer's weights."""
+    for tensor in get_layer_tensors(layer).values():
+        if (loader := _get_original_loader(tensor)) is not getattr(tensor, "weight_loader", loader):
+            tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _load(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
+    name = ""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal name
+        for entry in fakes.items():
+            name = entry[0]
+            yield entry
+
+    try:
+        with torch.no_grad():
+            model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+    except WeftError:
+        raise
+    except Exception as error:
+        shape = f" of shape {tuple(fakes[name].shape)}" if name else ""
+        raise UserError(
+            f"vLLM's {type(model).__name__} cannot load tensor {name!r}{shape}: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies from fakes into memories, and fills of memories, without executing them."""
+
+    def __init__(self, fakes: Mapping[str, torch.Tensor], memories: Mapping[int, _Memory]) -> None:
+        super().__init__()
+        self._fakes = {_storage(fake): (name, fake) for name, fake in fakes.items()}
+        self._memories = memories
+        self._pieces: dict[str, list[Piece]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._fills: list[_Fill] = []
+        self._zeroed = set[int]()
+        """Storages of fakes that the loader has set to zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        sources = [tensor for tensor in inputs if _storage(tensor) in self._fakes]
+        target = next(_tensors(kwargs.values()), inputs[0]) if inputs and _writes(func) else None
+        memory = self._memories.get(_storage(target)) if target is not None else None
+        if memory is not None and target is not None:
+            if func is aten.copy_.default:
+                self._copy(memory, target, args[1])
+            elif func in (aten.zero_.default, aten.fill_.Scalar):
+                self._fill(memory, target, 0 if func is aten.zero_.default else args[1])
+            else:
+                raise UserError(
+                    f"parameter {memory.name!r}: its loader writes with {func}; only copies and fills can be recorded"
+                )
+            return target
+        if not sources:
+            return func(*args, **kwargs)
+        if func is aten.clone.default:
+            return aten.alias.default(args[0])
+        if func is aten.zero_.default and target is not None and self._is_whole(target):
+            self._zeroed.add(_storage(target))
+            return target
+        result = func(*args, **kwargs) if target is None and func not in _READS else None
+        views = list(_tensors([result]))
+        if not views or any(not self._is_view(view) for view in views):
+            names = ", ".join(repr(self._fakes[_storage(source)][0]) for source in sources)
+            raise UserError(
+                f"tensor {names}: vLLM's loader creates a new tensor from it with {func}; only copies of its boxes can be recorded"
+            )
+        return result
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        name, fake = self._fakes[_storage(tensor)]
+        return tensor.numel() == fake.numel() and name not in self._pieces
+
+    def _is_view(self, tensor: torch.Tensor) -> bool:
+        _, fake = self._fakes.get(_storage(tensor), ("", None))
+        return fake is not None and fake.dtype == tensor.dtype
+
+    def _copy(self, memory: _Memory, target: torch.Tensor, source: torch.Tensor) -> None:
+        name, fake = self._fakes.get(_storage(source), ("", None))
+        if fake is None:
+            raise UserError(
+                f"parameter {memory.name!r}: its loader copies from a tensor that is not in the checkpoint"
+            )
+        if _storage(source) in self._zeroed:
+            self._fill(memory, target, 0)
+            return
+        problem = f"tensor {name!r} cannot be recorded into {memory.name!r}: "
+        if memory.reason:
+            raise UserError(problem + memory.reason)
+        if source.numel() != target.numel():
+            raise UserError(
+                f"{problem}the loader copies {tuple(source.shape)} into {tuple(target.shape)}, each element several times"
+            )
+        dtype = str(target.dtype).removeprefix("torch.")
+        if self._dtypes.setdefault(name, dtype) != dtype:
+            raise UserError(f"{problem}it lands as {self._dtypes[name]} and as {dtype}")
+        try:
+            there, here = _view(target, memory.tensor), _view(source.expand(target.shape), fake)
+            pieces = [
+                Piece(box, memory.name, view)
+                for box, view in paired_boxes(tuple(fake.shape), here, there)
+            ]
+            boxes = [box for box, _ in paired_boxes(tuple(memory.tensor.shape), there, here)]
+        except ValueError as error:
+            raise UserError(problem + str(error)) from error
+        known = self._pieces.setdefault(name, [])
+        if all(piece in known for piece in pieces):
+            return  # some loaders copy the same box to the same place several times
+        known += pieces
+        memory.boxes += [(box, name) for box in boxes]
+
+    def _fill(self, memory: _Memory, target: torch.Tensor, value: float) -> None:
+        view = _view(target, memory.tensor)
+        boxes = [box for box, _ in paired_boxes(tuple(memory.tensor.shape), view, view)]
+        if not boxes:
+            return
+        for box, name in memory.boxes:
+            if any(box.intersection(filled) for filled in boxes):
+                raise UserError(
+                    f"parameter {memory.name!r}: its loader fills with {value} over tensor {name!r}"
+                )
+        memory.filled += boxes
+        self._fills.append(_Fill(memory.name, view, value))
+
+    def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
+        """Check that each element of each parameter was loaded once, and return the recording."""
+        touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
+        loaded: dict[int, str] = {}
+        for memory in touched:
+            _check(memory)
+            if (first := loaded.setdefault(id(memory.kernel), memory.name)) != memory.name:
+                raise UserError(
+                    f"{first!r} and {memory.name!r} are one parameter, and the checkpoint has both; leave out one of them"
+                )
+        if missing := [name for name, parameter in wanted.items() if id(parameter) not in loaded]:
+            raise UserError(f"the checkpoint lacks weights for vLLM's parameters: {', '.join(missing)}")
+        order = {memory.name: number for number, memory in enumerate(self._memories.values())}
+        shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
+        held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
+        held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
+        tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
+        unused = tuple(name for name in shapes if not self._pieces.get(name))
+        return _RecordedLayout(Layout.of(tensors, [where]), tuple(self._fills), unused)
+
+
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+)
+"""Operations that need values, which a fake does not have."""
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into its first argument, or into the one named `out`."""
+    return any(
+        argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments
+    )
+
+
+def _check(memory: _Memory) -> None:
+    boxes = sorted(memory.boxes, key=lambda entry: entry[0].starts)
+    for position, (box, name) in enumerate(boxes):
+        for other, other_name in boxes[position + 1 :]:
+            if box.starts and other.starts[0] >= box.stops[0]:
+                break
+            if both := box.intersection(other):
+                raise UserError(
+                    f"parameter {memory.name!r}: {both} is loaded twice, from {name!r} and from {other_name!r}"
+                )
+    whole = Box.full(tuple(memory.tensor.shape))
+    filled: list[Box] = []
+    for box in memory.filled:
+        filled += _minus([box], filled + [box for box, _ in boxes])
+    found = sum(box.numel for box, _ in boxes) + sum(box.numel for box in filled)
+    # vLLM may declare that some elements are never loaded, such as padding to a kernel's block
+    # size.
+    if found < min(get_tensor_load_numel(memory.tensor), whole.numel):
+        left = _minus([whole], [*filled, *(box for box, _ in boxes)])
+        raise UserError(
+            f"parameter {memory.name!r}: no tensor of the checkpoint lands in {left[0]} of its shape {whole.shape}"
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # This identifier also works on `meta`, where storages have no address.
+    return tensor.untyped_storage()._cdata
+
+
+def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
+    return View(
+        int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape), tensor.stride()
+    )
+
 
 # Layer: a module of vLLM whose own parameters are written together, and the memory for them.
 #
@@ -51,42 +380,33 @@ from .vllm_layout import Fill, Recording, restore, restore_layer
 # module.
 
 
-class SpareMemory:
+class _SpareMemory:
     """Host memory in the loading format of prepared layers, kept warm across versions."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def take(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor of this shape, strides and dtype."""
-        free = self._free.get(_form(wanted))
-        return (
-            free.pop() if free else torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
-        )
+    def lend(self, wanted: torch.Tensor) -> torch.Tensor:
+        if free := self._free.get(_form(wanted)):
+            return free.pop()
+        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Return memory that is no longer referenced to the pool."""
         self._free.setdefault(_form(memory), []).append(memory)
 
 
-class Layer:
-    """A module whose own parameters are written together.
-
-    Args:
-        name: name of the module in the model.
-        module: the module.
-        written: full names of the parameters and buffers that slices are written to.
-        spare: pool for lent memory.
-    """
+class _Layer:
+    """A module of this name in the model, whose own parameters are written together. `written` has
+    the full names of the parameters and buffers that slices are written to."""
 
     def __init__(
-        self, name: str, module: torch.nn.Module, written: Iterable[str], spare: SpareMemory
+        self, name: str, module: torch.nn.Module, written: Iterable[str], spare: _SpareMemory
     ) -> None:
         self.name = name
         self.module: Any = module
         self.waiting = 0
         """Targets that lack slices."""
-        self.fills: list[Fill] = []
+        self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
         """Whether kernels read the written memory directly."""
@@ -132,7 +452,7 @@ class Layer:
             self.elements(fill.memory, fill.view).fill_(fill.value)
         return any(self.computes_with(fill.memory) for fill in self.fills)
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """After its last slice, let vLLM prepare the module and copy it to its kernels' memory."""
         self._memories = {}  # they would keep memory alive that vLLM frees
         if self.in_place:
@@ -164,25 +484,19 @@ class Layer:
             return
         for name, wanted in get_layer_tensors(self.module).items():
             if wanted.is_meta and name in self._written:
-                self._lent.append(self._spare.take(wanted))
+                self._lent.append(self._spare.lend(wanted))
                 setattr(self.module, name, _like(wanted, self._lent[-1]))
 
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding.
-
-        Args:
-            kept: memory that is kept across versions, by parameter names in the model.
-        """
+        """Allocate staging memory, and fill its padding. `kept` is kept across versions, by
+        parameter names in the model."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
-            if (
-                self._beside
-                and wanted.is_meta
-                and type(self.module.quant_method) is UnquantizedLinearMethod
-            ):
+            is_linear = self._beside and type(self.module.quant_method) is UnquantizedLinearMethod
+            if is_linear and wanted.is_meta:
                 continue  # memory is lent when the first slice arrives
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
@@ -192,14 +506,13 @@ class Layer:
             self.staged_elements(fill.memory, fill.view).fill_(fill.value)
 
     def staged_elements(self, memory: str, view: View) -> torch.Tensor:
-        """Return a writable view of these elements of a staged parameter."""
         name = own_name(memory)
         if name not in self._staged:
-            self._staged[name] = self._spare.take(self._loading_format(name))
+            self._staged[name] = self._spare.lend(self._loading_format(name))
             self._lent.append(self._staged[name])
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
-    def finish_staged(self) -> None:
+    def complete_staged(self) -> None:
         """After the last slice, pack the parameters for CPU kernels, and free the rest."""
         if not self._beside:
             return
@@ -216,9 +529,8 @@ class Layer:
             if memory.data_ptr() not in left:
                 self._spare.give_back(memory)
         self._lent = [memory for memory in self._lent if memory.data_ptr() in left]
-        new = {
-            key: value for key, value in beside.__dict__.items() if module.__dict__.get(key) is not value
-        }
+        known = module.__dict__
+        new = {key: value for key, value in beside.__dict__.items() if known.get(key) is not value}
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
@@ -238,7 +550,7 @@ class Layer:
         self.start()
         for name, staged in self._staged.items():
             getattr(self.module, name).data.copy_(staged)
-        self.finish()
+        self.complete()
 
     def _loading_format(self, name: str) -> torch.Tensor:
         """Return a parameter in the loading format, or if it has none, in the kernels' format."""
@@ -255,11 +567,6 @@ class Layer:
 
 
 def own_name(memory: str) -> str:
-    """Return the name of a parameter in its module.
-
-    >>> own_name("model.layers.0.mlp.down_proj.weight")
-    'weight'
-    """
     return memory.rpartition(".")[2]
 
 
@@ -293,11 +600,9 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     produces garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
-    packed = (
-        [m for m in methods if isinstance(m, UnquantizedFusedMoEMethod)]
-        if current_platform.is_cpu()
-        else []
-    )
+    packed = [
+        m for m in methods if current_platform.is_cpu() and isinstance(m, UnquantizedFusedMoEMethod)
+    ]
     kernels = [(method, method.moe_kernel) for method in packed]
     for method in packed:
         method.moe_kernel = None
@@ -329,12 +634,12 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
 # Vllm writer
 
 
-class ModelState(enum.Enum):
+class _ModelState(enum.Enum):
     """State of a vLLM model.
 
-    WHOLE --begin--> WRITING --finish--> WHOLE
-                        |
-                        +-----abort----> PARTIAL --begin--> WRITING
+    WHOLE --begin_update--> WRITING --finish_update--> WHOLE
+                               |
+                               +-----abort----> PARTIAL --begin_update--> WRITING
 
     An abort before the first write returns to the previous state.
     """
@@ -345,20 +650,15 @@ class ModelState(enum.Enum):
 
 
 class _Target:
-    """A piece of a tensor that a layer waits for.
+    """A piece of a tensor that a layer waits for. `parts` are those of the previous version, as
+    they arrived; empty if there was none. Repeated parts need no arithmetic on boxes."""
 
-    Args:
-        layer: the layer.
-        box: box of the piece.
-        place: position of the piece.
-        parts: parts of the previous version, as they arrived; empty if there was none. Repeated parts
-            need no arithmetic on boxes.
-    """
-
-    def __init__(self, layer: Layer, box: Box, place: Place, parts: frozenset[Box]) -> None:
+    def __init__(self, layer: _Layer, piece: Piece, parts: frozenset[Box]) -> None:
+        assert piece.view is not None
         self.layer = layer
-        self.box = box
-        self.place = place
+        self.box = piece.box
+        self.memory = piece.memory
+        self._position = piece.view
         self.came: set[Box] = set()
         """Disjoint parts that have arrived."""
         self._parts = parts
@@ -370,7 +670,7 @@ class _Target:
         self._parts = frozenset()
         return not any(came.intersection(part) for came in self.came)
 
-    def take(self, part: Box) -> bool:
+    def record(self, part: Box) -> bool:
         """Record a part. Return whether it was the last one."""
         self.came.add(part)
         if self._parts:
@@ -383,17 +683,12 @@ class _Target:
         return bool(self._parts) and len(self.came) == len(self._parts)
 
     def left(self) -> list[Box]:
-        """Return the boxes that have not arrived."""
-        left = [self.box]
-        for came in self.came:
-            left = _minus(left, came)
-        return left
+        return _minus([self.box], self.came)
 
     def view(self, part: Box) -> View:
-        """Return the position of a part of the box."""
-        steps = zip(part.starts, self.box.starts, self.place.strides, strict=True)
+        steps = zip(part.starts, self.box.starts, self._position.strides, strict=True)
         shift = sum((start - first) * stride for start, first, stride in steps)
-        return View(self.place.offset + shift, part.shape, self.place.strides)
+        return View(self._position.offset + shift, part.shape, self._position.strides)
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
@@ -401,78 +696,68 @@ _Step = tuple[int, Box, View, tuple[slice, ...] | None]
 
 
 class _Route(NamedTuple):
-    """The destinations of a slice, and its required dtype and shape."""
-
     dtype: torch.dtype
     shape: torch.Size
     steps: list[_Step]
 
 
 class WeightWriter:
-    """Writes versions into a model, from slices in the checkpoint's names and coordinates.
-
-    Args:
-        model: the model that was recorded.
-        model_config: vLLM's own.
-        recording: result of `record_layout` for the model.
-        written: called with name, box and elements of each slice in the model, before vLLM repacks
-            it.
-    """
+    """Writes versions into a model that was recorded, from slices in the checkpoint's names and
+    coordinates. `written` is called with name, box and elements of each slice in the model, before
+    vLLM repacks it."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         model_config: Any,
-        recording: Recording,
+        recording: _RecordedLayout,
         written: Callable[[str, Box, torch.Tensor], None] = lambda name, box, elements: None,
     ) -> None:
-        self.state = ModelState.WHOLE
+        self.state = _ModelState.WHOLE
         self._written = written
         self._model = model
         self._model_config = model_config
-        self._tensors: dict[str, Held] = dict(recording.layout.tensors)
+        self._tensors = recording.layout.tensors
         self._fills = recording.fills
         self._written_to: defaultdict[str, set[str]] = defaultdict(set)
         """Module -> full names of its written parameters."""
-        for memory in [p.place.memory for held in self._tensors.values() for p in held.pieces if p.place]:
+        memories = [piece.memory for tensor in self._tensors.values() for piece in tensor.pieces[0]]
+        for memory in (*memories, *(fill.memory for fill in recording.fills)):
             self._written_to[memory.rpartition(".")[0]].add(memory)
-        for fill in recording.fills:
-            self._written_to[fill.memory.rpartition(".")[0]].add(fill.memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
         """Destinations of slices that have arrived before."""
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and target number -> parts of the last version, as they arrived."""
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, _Layer] = {}
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
         """Whether this update has changed memory that the model computes with."""
-        self._spare = SpareMemory()
+        self._spare = _SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
         """Staging memory that is kept across versions."""
         self._staging = False
 
-    @torch.no_grad()
-    def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version: everything that this rank holds, each element once.
-
-        Args:
-            slices: name in the checkpoint, box, and the elements of that box, in the dtype of the
-                recorded layout.
-
-        Raises:
-            WeightSyncError: a slice does not match the layout in name, shape or dtype, arrived
-                twice, or is missing. `state` then tells what the model holds.
-        """
-        self.begin()
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        self.begin_update()
         try:
-            for name, box, source in slices:
-                self._take(name, box, source)
-            self.finish()
+            yield
+            self.finish_update()
         except BaseException:
             self.abort()
             raise
+
+    @torch.no_grad()
+    def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Write a version: everything that this rank holds, each element once, as names in the
+        checkpoint, boxes, and the elements of each box in the dtype of the recorded layout. Raises
+        WeightSyncError if a slice does not match the layout in name, shape or dtype, arrived twice,
+        or is missing. `state` then tells what the model holds."""
+        with self._updating():
+            for name, box, source in slices:
+                self.write_slice(name, box, source)
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
@@ -483,9 +768,9 @@ class WeightWriter:
             for layer in self._layers.values():
                 layer.stage(self._kept)
                 if not layer.waiting:  # the layer is all padding
-                    layer.finish_staged()
+                    layer.complete_staged()
             for name, box, source in slices:
-                self._take(name, box, source)
+                self.write_slice(name, box, source)
             self._check_complete()
         finally:
             self._staging = False
@@ -494,46 +779,36 @@ class WeightWriter:
     def apply_staged(self) -> None:
         """Switch the model to the last staged version."""
         staged = self._layers
-        self.begin()
-        self._layers = staged
-        try:
+        with self._updating():
+            self._layers = staged
             for layer in staged.values():
                 self._touched = True
                 layer.take_over()
             self._targets.clear()
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise
 
-    def begin(self) -> None:
+    def begin_update(self) -> None:
         """Prepare the model for a new version."""
-        if self.state is ModelState.WRITING:
+        if self.state is _ModelState.WRITING:
             raise WeightSyncError("an update of this model is under way; finish or abort it first")
         initialize_layerwise_reload(self._model)
         self._expect()
-        self._before, self.state = self.state, ModelState.WRITING
+        self._before, self.state = self.state, _ModelState.WRITING
 
     def _expect(self) -> None:
         self._layers, self._targets, self._touched = {}, defaultdict(list), False
-        for name, held in self._tensors.items():
-            for number, piece in enumerate(held.pieces):
-                assert piece.place is not None
+        for name, tensor in self._tensors.items():
+            for number, piece in enumerate(tensor.pieces[0]):
                 parts = self._parts.get((name, number), frozenset())
-                target = _Target(self._layer(piece.place.memory), piece.box, piece.place, parts)
+                target = _Target(self._layer(piece.memory), piece, parts)
                 target.layer.waiting += 1
                 self._targets[name].append(target)
         for fill in self._fills:
             self._layer(fill.memory).fills.append(fill)
 
-    @torch.no_grad()
-    def write(self, name: str, box: Box, source: torch.Tensor) -> None:
+    def write_slice(self, name: str, box: Box, source: torch.Tensor) -> None:
         """Copy one slice to all places that hold elements of it."""
-        self._take(name, box, source)
-
-    def _take(self, name: str, box: Box, source: torch.Tensor) -> None:
         route = (
-            self._routes.get((name, box)) if self._staging or self.state is ModelState.WRITING else None
+            self._routes.get((name, box)) if self._staging or self.state is _ModelState.WRITING else None
         )
         if route is None or source.dtype is not route.dtype or source.shape != route.shape:
             self._check(name, box, source)
@@ -552,7 +827,7 @@ class WeightWriter:
         steps: list[_Step] = []
         for number, target in enumerate(self._targets[name]):
             if common := target.box.intersection(box):
-                nowhere = _minus(nowhere, common)
+                nowhere = _minus(nowhere, [common])
                 index = None if common == box else common.within(box)
                 steps.append((number, common, target.view(common), index))
         if nowhere:
@@ -562,29 +837,29 @@ class WeightWriter:
         return steps
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         """Complete the update after the last slice. Checks that no slice is missing."""
         self._check_complete()
         for layer in self._layers.values():
             if not layer.started:  # the layer is all padding
                 layer.start()
-                layer.finish()
+                layer.complete()
         self._touched = True
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
-        self.state = ModelState.WHOLE
+        self.state = _ModelState.WHOLE
 
     def abort(self) -> None:
         """Abort the update. Incomplete layers keep their previous weights."""
         restore(self._model)
-        self.state = ModelState.PARTIAL if self._touched else self._before
+        self.state = _ModelState.PARTIAL if self._touched else self._before
 
-    def _layer(self, memory: str) -> Layer:
+    def _layer(self, memory: str) -> _Layer:
         name = memory.rpartition(".")[0]
         if name not in self._layers:
             if name not in self._modules:
                 self._modules[name] = self._model.get_submodule(name)
-            self._layers[name] = Layer(name, self._modules[name], self._written_to[name], self._spare)
+            self._layers[name] = _Layer(name, self._modules[name], self._written_to[name], self._spare)
         return self._layers[name]
 
     def _check_complete(self) -> None:
@@ -599,18 +874,16 @@ class WeightWriter:
         if missing:
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(f"weights are missing: {', '.join(missing[:5])}{more}")
-        came = {
-            (n, i): frozenset(target.came)
-            for n, targets in self._targets.items()
-            for i, target in enumerate(targets)
-        }
+        came: dict[tuple[str, int], frozenset[Box]] = {}
+        for name, targets in self._targets.items():
+            came |= {(name, number): frozenset(target.came) for number, target in enumerate(targets)}
         if came and came != self._parts:
             if self._parts:
                 self._routes.clear()  # the sender now cuts its slices differently
             self._parts = came
 
     def _check(self, name: str, box: Box, source: torch.Tensor) -> None:
-        if self.state is not ModelState.WRITING and not self._staging:
+        if self.state is not _ModelState.WRITING and not self._staging:
             raise WeightSyncError(f"tensor {name!r} came outside an update")
         held = self._tensors.get(name)
         if held is None:
@@ -628,7 +901,7 @@ class WeightWriter:
             )
 
     def _write(self, name: str, target: _Target, part: Box, view: View, source: torch.Tensor) -> None:
-        layer, memory = target.layer, target.place.memory
+        layer, memory = target.layer, target.memory
         if self._staging:
             elements = layer.staged_elements(memory, view)
         else:
@@ -638,14 +911,14 @@ class WeightWriter:
             elements = layer.elements(memory, view)
         copy_elements(elements, source)
         self._written(name, part, elements)
-        if not target.take(part):
+        if not target.record(part):
             return
         layer.waiting -= 1
         if not layer.waiting and self._staging:
-            layer.finish_staged()
+            layer.complete_staged()
         elif not layer.waiting:
             self._touched = True
-            layer.finish()
+            layer.complete()
 
 
 def process_tied(model: torch.nn.Module) -> None:
@@ -663,5 +936,7 @@ def process_tied(model: torch.nn.Module) -> None:
         seen |= own
 
 
-def _minus(boxes: list[Box], other: Box) -> list[Box]:
-    return [part for box in boxes for part in box.minus(other)]
+def _minus(boxes: list[Box], others: Iterable[Box]) -> list[Box]:
+    for other in others:
+        boxes = [part for box in boxes for part in box.minus(other)]
+    return boxes

@@ -20,24 +20,21 @@ CHECKSUM_MODULUS = 1 << 64
 """Checksums are counted modulo this number."""
 
 
-class Part(NamedTuple):
-    """A box of a tensor that a rank holds, with its elements."""
+class TensorPart(NamedTuple):
+    """A box of a checkpoint's tensor of this name and shape, with its elements."""
 
     name: str
-    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     box: Box
     tensor: torch.Tensor
-    """The elements, of the box's shape."""
     dtype: torch.dtype | None = None
     """Dtype of the transfer; None for the tensor's own. Casts happen during the copy."""
 
 
-def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
     """Yield each full tensor as one part."""
     for name, tensor in named_tensors.items():
-        yield Part(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
+        yield TensorPart(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
 
 LOOPBACK = "127.0.0.1"
@@ -46,7 +43,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The endpoint that publishes one rank's parts, as plain data of constant size."""
+    """The endpoint that publishes one rank's parts, as plain data of constant size. The token
+    authenticates receivers."""
 
     host: str
     """Address for receivers on other machines; empty for none, and LOOPBACK only."""
@@ -54,7 +52,6 @@ class RankWeights:
     machine: str
     """Machine that can map the rank's memory (see `this_machine`); others get messages."""
     token: str = field(default="", repr=False)
-    """Secret that authenticates receivers."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +108,9 @@ _BLOCK_ELEMENTS = 1 << 16
 
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the checksum of one box of a tensor.
-
-    Args:
-        tensor: the elements, of the box's shape; any dtype, strides and device.
-        box: position of the elements in the whole tensor.
-        shape: shape of the whole tensor.
-
-    Returns:
-        A number in [0, 2^64); 0 for an empty box. Sums of disjoint boxes add up modulo 2^64.
+    """Return the checksum of one box of a tensor of this shape, in [0, 2^64); 0 for an empty box.
+    `tensor` has the elements, in the box's shape, of any dtype, strides and device. Sums of
+    disjoint boxes add up modulo 2^64.
 
     >>> whole = torch.arange(12.0).view(3, 4)
     >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
@@ -165,13 +156,11 @@ def _weights(kind: int, count: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1 << 15)
 def _weights_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of a box's rows and columns; views if the tensor has at most two dimensions."""
     start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
     return _row_weights(box, shape), _weights(1, shape[-1] if shape else 1)[start:stop]
 
 
 def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
-    """Weights of a box's rows, by the flat indices of the rows in the whole tensor."""
     leading = shape[:-1]
     if not leading:
         return _weights(0, 1)

@@ -79,11 +79,11 @@ class ReferenceWorker(EngineWorker):
         Raises:
             WeightSyncError: the weights do not fit the model, or differ from the published ones.
         """
-        from ..resharding.incoming import open_weights
+        from ..resharding.incoming import IncomingWeights
 
         # Stays False if the update fails.
         self._whole = False
-        with open_weights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
+        with IncomingWeights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
             checksum = self.engine.receive_weights(incoming)
         self._whole = True
         self.version = weights.version

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.algorithms.kl import k3
-from weft.workers.training.activations import LiveBytes
+from weft.workers.training.activations import _LiveBytes
 from weft.workers.training.head_logprobs import head_logprobs
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], "tuple[Tensor, Tensor]"]
@@ -70,7 +70,7 @@ def measure(*, quick: bool = False) -> dict[str, float]:
     inputs = _inputs(QUICK if quick else FULL)
     peaks, seconds, losses = {}, {at_once: [], in_chunks: []}, set()
     for of in (at_once, in_chunks):
-        with LiveBytes(inputs) as live:
+        with _LiveBytes(inputs) as live:
             losses.add(round(train(of, *inputs), 3))
         peaks[of] = live.peak
     for _ in range(1 if quick else REPEATS):

@@ -74,7 +74,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     from weft.algorithms.policy_loss import NegativeLogLikelihood
     from weft.controllers.prechecks.plan_memory import with_activations
     from weft.workers.actor import ActorConfig, ActorWorker
-    from weft.workers.training.activations import LiveBytes
+    from weft.workers.training.activations import _LiveBytes
     from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
     from weft.workers.training.sharding import local_part
 
@@ -89,7 +89,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     trained = [p for p in parameters if p.requires_grad]
     moments = [m for p in trained for m in engine.optimizer.state[p].values()]
     with (
-        LiveBytes(map(local_part, [*parameters, *engine.model.buffers(), *moments])) as live,
+        _LiveBytes(map(local_part, [*parameters, *engine.model.buffers(), *moments])) as live,
         _resized(live),
     ):
         worker.update(rows, loss=loss)
@@ -140,7 +140,7 @@ def _resized(live: Any) -> Iterator[None]:
 
 def _frozen_errors(folder: Path) -> dict[str, float]:
     from weft.workers.reference import ReferenceConfig, ReferenceWorker
-    from weft.workers.training.activations import LiveBytes
+    from weft.workers.training.activations import _LiveBytes
     from weft.workers.training.memory import model_size, training_memory
 
     config = ReferenceConfig(
@@ -150,7 +150,7 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
     )
     worker = ReferenceWorker(config)
     engine: Any = worker.engine
-    with LiveBytes([*engine.model.parameters(), *engine.model.buffers()]) as live:
+    with _LiveBytes([*engine.model.parameters(), *engine.model.buffers()]) as live:
         engine.logprobs(_rows())
     found = {"weights": sum(p.nbytes for p in engine.model.parameters()), "pass": live.peak}
     worker.close()

@@ -18,8 +18,8 @@ from typing import Any
 from meeting import meetings
 from trainer_and_engine import TIMEOUT_S, Processes, all_of, answer, train
 
-from weft.resharding.incoming import open_weights
-from weft.resharding.layout import Layout, RankLayout
+from weft.resharding.incoming import IncomingWeights
+from weft.resharding.layout import Layout
 from weft.resharding.plan import ReshardPlan
 
 RANKS = 2
@@ -57,7 +57,7 @@ def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from weft.resharding.vllm_layout import record_layout
+    from weft.resharding.vllm_writer import record_layout
     from weft.workers.generation.vllm_settings import VllmSettings
 
     with set_current_vllm_config(VllmConfig()):
@@ -79,7 +79,7 @@ def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
     )
     group: Any = parallel_state.get_tp_group()
     group.world_size = RANKS
-    found: list[tuple[RankLayout, int]] = []
+    found: list[tuple[Layout, int]] = []
     for rank in range(RANKS):
         group.rank_in_group = rank
         config = EngineArgs(**arguments).create_engine_config()  # sufficient to create one model
@@ -112,7 +112,7 @@ def measure() -> dict[str, object]:
             processes.start(train, folder, rank, RANKS, meeting, {})
             for rank, meeting in enumerate(meetings(RANKS, TIMEOUT_S))
         ]
-        with open_weights(reduce(add, all_of(trainer, "publish_weights", 1))) as incoming:
+        with IncomingWeights(reduce(add, all_of(trainer, "publish_weights", 1))) as incoming:
             source = incoming.layout
         for pipe in trainer:
             pipe.send(None)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.resharding import incoming
-from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, whole
 
@@ -43,7 +43,7 @@ def transfer(
 ) -> float:
     """Return the seconds to receive one version into plain tensors, with checksum."""
     start = time.perf_counter()
-    with open_weights(publisher.publish(whole(model), version, [receiver]).to(receiver)) as came:
+    with IncomingWeights(publisher.publish(whole(model), version, [receiver]).to(receiver)) as came:
         receive_parts(came, list(whole(found)))
     publisher.finish()
     return time.perf_counter() - start

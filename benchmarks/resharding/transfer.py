@@ -105,7 +105,7 @@ class Ways:
         )
         from weft.resharding import vllm_receiver, vllm_writer
         from weft.resharding.incoming import IncomingWeights
-        from weft.resharding.vllm_writer import Layer
+        from weft.resharding.vllm_writer import _Layer
 
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
@@ -118,7 +118,7 @@ class Ways:
             "finalize_layerwise_reload",
             "process_tied",
         )
-        self._timed.watch("repacking", Layer, "start", "finish")
+        self._timed.watch("repacking", _Layer, "start", "complete")
         self._timed.watch("waits", IncomingWeights, "_ready")
         self._read: Counter[int] = Counter()
         slices = IncomingWeights.slices

@@ -151,7 +151,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
         nodes[node.name] = costs.linear(node.name).seconds(
-            rows, rows * sizes.tokens(level), OptimizerSteps.of(node)
+            rows, rows * sizes.tokens(level), OptimizerSteps.of_node(node)
         )
     beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}

@@ -120,7 +120,7 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
     of_pass = getattr(config, "microbatch_tokens", None) or (
         GPU_TOKENS if place.pool.gpus else CPU_TOKENS
     )
-    steps = OptimizerSteps.of(node)
+    steps = OptimizerSteps.of_node(node)
     rows, each = sizes.rows, math.ceil(sizes.rows / replicas)
     of_step = math.ceil(each / steps.minibatches)
     read = max(1.0, sizes.tokens_a_row - 1)  # the last token of a row is only predicted

@@ -347,7 +347,7 @@ class Simulated:
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
         # If an update comes in parts, only the last part takes the constant.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
-        steps, key = OptimizerSteps.of(call.node), (self.costs.seed, call.group.version)
+        steps, key = OptimizerSteps.of_node(call.node), (self.costs.seed, call.group.version)
         done: dict[int, np.ndarray] = {}
         for _, task in tasks:
             if task.rows is not None and id(task.rows) not in done:

@@ -85,7 +85,7 @@ def bound(
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
             own = rows[node.level] / replicas, tokens[node.level] / replicas
-            seconds = steps * cost.fixed_s + cost.least_s(*own, OptimizerSteps.of(node))
+            seconds = steps * cost.fixed_s + cost.least_s(*own, OptimizerSteps.of_node(node))
         busy[places[group].pool.name] += seconds / steps  # pyright: ignore[reportArgumentType]
     pool = max(busy, key=lambda name: busy[name])
     return Bound(float(busy[pool]), pool, dict(busy))

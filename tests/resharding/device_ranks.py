@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection as Pipe
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.weights import whole
 
 
@@ -17,7 +17,7 @@ def take(pipe: Pipe, device: int, shapes: dict[str, tuple[int, ...]]) -> None:
     while (weights := pipe.recv()) is not None:
         found = {name: torch.zeros(shape, device="cuda") for name, shape in shapes.items()}
         try:
-            with open_weights(weights) as incoming:
+            with IncomingWeights(weights) as incoming:
                 checksum = receive_parts(incoming, list(whole(found)))
             pipe.send((checksum, {name: tensor.cpu().numpy() for name, tensor in found.items()}))
         except WeightSyncError as error:

@@ -16,11 +16,10 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.connection import GroupChannel
-from weft.resharding.incoming import IncomingWeights, open_weights, receive_parts
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.layout import Box
-from weft.resharding.publisher import WeightPublisher
-from weft.resharding.transfer import Transfer
-from weft.resharding.weights import Part
+from weft.resharding.publisher import WeightPublisher, _Transfer
+from weft.resharding.weights import TensorPart
 
 SHAPES = {"a": (40, 64), "b": (6, 1000)}
 BUCKET_BYTES = 4096
@@ -63,9 +62,9 @@ def give(pipe: Pipe, number: int) -> None:
     channels, publisher, fill = (
         counted(),
         WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"),
-        Transfer._fill,
+        _Transfer._fill,
     )
-    send = GroupChannel.send
+    send = GroupChannel.send_elements
     while True:
         version, last, wrong = pipe.recv()
         boxes = itertools.count()
@@ -79,19 +78,19 @@ def give(pipe: Pipe, number: int) -> None:
             send(self, changed)
 
         if wrong is not None:
-            cast(Any, GroupChannel).send = send_wrongly
+            cast(Any, GroupChannel).send_elements = send_wrongly
 
-        def fill_or_die(self: Transfer, number: int, slot: int, last: int | None = last) -> int:
+        def fill_or_die(self: _Transfer, number: int, slot: int, last: int | None = last) -> int:
             if self.entries[number].bucket == last:
                 die()
             return fill(self, number, slot)
 
-        Transfer._fill = fill_or_die
+        _Transfer._fill = fill_or_die
         channels.clear()
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         for name, tensor in tensors(version).items():
             box = share(SHAPES[name], 0, number)
-            parts.append(Part(name, SHAPES[name], box, tensor[box.slices]))
+            parts.append(TensorPart(name, SHAPES[name], box, tensor[box.slices]))
         pipe.send(publisher.publish(parts, version, ["left", "right"]))
         killed, deadline = pipe.recv(), time.monotonic() + 30
         while killed and killed not in publisher.lost and time.monotonic() < deadline:
@@ -111,13 +110,13 @@ def take(pipe: Pipe, number: int) -> None:
         weights, last = pipe.recv()
         channels.clear()
         whole = tensors(weights.version)
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         sums: list[tuple[int, int]] = []
         for name, shape in SHAPES.items():
             box = share(shape, 1, number)
-            parts.append(Part(name, shape, box, torch.zeros(box.shape)))
+            parts.append(TensorPart(name, shape, box, torch.zeros(box.shape)))
         try:
-            with open_weights(weights.to(("left", "right")[number])) as incoming:
+            with IncomingWeights(weights.to(("left", "right")[number])) as incoming:
                 if last is not None:
                     slices = incoming.slices
 
@@ -138,7 +137,7 @@ def take(pipe: Pipe, number: int) -> None:
 
 
 def _published(
-    incoming: IncomingWeights, parts: list[Part], sums: list[tuple[int, int]], own: np.ndarray
+    incoming: IncomingWeights, parts: list[TensorPart], sums: list[tuple[int, int]], own: np.ndarray
 ) -> np.ndarray:
     """Return local sums: this receiver has no group, so the test adds them up."""
     published = np.array([incoming.published_sum(part.name) for part in parts], np.uint64)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.buckets import Cutter, Entry, described, layout_of, read_description
 from weft.resharding.layout import Box
-from weft.resharding.weights import Part, whole
+from weft.resharding.weights import TensorPart, whole
 
 
-def cut(parts: Iterable[Part], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:
+def cut(parts: Iterable[TensorPart], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:
     return Cutter(bucket_bytes).cut(parts)
 
 
@@ -52,7 +52,7 @@ def test_equal_parts_are_cut_alike_so_that_they_share_a_plan():
 
 
 def test_a_cast_part_counts_with_the_bytes_that_travel():
-    part = Part("a", (8,), Box.full((8,)), torch.zeros(8), torch.bfloat16)
+    part = TensorPart("a", (8,), Box.full((8,)), torch.zeros(8), torch.bfloat16)
     ((entry, _),) = cut([part], 16)
     assert (entry.dtype, entry.num_bytes) == ("bfloat16", 16)
 
@@ -71,7 +71,7 @@ def test_a_part_that_occurs_twice_is_refused():
 
 def test_parts_that_do_not_make_up_a_tensor_are_refused():
     parts = [
-        Part("a", (4,), Box((start,), (stop,)), torch.ones(stop - start))
+        TensorPart("a", (4,), Box((start,), (stop,)), torch.ones(stop - start))
         for start, stop in ((0, 2), (2, 3))
     ]
     ranks = tuple(read_description(described(entry for entry, _ in cut([part], 64))) for part in parts)

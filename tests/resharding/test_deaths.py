@@ -19,7 +19,7 @@ import torch
 from dying import BUCKET_BYTES, tensors
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import RankWeights, Weights, whole
 
@@ -29,7 +29,7 @@ BUCKETS = 4
 
 def received(weights: Weights) -> dict[str, torch.Tensor]:
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         assert len(incoming._sources[0].parts.buckets) == BUCKETS
         receive_parts(incoming, list(whole(found)))
     return found

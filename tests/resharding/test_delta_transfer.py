@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import incoming as held_by_receivers
+from weft.resharding import delta as held_by_receivers
 from weft.resharding import incoming as receiving
-from weft.resharding import transfer as transfers
-from weft.resharding.delta import Delta
-from weft.resharding.incoming import held_boxes, open_weights, receive_parts
-from weft.resharding.layout import Box, Held, Layout, Piece, RankLayout, Where
+from weft.resharding import publisher as transfers
+from weft.resharding.delta import Delta, held_boxes
+from weft.resharding.incoming import IncomingWeights, receive_parts
+from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
 from weft.resharding.plan import ReshardPlan
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, Part, Weights, whole
+from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def step(model: Tensors, share: float, seed: int = 0) -> None:
 def take(weights: Weights, model: Tensors, receiver: str) -> str:
     """Receive a version, compare it bit by bit, and return its checksum."""
     found = {name: torch.full_like(tensor, 7) for name, tensor in model.items()}
-    with open_weights(weights.to(receiver)) as incoming:
+    with IncomingWeights(weights.to(receiver)) as incoming:
         checksum = receive_parts(incoming, list(whole(found)))
     assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
     return checksum
@@ -125,8 +125,8 @@ def test_mostly_changed_boxes_are_sent_whole(publisher: WeightPublisher, model: 
 
 def receiving_plan(incoming: receiving.IncomingWeights) -> ReshardPlan:
     tensors = incoming.layout.tensors.values()
-    held = {t.name: Held(t.shape, t.dtype, (Piece(Box.full(t.shape)),)) for t in tensors}
-    return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
+    own = [TensorLayout(t.name, t.shape, t.dtype, ((Piece(Box.full(t.shape)),),)) for t in tensors]
+    return ReshardPlan(incoming.layout, Layout.of(own, [Where()]))
 
 
 def test_after_a_transfer_that_broke_off_everything_comes_again(
@@ -137,7 +137,7 @@ def test_after_a_transfer_that_broke_off_everything_comes_again(
     step(model, 0.01)
     with (
         pytest.raises(RuntimeError),
-        open_weights(publisher.publish(whole(model), 2).to("one[0]")) as incoming,
+        IncomingWeights(publisher.publish(whole(model), 2).to("one[0]")) as incoming,
     ):
         plan = receiving_plan(incoming)
         for _ in incoming.slices(plan.received_by(0)):
@@ -174,8 +174,8 @@ def test_a_part_of_each_row_sends_only_its_changes(publisher: WeightPublisher):
     matrix = torch.randn(100, 50)
     for version in (1, 2):
         columns = torch.full((100, 10), 7.0)
-        with open_weights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
-            parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
+        with IncomingWeights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
+            parts = [TensorPart("a", (100, 50), Box((0, 20), (100, 30)), columns)]
             with pytest.raises(
                 WeightSyncError, match="a part on another rank"
             ):  # it sums a part, and reports it as the total
@@ -198,7 +198,7 @@ def test_versions_that_go_back_are_not_taken_for_those_that_had_their_numbers(
         step(model, 0.01, seed=version)
         take(publisher.publish(whole(model), version), model, "one[0]")
     with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at .*: the publisher is gone"):
-        open_weights(first)
+        IncomingWeights(first)
     step(model, 0.01, seed=6)
     take(publisher.publish(whole(model), 6), model, "away[0]")
     publisher.finish()
@@ -216,10 +216,10 @@ def test_other_entries_are_other_boxes(publisher: WeightPublisher, model: Tensor
 
 def test_boxes_of_another_publisher_are_dropped():
     first = held_boxes("one[0]", 0, 0, "publisher")
-    assert first.begin([(0, Box.full((4,)))]) is None
-    first.box(0, Box.full((4,)), np.dtype("u2"))
+    assert first.start_version([(0, Box.full((4,)))]) is None
+    assert first.bits(0, Box.full((4,)), np.dtype("u2")).nbytes == 8
     first.version = 3
-    assert held_boxes("one[0]", 0, 0, "publisher") is first and first.num_bytes == 8
-    assert first.begin([(0, Box.full((4,)))]) == 3 and first.version is None
-    assert held_boxes("one[0]", 0, 0, "another").num_bytes == 0
+    assert held_boxes("one[0]", 0, 0, "publisher") is first
+    assert first.start_version([(0, Box.full((4,)))]) == 3 and first.version is None
+    assert not held_boxes("one[0]", 0, 0, "another")._bits
     assert held_boxes("", 0, 0, "publisher") is not held_boxes("", 0, 0, "publisher")

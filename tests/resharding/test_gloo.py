@@ -12,7 +12,7 @@ import pytest
 from forked import server
 from gloo_ranks import SHAPES, give, share, take
 
-from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+from weft.resharding.layout import Layout, Piece, TensorLayout, Where
 from weft.resharding.plan import ReshardPlan
 from weft.resharding.weights import Given
 
@@ -60,9 +60,12 @@ def plan() -> ReshardPlan:
     sides = [
         Layout.of_ranks(
             [
-                RankLayout(
-                    Where(),
-                    {n: Held(s, "float32", (Piece(share(s, dim, rank)),)) for n, s in SHAPES.items()},
+                Layout.of(
+                    [
+                        TensorLayout(n, s, "float32", ((Piece(share(s, dim, rank)),),))
+                        for n, s in SHAPES.items()
+                    ],
+                    [Where()],
                 )
                 for rank in range(2)
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.resharding.memory import copy_elements
+from weft.resharding.buckets import copy_elements
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.resharding.formulas import (
-    MEGATRON_ORDER,
     Parallelism,
     Parameter,
     PipelineStages,
     fully_sharded,
     generation,
-    hybridflow_table,
     nodes_of,
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Box, Held, Layout, Piece, RankLayout, TensorLayout, Where
+from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
 from weft.resharding.plan import ReshardPlan
 
 
@@ -68,8 +66,7 @@ def check_against_brute_force(plan: ReshardPlan) -> None:
             source, wanted = plan.source.tensors[name], plan.destination.tensors[name]
             held = source.boxes[copy.source][copy.source_piece]
             assert copy.box.intersection(held) == copy.box, "the source does not have what it is to give"
-            for piece in copy.destination_pieces:
-                assert copy.box.intersection(wanted.boxes[rank][piece]) == copy.box
+            assert any(copy.box.intersection(box) == copy.box for box in wanted.boxes[rank])
             covered[name][copy.box.slices] += 1
             near = plan.source.ranks[copy.source].distance(plan.destination.ranks[rank]) <= 1
             assert copy.travels is not near
@@ -158,11 +155,12 @@ def test_hybridflows_layouts_cost_the_same_as_in_its_table(degrees: tuple[int, i
     source = three_dimensional(parameters, training)
     plan = ReshardPlan(source, generation(parameters, training, p_g, t_g))
     check_against_brute_force(plan)
-    row = hybridflow_table(model_bytes, training, p_g, t_g)[-1]
-    assert (plan.received_bytes == row.received_bytes).all()
+    # Table 2 of arXiv:2409.19256: a rank receives M (t p - t_g p_g) / (t_g p_g t p), and holds M / (t_g p_g).
+    received = model_bytes * (t * p - t_g * p_g) / (t_g * p_g * t * p)
+    assert (plan.received_bytes == received).all()
     for rank in range(training.num_ranks):
-        assert plan.redundant_bytes(rank) == row.redundant_bytes == 0
-        assert plan.destination.num_bytes(rank) == row.peak_bytes
+        assert plan.redundant_bytes(rank) == 0
+        assert plan.destination.num_bytes(rank) == model_bytes / (t_g * p_g)
 
 
 def test_groups_of_consecutive_ranks_leave_redundant_weights_and_move_more():
@@ -179,10 +177,10 @@ def test_groups_of_consecutive_ranks_leave_redundant_weights_and_move_more():
 
 
 def test_ranks_in_megatrons_order_have_their_replicas_side_by_side():
-    sizes = Parallelism(pp=2, tp=2, dp=2)
-    found = [tuple(c[name] for name in ("pp", "dp", "tp")) for c in sizes.coordinates(MEGATRON_ORDER)]
+    sizes, megatron = Parallelism(pp=2, tp=2, dp=2), ("tp", "dp", "pp")
+    found = [tuple(c[name] for name in ("pp", "dp", "tp")) for c in sizes.coordinates(megatron)]
     assert found == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
-    layout = three_dimensional(a_model(4), sizes, order=MEGATRON_ORDER)
+    layout = three_dimensional(a_model(4), sizes, order=megatron)
     holders = [rank for rank, boxes in enumerate(layout.tensors["3.q"].boxes) if boxes]
     assert holders == [4, 5, 6, 7]  # the second stage is the second half
     check_against_brute_force(ReshardPlan(layout, replicas(a_model(4), 2, 2, nodes_of(4, 4, 9))))
@@ -254,7 +252,7 @@ def test_a_box_that_a_rank_holds_twice_travels_once():
     destination = Layout.of([TensorLayout("w", shape, "float32", ((piece, piece),))], [Where("b")])
     plan = ReshardPlan(source, destination)
     (copy,) = plan.copies("w")
-    assert copy.destination_pieces == (0, 1)
+    assert copy.box == piece.box
     assert plan.received_bytes.tolist() == [64]
 
 
@@ -287,11 +285,14 @@ def test_tensors_of_another_name_or_shape_are_refused():
 
 def test_reports_of_ranks_that_disagree_are_refused():
     whole = Piece(Box.full((4,)))
-    first = RankLayout(Where("a"), {"w": Held((4,), "float32", (whole,))})
-    for other in (Held((4,), "bfloat16", (whole,)), Held((5,), "float32", ())):
+    first = Layout.of([TensorLayout("w", (4,), "float32", ((whole,),))], [Where("a")])
+    for other in (
+        TensorLayout("w", (4,), "bfloat16", ((whole,),)),
+        TensorLayout("w", (5,), "float32", ((),)),
+    ):
         with pytest.raises(UserError, match=r"'w' is float32 .4,. on rank 0"):
-            Layout.of_ranks([first, RankLayout(Where("b"), {"w": other})], "vLLM")
-    layout = Layout.of_ranks([first, RankLayout(Where("b"), {})])
+            Layout.of_ranks([first, Layout.of([other], [Where("b")])], "vLLM")
+    layout = Layout.of_ranks([first, Layout.of([], [Where("b")])])
     assert layout.tensors["w"].boxes == ((whole.box,), ())
 
 
@@ -316,7 +317,7 @@ def test_the_explanation_lists_the_boxes_of_each_rank():
     plan = ReshardPlan(
         three_dimensional(parameters, Parallelism(tp=4)), generation(parameters, Parallelism(tp=4), 1, 2)
     )
-    text = plan.explain(beside=hybridflow_table(1e6, Parallelism(tp=4), 1, 2))
+    text = plan.explain()
     assert "from training, PP 1 x TP 4 x DP 1 (4 ranks) to generation, PP 1 x TP 2 (4 ranks)" in text
     lines = [line.split() for line in text.splitlines()]
     assert lines[3 + 3] == ["3", "0.000", "GB", "0.2500", "0.000", "GB", "0.001", "GB", "0.000", "GB"]
@@ -327,11 +328,6 @@ def test_the_explanation_lists_the_boxes_of_each_rank():
         "1",
         "1",
     ]  # rank 1 sends its quarter to rank 0, and rank 0 to rank 1
-    assert [line[:2] for line in lines[-3:]] == [
-        ["all-gather", "over"],
-        ["not", "regrouped"],
-        ["regrouped", "0.000"],
-    ]
 
 
 @settings(max_examples=100, deadline=None)

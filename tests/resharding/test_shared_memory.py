@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import buckets as shared_memory
 from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
-from weft.resharding import memory as shared_memory
-from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.buckets import SharedMemory, _MemoryPlace, place_of
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.layout import Box
-from weft.resharding.memory import MemoryPlace, SharedMemory, place_of
 from weft.resharding.plan import Copy
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, Part, Weights, whole
+from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
@@ -51,7 +51,7 @@ def publisher() -> Iterator[WeightPublisher]:
 
 def received(weights: Weights, like: Tensors) -> tuple[Tensors, str]:
     found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         return found, receive_parts(incoming, list(whole(found)))
 
 
@@ -60,7 +60,7 @@ def equal(found: Tensors, wanted: Tensors) -> bool:
 
 
 def is_read_in_place(publisher: WeightPublisher, weights: Weights) -> dict[str, bool]:
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         (source,) = incoming._sources
         return {entry.name: bool(entry.memory) for entry in source.parts.entries}
 
@@ -75,7 +75,7 @@ def test_every_version_is_read_in_place(shared: Tensors, publisher: WeightPublis
             tensor.mul_(1.5)
     assert len(checksums) == 3
     assert all(is_read_in_place(publisher, publisher.publish(whole(shared), 4)).values())
-    assert len(publisher._memory.of(0)) == 2 * 4096, "no bucket has more than a page"
+    assert len(publisher._memory.with_room(0)) == 2 * 4096, "no bucket has more than a page"
 
 
 def test_only_cast_or_unshared_parts_are_copied(shared: Tensors, publisher: WeightPublisher) -> None:
@@ -95,15 +95,15 @@ def test_a_receiver_of_columns_reads_a_row_shard_in_place(
     embed = shared["embed"]
     second = WeightPublisher(LOOPBACK, BUCKET)
     halves = [
-        Part("embed", (33, 70), Box.along((33, 70), 0, start, stop), embed[start:stop])
+        TensorPart("embed", (33, 70), Box.along((33, 70), 0, start, stop), embed[start:stop])
         for start, stop in ((0, 16), (16, 33))
     ]
     weights = publisher.publish([halves[0]], 1) + second.publish([halves[1]], 1)
     found = torch.zeros(33, 30)
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         counts = receive_parts(
             incoming,
-            [Part("embed", (33, 70), Box((0, 40), (33, 70)), found)],
+            [TensorPart("embed", (33, 70), Box((0, 40), (33, 70)), found)],
             sum_over_ranks=lambda sums: sums * 0 + incoming.published_sum("embed"),
         )
     assert torch.equal(found, embed[:, 40:]) and counts
@@ -192,7 +192,7 @@ def test_weights_that_change_while_they_are_read_are_found_out(
 ) -> None:
     weights = publisher.publish(whole(shared), 1)
     with (
-        open_weights(weights) as incoming,
+        IncomingWeights(weights) as incoming,
         pytest.raises(WeightSyncError, match="'embed' did not arrive as it was published"),
     ):
         slices = incoming.slices
@@ -230,7 +230,7 @@ def test_places_are_found_while_another_thread_makes_memory(
 
     other = SharedMemory(64)
     maker = threading.Thread(target=lambda: setattr(other, "another", SharedMemory(64)))
-    monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, MemoryPlace("", 0, 0))}))
+    monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, _MemoryPlace("", 0, 0))}))
     assert place_of(torch.empty(4)) is None
     maker.join(60)
     assert len(shared_memory._starts) == 2

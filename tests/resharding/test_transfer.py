@@ -25,13 +25,13 @@ from weft.resharding import buckets
 from weft.resharding import connection as connections
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as publishing
-from weft.resharding import transfer as transfers
+from weft.resharding import publisher as transfers
 from weft.resharding.buckets import SLOTS, read_description
 from weft.resharding.connection import Transport
-from weft.resharding.incoming import open_weights, receive_parts
-from weft.resharding.layout import Box
+from weft.resharding.incoming import IncomingWeights, receive_parts
+from weft.resharding.layout import Box, TensorLayout
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, Given, Part, Weights, whole
+from weft.resharding.weights import LOOPBACK, Given, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
@@ -93,7 +93,7 @@ def empty_like(like: Tensors) -> Tensors:
 
 def received(weights: Weights, like: Tensors | None = None) -> tuple[Tensors, str]:
     found = empty_like(like or tensors())
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         checksum = receive_parts(incoming, list(whole(found)))
     return found, checksum
 
@@ -102,9 +102,9 @@ def equal(found: Tensors, wanted: Tensors) -> bool:
     return all(found[n].dtype == wanted[n].dtype and torch.equal(found[n], wanted[n]) for n in wanted)
 
 
-def rows(of: Tensors, rank: int, ranks: int) -> list[Part]:
+def rows(of: Tensors, rank: int, ranks: int) -> list[TensorPart]:
     """Return a rank's share of the rows of each tensor; scalars belong to the first rank."""
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for part in whole(of):
         if not part.shape:
             parts += [part] * (rank == 0)
@@ -123,12 +123,12 @@ def test_version_after_version_arrives_in_the_same_memory(way: str, new_publishe
         found, checksum = received(weights)
         assert equal(found, tensors(version))
         assert publisher.finish() == checksum
-        with open_weights(publisher.publish(whole(tensors(version)), version)) as incoming:
+        with IncomingWeights(publisher.publish(whole(tensors(version)), version)) as incoming:
             layouts.add(id(incoming.layout))
         checksums.add(checksum)
     assert len(layouts) == 1, "so that plans are used again"
     assert len(checksums) == 3
-    assert len(publisher._memory.of(0)) == SLOTS * 4096, "of the buckets, not of the model"
+    assert len(publisher._memory.with_room(0)) == SLOTS * 4096, "of the buckets, not of the model"
 
 
 def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher: NewPublisher) -> None:
@@ -167,14 +167,14 @@ def test_receivers_of_parts_sum_the_received_data(way: str, new_publisher: NewPu
     for rank in range(2):
         with (
             pytest.raises(WeightSyncError, match="or a part on another rank of the receiver"),
-            open_weights(weights) as i,
+            IncomingWeights(weights) as i,
         ):
             receive_parts(
                 i, rows(empty_like(of), rank, 2), None, lambda own: sums.append(own.copy()) or own
             )
     for rank in range(2):
         parts = rows(empty_like(of), rank, 2)
-        with open_weights(weights) as incoming:
+        with IncomingWeights(weights) as incoming:
             receive_parts(incoming, parts, None, lambda own: sums[0] + sums[1])
         assert all(torch.equal(part.tensor, of[part.name][part.box.slices]) for part in parts)
 
@@ -182,7 +182,7 @@ def test_receivers_of_parts_sum_the_received_data(way: str, new_publisher: NewPu
 def test_replicated_parts_count_once(new_publisher: NewPublisher) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     found = empty_like(tensors())
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
 
         def others(own: np.ndarray) -> np.ndarray:
             assert not own.any()
@@ -197,19 +197,19 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
 ) -> None:
     elsewhere(monkeypatch)
     sent: list[int] = []
-    real = connections.Connection.send_bytes
+    real = connections.Connection.send_elements
     monkeypatch.setattr(
         connections.Connection,
-        "send_bytes",
+        "send_elements",
         lambda self, content: sent.append(len(content)) or real(self, content),
     )
     weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
     columns = torch.zeros(500, 3)  # a part of each row, so that the source is strided
     with (
         pytest.raises(WeightSyncError, match="or a part on another rank"),
-        open_weights(weights) as incoming,
+        IncomingWeights(weights) as incoming,
     ):
-        receive_parts(incoming, [Part("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
+        receive_parts(incoming, [TensorPart("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
     assert sum(sent) == columns.nbytes and len(sent) > 10
     assert torch.equal(columns, torch.arange(8000.0).view(1000, 8)[10:510, 2:5])
 
@@ -220,7 +220,7 @@ def test_weights_of_another_dtype_are_cast_and_checked_as_they_came(
     exact = torch.tensor([1.0, 1 + 2**-12])
     weights = new_publisher().publish(whole({"a": exact}), 1)
     assert received(weights, {"a": torch.zeros(2, dtype=torch.bfloat16)})[0]["a"].tolist() == [1.0, 1.0]
-    part = Part("a", (2,), Box.full((2,)), exact, torch.bfloat16)
+    part = TensorPart("a", (2,), Box.full((2,)), exact, torch.bfloat16)
     assert received(new_publisher().publish([part], 1), {"a": torch.zeros(2)})[0]["a"].tolist() == [
         1.0,
         1.0,
@@ -236,20 +236,22 @@ def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> No
 
 def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
-    with open_weights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
+    with IncomingWeights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
         for _, _, elements in incoming.slices(
             receiving_plan(incoming, {"a": torch.zeros(4)}).received_by(0)
         ):
             elements.zero_()
-            assert publisher._memory.of(0)[:16].view(torch.float32).tolist() == [1, 1, 1, 1]
+            assert publisher._memory.with_room(0)[:16].view(torch.float32).tolist() == [1, 1, 1, 1]
 
 
 def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
-    from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+    from weft.resharding.layout import Layout, Piece, Where
     from weft.resharding.plan import ReshardPlan
 
-    held = {p.name: Held(p.shape, str(p.tensor.dtype)[6:], (Piece(p.box),)) for p in whole(like)}
-    return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
+    own = (
+        TensorLayout(p.name, p.shape, str(p.tensor.dtype)[6:], ((Piece(p.box),),)) for p in whole(like)
+    )
+    return ReshardPlan(incoming.layout, Layout.of(own, [Where()]))
 
 
 @pytest.mark.thorough
@@ -267,7 +269,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
     monkeypatch.setattr(receiving._Source, "next_bucket", next_bucket)
     of = {"a": torch.randn(30_000)}
     weights = new_publisher().publish(whole(of), 1, ["early"])
-    with ThreadPoolExecutor(1) as threads, open_weights(weights.to("early")) as early:
+    with ThreadPoolExecutor(1) as threads, IncomingWeights(weights.to("early")) as early:
         steps = early.slices(receiving_plan(early, of).received_by(0))
         next(steps)
         late = threads.submit(lambda: received(weights.to("late"), of))
@@ -276,7 +278,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
             told += told < 5 and news.acquire(
                 timeout=0.5
             )  # waited out, if need be: there are 118 buckets
-        early.finish()
+        early.confirm()
         assert told == 5 and equal(late.result(timeout=60)[0], of)
 
 
@@ -287,7 +289,7 @@ def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(monkeypatch)
-    real, failed = transfers.Transfer._send, list[int]()
+    real, failed = transfers._Transfer._send, list[int]()
 
     def once_without_memory(*arguments: object) -> None:
         failed.append(1)
@@ -295,7 +297,7 @@ def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
             raise MemoryError("none left")
         real(*arguments)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(transfers.Transfer, "_send", once_without_memory)
+    monkeypatch.setattr(transfers._Transfer, "_send", once_without_memory)
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 1, ["a", "b"])
     with ThreadPoolExecutor(2) as threads:
@@ -342,9 +344,9 @@ def test_a_late_receiver_learns_of_changed_weights_before_any_checksum(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
-    real = transfers.Transfer._add_up
+    real = transfers._Transfer._add_up
     monkeypatch.setattr(
-        transfers.Transfer,
+        transfers._Transfer,
         "_add_up",
         lambda *arguments: (
             arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments)
@@ -366,10 +368,10 @@ def test_a_receiver_of_an_older_version_is_rejected(new_publisher: NewPublisher)
         WeightSyncError,
         match=r"version 1, rank 0 .*: version 1 is no longer available: version 2 is published",
     ):
-        open_weights(old)
+        IncomingWeights(old)
     publisher.finish()
     with pytest.raises(WeightSyncError, match=r"version 1 is no longer available: none is published"):
-        open_weights(old)
+        IncomingWeights(old)
 
 
 def test_weights_that_change_while_they_are_given_are_found(
@@ -421,21 +423,21 @@ def test_a_wrong_sum_of_sums_is_found(
 def test_a_stuck_receiver_delays_the_others_for_its_deadline_and_is_named(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, stopped = transfers.Transfer._give, threading.Event()
+    real, stopped = transfers._Transfer._give, threading.Event()
 
-    def give(self: transfers.Transfer, session: Any, number: int) -> None:
+    def give(self: transfers._Transfer, session: Any, number: int) -> None:
         mapped = session.wants is None
         if session.receiver == "idle" and (mapped or (number and stopped.wait(60))):
-            session.connection.be_patient(
+            session.connection.set_silence(
                 0.05
             )  # waited out: the idle receiver answers nothing from here on
         real(self, session, number)
 
-    monkeypatch.setattr(transfers.Transfer, "_give", give)
+    monkeypatch.setattr(transfers._Transfer, "_give", give)
     publisher = new_publisher(1 << 18)
     large = {"a": torch.zeros(4_000_000)}
     weights = publisher.publish(whole(large), 1, ["idle", "other"])
-    with ThreadPoolExecutor(1) as threads, open_weights(weights.to("idle")) as idle:
+    with ThreadPoolExecutor(1) as threads, IncomingWeights(weights.to("idle")) as idle:
         steps = idle.slices(receiving_plan(idle, large).received_by(0))
         other = threads.submit(lambda: received(weights.to("other"), large))
         next(steps)
@@ -455,7 +457,7 @@ def test_with_more_bytes_each_side_is_more_patient(
     monkeypatch.setattr(connections, "SLOWEST_BYTES_PER_S", 1000.0)
     of, publisher = {"a": torch.randn(4000)}, new_publisher()
     weights = publisher.publish(whole(of), 1).to("slow")
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         steps = incoming.slices(receiving_plan(incoming, of).received_by(0))
         next(steps)
         assert publisher._transfer is not None
@@ -467,7 +469,7 @@ def test_with_more_bytes_each_side_is_more_patient(
                 == connections.SILENCE_S + 16
             )
         list(steps)
-        incoming.finish()
+        incoming.confirm()
 
 
 def test_a_silent_publisher_is_given_up(
@@ -477,7 +479,7 @@ def test_a_silent_publisher_is_given_up(
         receiving, "PATIENCE_S", 0.2
     )  # waited out: the publisher fills nothing until it is over
     over = threading.Event()
-    monkeypatch.setattr(transfers.Transfer, "_fill", lambda *arguments: 0 if over.wait(60) else 1)
+    monkeypatch.setattr(transfers._Transfer, "_fill", lambda *arguments: 0 if over.wait(60) else 1)
     weights = new_publisher().publish(whole(tensors()), 3)
     with pytest.raises(
         WeightSyncError, match=r"version 3, rank 0 .* nothing came for 0 s, before the first bucket"
@@ -492,7 +494,7 @@ def test_a_publisher_that_cannot_read_its_parts_fails_on_both_sides(
     def broken(*arguments: object) -> int:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(transfers.Transfer, "_fill", broken)
+    monkeypatch.setattr(transfers._Transfer, "_fill", broken)
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 3)
     with pytest.raises(
@@ -506,7 +508,7 @@ def test_a_publisher_that_cannot_read_its_parts_fails_on_both_sides(
 def test_a_transfer_that_is_ended_tells_its_receivers(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 1)
-    incoming = open_weights(weights)
+    incoming = IncomingWeights(weights)
     steps = incoming.slices(receiving_plan(incoming, tensors()).received_by(0))
     next(steps)
     assert publisher.finish() is None, "nobody took it all"
@@ -577,7 +579,7 @@ def test_a_receiver_that_announces_a_large_message_takes_no_memory(
     (rank,) = weights.ranks
     before = psutil.Process().memory_info().vms
     connection = connections.Connection.connect(LOOPBACK, rank.port, rank.token)
-    connection.send_bytes(struct.pack("<cq", b"H", length))
+    connection._socket.sendall(struct.pack("<cq", b"H", length))
     with pytest.raises(OSError, match="ended the connection"):
         connection.receive()
     assert psutil.Process().memory_info().vms - before < 200 << 20
@@ -628,7 +630,7 @@ def test_weights_of_another_machine_without_a_server_are_refused(
         WeightSyncError,
         match="rank 0 of the trainer is on another machine, and only serves receivers on its own machine",
     ):
-        open_weights(weights)
+        IncomingWeights(weights)
 
 
 def test_a_publisher_that_has_ended_is_named(new_publisher: NewPublisher) -> None:
@@ -638,7 +640,7 @@ def test_a_publisher_that_has_ended_is_named(new_publisher: NewPublisher) -> Non
     with pytest.raises(
         WeightSyncError, match=r"version 5, rank 0 of the trainer at 127.0.0.1:\d+: the publisher is gone"
     ):
-        open_weights(weights)
+        IncomingWeights(weights)
     with pytest.raises(WeightSyncError, match="this publisher was closed"):
         publisher.publish(whole(tensors()), 6)
 
@@ -667,7 +669,7 @@ def test_device_memory_is_mapped_by_receivers_of_its_machine_alone(
     publisher = new_publisher()
     publisher._transport = "ipc"
     with pytest.raises(WeightSyncError, match=r'"ipc" works on one machine only; choose "nccl"'):
-        open_weights(publisher.publish(whole(tensors()), 1))
+        IncomingWeights(publisher.publish(whole(tensors()), 1))
 
 
 class _Devices:
@@ -705,7 +707,7 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
 ) -> None:
     memory: Any = _Memory()
     monkeypatch.setattr(torch, "cuda", _Devices())
-    said = json.loads(json.dumps(buckets._said_of(memory)))
+    said = json.loads(json.dumps(buckets._device_mapping(memory)))
     asked: list[Any] = []
 
     def open_it(*fields: Any) -> Any:
@@ -713,8 +715,8 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
         return torch.arange(8, dtype=torch.uint8).untyped_storage()
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it)
-    assert buckets.opened(said).tolist() == list(range(8))
+    assert buckets.open_device_memory(said).tolist() == list(range(8))
     assert tuple(asked) == (1, *HANDLE[1:])
     with pytest.raises(OSError, match=r"does not see its GPU.*GPU-0.*GPU-1") as caught:
-        buckets.opened({**said, "device": "GPU-7"})
+        buckets.open_device_memory({**said, "device": "GPU-7"})
     assert caught.value.filename == "GPU-7"

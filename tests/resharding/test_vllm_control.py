@@ -62,7 +62,7 @@ def receivers(request: pytest.FixtureRequest) -> Iterator[Receivers]:
 
 
 def record(receivers: Receivers, receiver: str = "rollout[0]", version: int = 3) -> Weights:
-    return Weights(version, (receivers.place(),), receiver, backend="nccl")
+    return Weights(version, (receivers.endpoint,), receiver, backend="nccl")
 
 
 def test_engines_obey_and_are_numbered_consecutively(
@@ -78,7 +78,7 @@ def test_engines_obey_and_are_numbered_consecutively(
     receivers.start_weight_update()
     receivers.update_weights({"names": ["a"], "handle": (b"x", torch.float32)})
     receivers.finish_weight_update("v3")
-    receivers.end(SUMS)
+    receivers.send_sums(SUMS)
     for engine, offset in zip(engines, (3, 1), strict=True):
         engine.over()
         assert engine.calls == [
@@ -95,7 +95,7 @@ def test_a_replaced_engine_is_distinguished_from_its_predecessor(receivers: Rece
     for identity in ("first", "second"):
         engine = Engine(record(receivers), identity=identity)
         assert receivers.gather(3, ["rollout[0]"], 0) == [f"rollout[0] {identity}"]
-        receivers.end(SUMS)
+        receivers.send_sums(SUMS)
         engine.over()
         assert not engine.failure
 
@@ -107,7 +107,7 @@ def test_the_transfer_begins_without_an_engine_that_does_not_come(receivers: Rec
         time.sleep(0.001)
     assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0, patience_s=0) == ["rollout[0] first"]
     assert receivers.lost == {"rollout[1]": "rollout[1] did not come within 0 s for version 3"}
-    receivers.end(SUMS)
+    receivers.send_sums(SUMS)
     engine.over()
     late.over()
     assert (
@@ -126,11 +126,11 @@ def test_a_failing_engine_ends_a_transfer_that_needs_it(
             WeightSyncError, match=r"rollout\[1\] failed in update_weights: ValueError: it broke"
         ):
             receivers.update_weights({})
-        receivers.give_up("one has failed")
+        receivers.dismiss("one has failed")
     else:
         receivers.update_weights({})
         receivers.finish_weight_update()
-        receivers.end(SUMS)
+        receivers.send_sums(SUMS)
     for engine in engines:
         engine.over()
     assert engines[1].failure == "it broke" and receivers.lost.keys() == {"rollout[1]"}
@@ -146,7 +146,7 @@ def test_where_all_take_part_the_transfer_ends_with_an_engine_that_is_gone(recei
     with pytest.raises(WeightSyncError, match=r"^rollout\[0\] is gone \([^;]*\)\n"):
         receivers.start_weight_update()
     assert receivers.lost.keys() == {"rollout[0]"}
-    receivers.give_up("one is gone")
+    receivers.dismiss("one is gone")
     for engine in engines:
         engine.over()
     assert "one is gone" in engines[1].failure and "is gone" in engines[0].failure
@@ -164,7 +164,7 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
         receivers.lost.keys() == {"rollout[0]"} and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
     )
     receivers.start_weight_update()
-    receivers.end(SUMS)
+    receivers.send_sums(SUMS)
     for engine in engines:
         engine.over()
     assert engines[0].failure and not engines[1].failure
@@ -242,7 +242,7 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_rank(
 ) -> None:
     engine = Engine(record(receivers), ranks=2, came=[SUMS, came])
     receivers.gather(3, ["rollout[0]"], 0)
-    receivers.end(SUMS)
+    receivers.send_sums(SUMS)
     engine.over()
     assert engine.failure == f"weights version 3: {what} rank 1 of rollout[0]"
 

@@ -113,18 +113,16 @@ def test_a_rank_reads_exactly_the_tensors_of_its_model(ranks: Ranks, tmp_path: P
     recording = record(ranks.build(tmp_path, 1, 2), tensors)
     held = recording.layout.tensors
     attention = "model.layers.0.self_attn."
-    (query,), (key,) = held[attention + "q_proj.weight"].pieces, held[attention + "k_proj.weight"].pieces
+    ((query,),) = held[attention + "q_proj.weight"].pieces
+    ((key,),) = held[attention + "k_proj.weight"].pieces
     assert (query.box, key.box) == (
         Box((64, 0), (128, 128)),
         Box((0, 0), (32, 128)),
     )  # both ranks have the one key head
-    assert (
-        query.place
-        and key.place
-        and query.place.memory == key.place.memory == attention + "qkv_proj.weight"
-    )
-    assert (query.place.offset, key.place.offset, key.place.strides) == (0, 64 * 128, (128, 1))
-    (rows,) = held["model.embed_tokens.weight"].pieces
+    assert query.memory == key.memory == attention + "qkv_proj.weight"
+    assert query.view and key.view
+    assert (query.view.offset, key.view.offset, key.view.strides) == (0, 64 * 128, (128, 1))
+    ((rows,),) = held["model.embed_tokens.weight"].pieces
     assert rows.box == Box((64, 0), (100, 128))
     (padding,) = recording.fills
     assert (padding.memory, padding.view.offset, padding.view.shape) == (
@@ -146,7 +144,7 @@ def test_experts_are_known_by_the_checkpoints_names_and_by_those_in_memory(ranks
     plain, model = ranks.build(tmp_path, 1, 2), ranks.build(tmp_path, 1, 2)
     plain.load_weights(in_memory.items())  # pyright: ignore[reportCallIssue]
     recording = record(model, in_memory)
-    assert len(recording.layout.tensors[experts + "gate_up_proj"].pieces) == 8
+    assert len(recording.layout.tensors[experts + "gate_up_proj"].pieces[0]) == 8
     writer_of(model, recording).apply(slices_of(recording.layout, in_memory))
     assert_equal(parameters_of(model), parameters_of(plain))
     up = dict(model.named_parameters())[experts + "routed_experts.w13_weight"][3, 32:]

@@ -32,7 +32,7 @@ from vllm_models import (
 )
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.layout import Box, RankLayout
+from weft.resharding.layout import Box, Layout
 from weft.workers.generation.vllm_settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
@@ -62,21 +62,21 @@ WHOLE = Box.full((4, 6))
     ],
 )
 def test_a_wrong_slice_is_refused_and_the_model_keeps_its_weights(slices: Slices, message: str):
-    from weft.resharding.vllm_writer import ModelState
+    from weft.resharding.vllm_writer import _ModelState
 
     toy = Toy(first(lambda weight, a: weight.copy_(a)))
     before = parameters_of(toy)
     writer = writer_of(toy, record(toy, TOY))
     with pytest.raises(WeightSyncError, match=message):
         writer.apply(slices)
-    assert writer.state is ModelState.WHOLE
+    assert writer.state is _ModelState.WHOLE
     assert_equal(parameters_of(toy), before)
 
 
 def test_a_bias_is_written_at_once_and_makes_a_model_of_two_versions():
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from weft.resharding.vllm_writer import ModelState
+    from weft.resharding.vllm_writer import _ModelState
 
     def load(toy: Toy, tensors: Tensors) -> None:
         toy.first.weight.data.copy_(tensors["a"])
@@ -93,7 +93,7 @@ def test_a_bias_is_written_at_once_and_makes_a_model_of_two_versions():
     weight = toy.first.weight.clone()
     with pytest.raises(WeightSyncError, match="weights are missing: 'a'"):
         writer.apply([("bias", Box((0,), (4,)), tensors["bias"])])
-    assert writer.state is ModelState.PARTIAL
+    assert writer.state is _ModelState.PARTIAL
     assert torch.equal(toy.first.bias, torch.ones(4)) and torch.equal(toy.first.weight, weight)
 
 
@@ -123,7 +123,7 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
 
 
 def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
-    from weft.resharding.vllm_writer import ModelState
+    from weft.resharding.vllm_writer import _ModelState
 
     toy = Toy(first(lambda weight, a: weight.copy_(a)))
     recording = record(toy, TOY)
@@ -132,21 +132,21 @@ def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
 
     def broken() -> Iterator[tuple[str, Box, torch.Tensor]]:
         yield slices[0]
-        assert writer.state is ModelState.WRITING
+        assert writer.state is _ModelState.WRITING
         with pytest.raises(WeightSyncError, match="under way"):
-            writer.begin()
+            writer.begin_update()
         raise ConnectionError("the sender is gone")
 
     with pytest.raises(ConnectionError):
         writer.apply(broken())
-    assert writer.state is ModelState.PARTIAL
+    assert writer.state is _ModelState.PARTIAL
     with pytest.raises(WeightSyncError, match="'b' came outside an update"):
-        writer.write(*slices[1])
+        writer.write_slice(*slices[1])
     with pytest.raises(WeightSyncError, match="missing"):
         writer.apply([])
-    assert writer.state is ModelState.PARTIAL  # no slice arrived, so it still mixes two versions
+    assert writer.state is _ModelState.PARTIAL  # no slice arrived, so it still mixes two versions
     writer.apply(slices)
-    assert writer.state is ModelState.WHOLE
+    assert writer.state is _ModelState.WHOLE
     assert_equal(parameters_of(toy), {"first.weight": TOY["a"], "second.weight": TOY["b"]})
 
 
@@ -196,9 +196,8 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         ]
 
     # vLLM calls both on each of its ranks, with the rank's worker.
-    def recorded(worker: Any) -> RankLayout:
-        from weft.resharding.vllm_layout import record_layout
-        from weft.resharding.vllm_writer import WeightWriter
+    def recorded(worker: Any) -> Layout:
+        from weft.resharding.vllm_writer import WeightWriter, record_layout
 
         model = worker.model_runner.model
         recording = record_layout(model, described(tensors))

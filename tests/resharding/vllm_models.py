@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weft.resharding.layout import Box, RankLayout, Where
+from weft.resharding.layout import Box, Layout, Where
 from weft.workers.generation.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
-    from weft.resharding.vllm_layout import Recording
+    from weft.resharding.vllm_writer import _RecordedLayout
 
 Tensors = dict[str, torch.Tensor]
 Slices = list[tuple[str, Box, torch.Tensor]]
@@ -76,12 +76,12 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int,
     }
 
 
-def slices_of(layout: RankLayout, tensors: Mapping[str, torch.Tensor], *, rows: int = 1 << 30) -> Slices:
+def slices_of(layout: Layout, tensors: Mapping[str, torch.Tensor], *, rows: int = 1 << 30) -> Slices:
     """Return the slices of a rank, each element once, in boxes of at most this many rows."""
     found: Slices = []
     for name, held in layout.tensors.items():
         boxes: list[Box] = []
-        for piece in held.pieces:
+        for piece in held.pieces[0]:
             new = [piece.box]
             for box in boxes:
                 new = [part for each in new for part in each.minus(box)]
@@ -159,13 +159,13 @@ class Ranks:
         return model
 
 
-def record(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Recording:
-    from weft.resharding.vllm_layout import record_layout
+def record(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> _RecordedLayout:
+    from weft.resharding.vllm_writer import record_layout
 
     return record_layout(model, described(tensors), Where())
 
 
-def writer_of(model: torch.nn.Module, recording: Recording) -> Any:
+def writer_of(model: torch.nn.Module, recording: _RecordedLayout) -> Any:
     from weft.resharding.vllm_writer import WeightWriter
 
     return WeightWriter(model, SimpleNamespace(dtype=torch.float32), recording)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import rendezvous
 
-from weft.workers.training.sharded_model import DirectAllGather, DirectReduceScatter
+from weft.workers.training.sharding import _DirectAllGather, _DirectReduceScatter
 
 
 def main(folder: Path, rank: int) -> None:
@@ -19,16 +19,16 @@ def main(folder: Path, rank: int) -> None:
 
     gathered, expected = torch.zeros(15), torch.zeros(15)
     dist.all_gather_single(expected, own)
-    DirectAllGather()(gathered, own, group)
+    _DirectAllGather()(gathered, own, group)
     assert torch.equal(gathered, expected)
     in_place = torch.zeros(15)
     place = in_place[5 * rank : 5 * rank + 5].copy_(own)  # the layout that FSDP uses
-    DirectAllGather()(in_place, place, group)
+    _DirectAllGather()(in_place, place, group)
     assert torch.equal(in_place, expected)
 
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         reduced, expected = torch.zeros(5), torch.zeros(5)
         dist.reduce_scatter_single(expected, whole.clone(), op=op)
-        DirectReduceScatter()(reduced, whole, group, op)
+        _DirectReduceScatter()(reduced, whole, group, op)
         torch.testing.assert_close(reduced, expected)
     dist.destroy_process_group()

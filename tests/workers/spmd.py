@@ -18,7 +18,7 @@ from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import merge
-from weft.resharding.incoming import open_weights
+from weft.resharding.incoming import IncomingWeights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.actor import ActorConfig, ActorWorker
@@ -33,7 +33,7 @@ def take_over(engine: TrainingEngine, weights: dict[str, torch.Tensor]) -> None:
     """Load these full tensors into an engine, as if they had been published."""
     publisher = WeightPublisher()
     try:
-        with open_weights(publisher.publish(whole(weights), 1)) as incoming:
+        with IncomingWeights(publisher.publish(whole(weights), 1)) as incoming:
             assert engine.receive_weights(incoming) == publisher.finish()
     finally:
         publisher.close()

@@ -244,10 +244,10 @@ def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
 def test_a_receiver_that_was_lost_is_named_in_the_log(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from weft.resharding.incoming import open_weights
+    from weft.resharding.incoming import IncomingWeights
 
     worker = actor(tiny_model)
-    open_weights(worker.publish_weights(version=1).to("rollout[3]")).close()
+    IncomingWeights(worker.publish_weights(version=1).to("rollout[3]")).close()
     deadline = time.monotonic() + 30
     while not worker._publisher.lost and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -291,7 +291,7 @@ def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image
     )
     model, ids = ResponseModel(llava), torch.tensor([1, 7, 2])
     shown = Shown(ids == 7, {"pixel_values": torch.ones(1, 3, 4, 4)}) if with_image else None
-    rows = replace(PackedSequences.of([3], ids.device), shown=shown)
+    rows = replace(PackedSequences.of_lengths([3], ids.device), shown=shown)
     model(ids, rows, np.array([1]), torch.tensor([2]), None)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

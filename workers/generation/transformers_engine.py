@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...resharding.incoming import IncomingWeights
-    from ...resharding.weights import Part, Weights
+    from ...resharding.weights import TensorPart, Weights
     from ..training.lora import Lora
     from ..training.routers import Routers
     from ..training.stored_weights import CheckpointNames
@@ -284,9 +284,9 @@ class TransformersEngine:
             WeightSyncError: the bytes differ from the published ones, or names or shapes do not fit
                 the model.
         """
-        from ...resharding.incoming import open_weights, receive_parts
+        from ...resharding.incoming import IncomingWeights, receive_parts
 
-        with open_weights(weights) as incoming:
+        with IncomingWeights(weights) as incoming:
             self._whole = False
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
@@ -311,7 +311,7 @@ class TransformersEngine:
         """Free the model's memory."""
         del self.model
 
-    def _parts(self, incoming: IncomingWeights) -> list[Part]:
+    def _parts(self, incoming: IncomingWeights) -> list[TensorPart]:
         """Return the model's parameters by checkpoint name; tied ones under the published names."""
         from ...resharding.weights import whole
 
@@ -327,7 +327,7 @@ class TransformersEngine:
         chosen = [
             name
             for each in tied.values()
-            for name in ([n for n in each if published & set(names.of(n))] or each[:1])
+            for name in ([n for n in each if published & set(names.stored_names(n))] or each[:1])
         ]
         held = whole({name: parameters[name].data for name in chosen})
         return [part for tensor in held for part in names.parts(tensor)]

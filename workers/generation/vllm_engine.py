@@ -231,7 +231,7 @@ class VllmEngine:
         spin while they wait for each other: with a thread on every core, sampling and transfer took
         more than twice as long.
         """
-        from ...resharding.memory import threads_beside
+        from ...resharding.buckets import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
         if self._adapter is not None:  # adapters are small enough to load at once

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     bind_routed_experts_capturer,
 )
 
-from ...resharding.incoming import open_weights
+from ...resharding.incoming import IncomingWeights
 from ...resharding.vllm_control import TensorSum
 from ...resharding.vllm_receiver import (
     BucketReceiver,
@@ -134,7 +134,7 @@ class WorkerExtension:
         if self._weft_backends is None:
             model = self.model_runner.get_model()
             self._weft_backends = VllmBackends(self._weft_receiver, self.vllm_config, self.device, model)
-        self.weight_transfer_engine = self._weft_backends.begin(backend)
+        self.weight_transfer_engine = self._weft_backends.begin_version(backend)
 
     def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
         """End such an update, complete or aborted. Return the tensors that the model's loaders
@@ -150,12 +150,12 @@ class WorkerExtension:
         self.weight_transfer_engine = self._weft_backends.receiver
         if not whole:
             self._weight_update_active = False
-        return self._weft_backends.end(whole)
+        return self._weft_backends.end_version(whole)
 
     def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
         """Load a version of an adapter into this rank's slot; return its checksum."""
         weights = WeightsUpdateInfo(**update_info).weights
-        with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
+        with IncomingWeights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
 
     def weft_record_routes(self) -> None:

@@ -45,17 +45,15 @@ class PassShape:
     """Tokens of a row with a log-probability."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors created inside the context while they are alive.
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors created inside the context while they are alive, except `known`
+    tensors and their views.
 
     >>> known = torch.ones(8)
-    >>> with LiveBytes([known]) as live:
+    >>> with _LiveBytes([known]) as live:
     ...     _ = (known * 2).sum() + known[0]
     >>> live.peak
     36
-
-    Args:
-        known: tensors to ignore, including their views.
     """
 
     def __init__(self, known: Any = ()) -> None:
@@ -66,21 +64,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for made in tree_leaves(out):
-            if isinstance(made, Tensor):
-                self._count(made)
+            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in self._held:
+                self.resized(storage, 0)
         return out
 
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._held:
-            self.resized(storage, 0)
-
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Count a storage that was created, or resized in place, which no operation shows.
-
-        Args:
-            before: previous size in bytes.
-        """
+        """Count a storage that was created, or resized in place, which no operation shows. `before`
+        is its previous size in bytes."""
         if storage._cdata not in self._held:
             weakref.finalize(storage, self._ended, storage._cdata)
         self._held[storage._cdata] = storage.nbytes()
@@ -91,9 +81,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._held.pop(storage, 0)
 
 
-class _EqualRows(PackedSequences):
-    """Rows of the same length without any computation. Their device may be absent."""
-
+class _EqualRows(PackedSequences):  # no computation; their device may be absent
     @property
     def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).repeat(len(self.lengths))
@@ -122,11 +110,8 @@ def pass_bytes(
     """Return the peak bytes of a pass without parameters, including new gradients if it trains.
 
     Args:
-        model: the user's name for the model.
-        folder: folder of the model's settings.
-        shape: rows of the microbatch.
+        model, folder: the user's name for the model, and the folder of its settings.
         dtype: dtype of computation.
-        trains: whether to run a backward pass.
         gradients_stay: whether gradients of earlier microbatches exist from the start.
         lora: the adapter to train. Its layers keep their inputs as in full training; its small
             gradients are not counted.
@@ -146,9 +131,8 @@ def pass_bytes(
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
     # Without weights there is nothing to compare, so assume that the fastest way works.
-    Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(
-        response
-    )
+    way = Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=())
+    way.put_on(response)
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
@@ -156,19 +140,13 @@ def pass_bytes(
             if isinstance(layer, nn.Linear | Conv1D) and lora.is_on(name):
                 layer.weight.requires_grad_(True)
     stays = gradients_stay and lora is None
+    read = max(1, shape.length - (head != "rewards"))
+    rows = _EqualRows.of_lengths([read] * shape.rows, "cuda" if gpu_bytes else "cpu")
+    number, drops = shape.rows * shape.predicted, stays or lora is not None
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
-            return _peak(
-                response.to_empty(device="cpu"),
-                _EqualRows.of(
-                    [max(1, shape.length - (head != "rewards"))] * shape.rows,
-                    "cuda" if gpu_bytes else "cpu",
-                ),
-                shape.rows * shape.predicted,
-                trains=trains,
-                stays=stays,
-                drops=stays or lora is not None,
-            )
+            empty = response.to_empty(device="cpu")
+            return _peak(empty, rows, number, trains=trains, stays=stays, drops=drops)
     except WeftError:
         raise
     except Exception as error:
@@ -178,16 +156,10 @@ def pass_bytes(
 def _peak(
     model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
 ) -> int:
-    """Return the peak bytes alive.
-
-    Args:
-        number: number of predicted tokens.
-        stays: whether all gradients exist from the start.
-        drops: whether to free each new gradient, because it is added to an existing one or does not
-            belong to the model.
-    """
+    """Return the peak bytes alive in a pass with `number` predicted tokens. If gradients exist from
+    the start (`stays`) or do not belong to the model, each new one is freed (`drops`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+    with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(

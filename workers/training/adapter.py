@@ -61,10 +61,8 @@ class Adapter:
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
         chosen = _adapted_layers(causal_lm, lora)
         self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
-        with (
-            torch.random.fork_rng(devices=[]),
-            _hollow([causal_lm.get_submodule(name) for name in chosen]),
-        ):
+        layers = [causal_lm.get_submodule(name) for name in chosen]
+        with torch.random.fork_rng(devices=[]), _hollow(layers):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
         self.made = {name: p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
@@ -92,17 +90,9 @@ class Adapter:
                 layer._disable_adapters = False
 
     def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-        """Merge the adapter into a tensor of the model, and return it under its name in the model
-        without the adapter.
-
-        Args:
-            name: name in the model with the adapter.
-            tensor: full tensor of any dtype; not changed.
-            adapter: full float32 parameters by name, at least those of this layer.
-
-        Returns:
-            (name, a new float32 tensor if the layer has an adapter, else the tensor itself).
-        """
+        """Merge the adapter into a full tensor of the model. Return its name in the model without
+        the adapter, and a new float32 tensor if the layer has an adapter, else the tensor itself.
+        `adapter` has the full float32 parameters by name, at least those of this layer."""
         path, found, what = name.rpartition(".base_layer.")
         if not found or what != "weight":
             return name.replace(".base_layer.", "."), tensor
@@ -116,13 +106,10 @@ class Adapter:
         merged = merged_weight(tensor.T if transposed else tensor, a, b, layer.scaling[_NAME], magnitude)
         return f"{path}.weight", merged.T.contiguous() if transposed else merged
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` loads.
-
-        Args:
-            tensors: full trained parameters by name, on the host, in float32.
-            source: folder of the base model, for its tokenizer and chat template.
-        """
+    def write_folder(self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk) -> None:
+        """Write a folder that `peft.PeftModel.from_pretrained` loads, from full trained parameters
+        on the host in float32. `source` is the folder of the base model, for its tokenizer and chat
+        template."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # or the name of a model in the Hugging Face cache
@@ -137,31 +124,20 @@ class Adapter:
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Put an adapter into a model that generates. It has no effect until the first update arrives.
-
-    Args:
-        causal_lm: a `transformers` model with its weights, changed in place.
-    """
+    """Put an adapter into a `transformers` model that generates. It has no effect until the first
+    update arrives."""
     layers = _adapted_layers(causal_lm, lora)
     inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
 
 def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the parameters of a model's adapter under their published names.
-
-    Args:
-        causal_lm: a `transformers` model with an adapter.
-    """
+    """Return the parameters of a `transformers` model's adapter under their published names."""
     return {peft_name(name): p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
 
 
 def check_layers(model: str | Path, lora: Lora) -> None:
     """Check the targets of an adapter against the layers of a model, which is built without
-    weights.
-
-    Raises:
-        UserError: a target matches no layer; the message lists valid targets.
-    """
+    weights. Raises UserError if a target matches no layer; the message lists valid targets."""
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings)
@@ -170,16 +146,9 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
     """Return the names of the linear layers that get an adapter: no heads, and in a model with
-    vision only layers of its language model.
-
-    Raises:
-        UserError: a target matches no layer that can have an adapter, or the model has no such
-            layer.
-    """
-    heads = (
-        causal_lm.get_output_embeddings(),
-        getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None),
-    )
+    vision only layers of its language model."""
+    scalar_head = getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None)
+    heads = (causal_lm.get_output_embeddings(), scalar_head)
     linear = [
         name
         for name, module in causal_lm.named_modules()
@@ -187,10 +156,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
     ]
     if is_type_that_sees(causal_lm.config):
         linear = [name for name in linear if f".{LANGUAGE}." in f".{name}"]
-    refused = {name.rpartition(".")[2]: name for name in linear}
-    refused = {
-        last: reason for last, name in refused.items() if (reason := _refused_by_peft(causal_lm, name))
-    }
+    ends = {name.rpartition(".")[2]: name for name in linear}
+    refused = {end: why for end, name in ends.items() if (why := _refused_by_peft(causal_lm, name))}
     fit = [name for name in linear if name.rpartition(".")[2] not in refused]
     owner = f"model {str(causal_lm.config.name_or_path)!r} ({type(causal_lm).__name__})"
     if not fit:
@@ -227,11 +194,9 @@ def _refused_by_peft(causal_lm: Any, name: str) -> str:
         convert_peft_config_for_transformers(settings, causal_lm, None)
         _check_lora_target_modules_mamba(settings, causal_lm, name.rpartition(".")[2])
     except ValueError as error:
-        return (
-            "its name stands for the experts"
-            if "fused" in str(error)
-            else "fused kernels of Mamba read its weight"
-        )
+        if "fused" not in str(error):
+            return "fused kernels of Mamba read its weight"
+        return "its name stands for the experts"
     return "" if settings.target_modules else "its name stands for the experts"
 
 
@@ -254,9 +219,8 @@ def _hollow(layers: list[Any]) -> Iterator[None]:
     its parameters on their device."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = nn.Parameter(
-            torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
-        )
+        zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        layer.weight = nn.Parameter(zeros, requires_grad=False)
     try:
         yield
     finally:
@@ -274,8 +238,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with an adapter is trained: parameters of the adapter
-    or scalar head.
+    """Return whether a parameter of a model with an adapter is trained: those of the adapter or
+    scalar head.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)
@@ -284,8 +248,7 @@ def is_trained(name: str) -> bool:
 
 
 def measured_weight(name: str) -> str | None:
-    """Return the name of the weight whose row norms initialize a DoRA parameter, or None for other
-    parameters.
+    """Return the name of the weight whose row norms initialize a DoRA parameter; None for others.
 
     >>> measured_weight("layers.0.q_proj.lora_magnitude_vector.default.weight")
     'layers.0.q_proj.base_layer.weight'
@@ -297,14 +260,9 @@ def measured_weight(name: str) -> str | None:
 def merged_weight(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """Merge a weight and its adapter: W + s B A (arXiv:2106.09685, eq. 3), in float32.
-
-    Args:
-        weight: [out, in].
-        a, b: [rank, in] and [out, rank].
-        scaling: s.
-        magnitude: [out] norms for the rows of the result (arXiv:2402.09353); None keeps their
-            norms.
+    """Merge a weight [out, in] and its adapter a [rank, in], b [out, rank]: W + s B A
+    (arXiv:2106.09685, eq. 3), in float32. `magnitude` ([out]) has norms for the rows of the result
+    (arXiv:2402.09353); None keeps their norms.
 
     >>> merged_weight(torch.eye(2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]]), 2.0).tolist()
     [[3.0, 0.0], [0.0, 1.0]]
@@ -325,10 +283,7 @@ def shared_parts(*, rows: bool) -> tuple[str, str]:
 
 
 def peft_name(name: str) -> str:
-    """Return the name of a parameter in the files of `peft`.
-
-    Args:
-        name: name in the model.
+    """Return the name in the files of `peft` of a parameter of the model.
 
     >>> peft_name("model.q_proj.lora_A.default.weight"), peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')

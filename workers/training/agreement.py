@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,12 +40,15 @@ from .routers import Router, Routers, Routing, find_routers
 # (embeddings, last norm, head), or all weights on a single rank, are lent for the whole time.
 
 
-class LentWeights:
-    """Tensors lent to a model, by module; created by `lend_weights`."""
+class _LentWeights:
+    """A context that lends a model weights for forward passes without a gradient, and restores its
+    tensors afterwards. For the arguments see `find_agreement`."""
 
     def __init__(
-        self, model: ResponseModel, full: Callable[[str], Tensor] | None, by_layer: bool
+        self, model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
     ) -> None:
+        self._model, self._by_layer = model, by_layer
+        self._hooks: list[Any] = []
         tensors: dict[str, Tensor] = model.causal_lm.state_dict(keep_vars=True)
         self._names: dict[Tensor, str] = {}
         for name, tensor in tensors.items():
@@ -55,29 +58,33 @@ class LentWeights:
             module: (dict(module._parameters), dict(module._buffers))
             for module in model.causal_lm.modules()
         }
-        self._inside = (
-            {module for layer in model.layers for module in layer.modules()}
-            if by_layer
-            else set[nn.Module]()
-        )
+        layers = model.layers if by_layer else ()
+        self._inside = {module for layer in layers for module in layer.modules()}
         self.factor = 1
-        """Factor on all lent parameters."""
+
+    def __enter__(self) -> Self:
+        self._lend_outside()
+        for layer in self._model.layers if self._by_layer else ():
+            self._hooks.append(layer.register_forward_pre_hook(self._lend_layer))
+            self._hooks.append(layer.register_forward_hook(self._restore, always_call=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._restore(self._model.causal_lm)
 
     def multiply(self, factor: int) -> None:
-        """Multiply all parameters by a further factor."""
         self.factor *= factor
-        self.lend_outside()
+        self._lend_outside()
 
-    def lend_outside(self) -> None:
-        """Lend the weights outside of layers."""
+    def _lend_outside(self) -> None:
         self._lend([module for module in self._own if module not in self._inside])
 
-    def lend_layer(self, layer: nn.Module, *_: Any) -> None:
-        """Lend a layer its weights; called before the layer runs."""
+    def _lend_layer(self, layer: nn.Module, *_: Any) -> None:
         self._lend(list(layer.modules()))
 
-    def give_back(self, layer: nn.Module, *_: Any) -> None:
-        """Take the weights of a layer back; called after the layer ran."""
+    def _restore(self, layer: nn.Module, *_: Any) -> None:
         for module in layer.modules():
             if module not in self._own:  # BigBird replaces modules during a pass
                 continue
@@ -101,30 +108,6 @@ class LentWeights:
         full = self._full(self._names[tensor]).to(tensor.dtype)
         grows = self.factor != 1 and isinstance(tensor, nn.Parameter) and full.is_floating_point()
         return full * self.factor if grows else full
-
-
-@contextmanager
-def lend_weights(
-    model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
-) -> Iterator[LentWeights]:
-    """Lend a model weights for forward passes without a gradient, and restore its tensors
-    afterwards.
-
-    Args:
-        full, by_layer: see `find_agreement`.
-    """
-    lent = LentWeights(model, full, by_layer)
-    hooks: list[Any] = []
-    try:
-        lent.lend_outside()
-        for layer in model.layers if by_layer else ():
-            hooks.append(layer.register_forward_pre_hook(lent.lend_layer))
-            hooks.append(layer.register_forward_hook(lent.give_back, always_call=True))
-        yield lent
-    finally:
-        for hook in hooks:
-            hook.remove()
-        lent.give_back(model.causal_lm)
 
 
 # Agreement
@@ -162,7 +145,6 @@ class _Probe:
     hidden: Tensor
     """[N, hidden] states that the head reads."""
     outputs: Any
-    """Outputs of the backbone for one row."""
     spread: float
     """Standard deviation of a token's logits."""
 
@@ -172,13 +154,11 @@ class Agreement:
     """The fastest valid way for rows to share a forward pass of a model."""
 
     packs: bool
-    """Whether rows are packed end to end; otherwise they are padded."""
     shares_prompts: bool
     """Whether rows with the same prompt compute its tokens once."""
     attention: str
     """Name of the attention implementation in `transformers`."""
     head_form: HeadForm | None
-    """See `ResponseModel.head_form`."""
     routers: tuple[Router, ...]
     """Routers of a mixture of experts that can replay routes; empty if there are none."""
 
@@ -188,11 +168,8 @@ class Agreement:
         model.put_ropes_by_row()
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
-        model.packs, model.shares_prompts, model.head_form = (
-            self.packs,
-            self.shares_prompts,
-            self.head_form,
-        )
+        model.packs, model.shares_prompts = self.packs, self.shares_prompts
+        model.head_form = self.head_form
         model.routers = Routers(model.causal_lm, self.routers) if self.routers else None
 
 
@@ -203,9 +180,8 @@ def find_agreement(
     by_layer: bool = False,
     images: ImageReader | None = None,
 ) -> Agreement:
-    """Find the fastest way that agrees with `transformers`.
-
-    The check runs forward passes of about ten tokens: one for each row alone, and two for each way.
+    """Find the fastest way that agrees with `transformers`, by forward passes of about ten tokens:
+    one for each row alone, and two for each way.
 
     Args:
         model: changed in place: its attention, and a rope that depends on sequence length.
@@ -222,16 +198,14 @@ def find_agreement(
     off = torch.inf
     with torch.no_grad(), _quiet_transformers():
         _set_attention(causal_lm, "eager")
-        with lend_weights(model, full, by_layer=by_layer) as lent:
+        with _LentWeights(model, full, by_layer=by_layer) as lent:
             _check_causal(model)
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
             ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
-            for packs, attention in (
-                *ways,
-                *((False, name) for name in dict.fromkeys((loaded_with, "eager"))),
-            ):
+            ways += [(False, name) for name in dict.fromkeys((loaded_with, "eager"))]
+            for packs, attention in ways:
                 model.packs = packs
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
@@ -241,11 +215,8 @@ def find_agreement(
                     if packs and _kernel_agrees(model, probe):
                         attention = VARLEN
                     _set_attention(causal_lm, attention)
-                    shares = (
-                        packs
-                        and not follows_length(causal_lm)
-                        and _shared_difference(model, probe) <= _TOLERANCE
-                    )
+                    shares = packs and not follows_length(causal_lm)
+                    shares = shares and _shared_difference(model, probe) <= _TOLERANCE
                     return Agreement(packs, shares, attention, model.head_form, _routers(model, probe))
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: "
@@ -255,12 +226,6 @@ def find_agreement(
 
 
 def _check_causal(model: ResponseModel) -> None:
-    """Check that changing the last token does not change the results before it.
-
-    Raises:
-        UserError: a position depends on later tokens, or the forward pass fails, as in many models
-            with another purpose.
-    """
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     who = f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained"
     row = torch.arange(_LENGTHS[0], device=causal_lm.get_input_embeddings().weight.device) + _FIRST_ID
@@ -280,15 +245,8 @@ def _check_causal(model: ResponseModel) -> None:
         ) from error
     if float((first - second)[:-1].abs().max()) <= _TOLERANCE * float(first.std()):
         return
-    switch = next(
-        (
-            f"{name} is {value}"
-            for name in ("causal", "is_decoder")
-            if (value := getattr(settings, name, True)) is False
-        ),
-        "",
-    )
-    hint = f" (by its settings, {switch})" if switch else ""
+    off = [name for name in ("causal", "is_decoder") if getattr(settings, name, True) is False]
+    hint = f" (by its settings, {off[0]} is False)" if off else ""
     raise UserError(
         f"{who}: it is not causal, its predictions depend on the tokens that follow{hint}; take a causal language model"
     )
@@ -300,9 +258,8 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
-    rows = SharedPrompts.among(
-        np.array([2]), np.zeros(0, np.int64), rest, np.zeros(2, np.int64), probe.ids.device
-    )
+    nothing = np.zeros(0, np.int64)
+    rows = SharedPrompts.among(np.array([2]), nothing, rest, np.zeros(2, np.int64), probe.ids.device)
     try:
         _, found = model.run_backbone(torch.cat([row, row[2:]]), replace(rows, rounded=rounded))
     except Exception:  # remote code of a model can raise anything
@@ -336,12 +293,8 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     rows = replace(PackedSequences(np.array([len(row) for row in ids]), device), shown=shown)
     outputs, hidden = model.run_backbone(torch.cat(ids), rows)
     begins = np.cumsum([0, *rows.lengths])
-    read = torch.cat(
-        [
-            torch.arange(b + last, b + len(row) - 1)
-            for b, last, row in zip(begins, after, ids, strict=False)
-        ]
-    )
+    spans = [(b + last, b + len(row) - 1) for b, last, row in zip(begins, after, ids, strict=False)]
+    read = torch.cat([torch.arange(start, stop) for start, stop in spans])
     targets = torch.cat([row[last + 1 :] for row, last in zip(ids, after, strict=True)])
     found, _ = model.logprobs_of(outputs, hidden[read.to(device)], targets, None, entropy=False)
     return float((found - torch.cat(expected)).abs().nan_to_num(torch.inf).max())
@@ -406,15 +359,11 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
             break
     # The rows are shorter than an attention window, so a window that exists only in the mask would
     # go unnoticed: packed attention gets no mask.
-    return (
-        largest
-        if not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
-        else torch.inf
-    )
+    seen = not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
+    return largest if seen else torch.inf
 
 
 def _probe(model: ResponseModel) -> _Probe:
-    """Run the model's own forward pass on one row at a time."""
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     lengths, first = list(_LENGTHS), [0 for _ in _LENGTHS]
     if follows_length(causal_lm):
@@ -449,17 +398,14 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
         logits = model.causal_lm(**inputs).logits[0].float()
     finally:
         hook.remove()
-    return seen[-1] if seen else model.backbone(
-        **inputs
-    ), logits  # some models call only a part of their backbone
+    # Some models call only a part of their backbone.
+    return seen[-1] if seen else model.backbone(**inputs), logits
 
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     """Return how logits follow from the head's products, or None if they are more than scaled and
-    soft-capped.
-
-    Hidden states much larger than the model's own expose a soft cap that its settings do not name.
-    """
+    soft-capped. Hidden states much larger than the model's own expose a soft cap that its settings
+    do not name."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = set(head.parameters(recurse=False)) if isinstance(head, nn.Linear) else {head.weight}
@@ -480,7 +426,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     return form if ((own - found).abs() <= rounding).all() else None
 
 
-def _amplified_probe(model: ResponseModel, lent: LentWeights) -> _Probe:
+def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
     """Return the reference, with parameters multiplied by a power of two if the model's logits
     hardly differ."""
     probe = _probe(model)
@@ -497,8 +443,7 @@ def _set_attention(causal_lm: Any, name: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide warnings of `transformers` about attention that cannot be set; the comparison covers
-    that case."""
+    """Hide warnings about attention that cannot be set; the comparison covers that case."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -39,14 +39,8 @@ sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
-    """Replace the head of a language model by a scalar one without values.
-
-    Args:
-        causal_lm: a `transformers` causal language model on the meta device; changed in place.
-
-    Returns:
-        Names of the removed tensors.
-    """
+    """Replace the head of a language model on the meta device by a scalar one without values.
+    Return the names of the removed tensors."""
     hidden = causal_lm.get_input_embeddings().weight.shape[1]
     before = set(causal_lm.state_dict())
     causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
@@ -56,15 +50,9 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
-    """Return the [1, hidden] weight of the folder's scalar head, or a new one if it has none.
-
-    Args:
-        model: the folder of the language model.
-        seed: seed of a new head; the same on all ranks.
-
-    Raises:
-        UserError: the folder's head gives several numbers.
-    """
+    """Return the [1, hidden] weight of the scalar head in the folder, or a new one if it has none,
+    from a seed that is the same on all ranks. Raises UserError if the folder's head gives several
+    numbers."""
     file = find_tensor(model, WEIGHT)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
@@ -113,7 +101,8 @@ class Skeleton:
     made: Mapping[str, Tensor]
     """Tensors that are not read from the model's files, by name: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors in the files of a language model that this model lacks: its original head."""
+    """Names of tensors in the files of a language model that this model lacks: its original head.
+    """
 
 
 def build_causal_lm(
@@ -156,7 +145,6 @@ def build_causal_lm(
 
 
 def move_buffers(causal_lm: Any, device: torch.device) -> None:
-    """Move buffers with values to the device of the model."""
     for module in causal_lm.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -164,11 +152,7 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 
 def load_complete(model: str | Path, folder: Path) -> Any:
-    """Load the model with all weights in float32 on the host, as `from_pretrained` does.
-
-    Raises:
-        UserError: `transformers` refuses the model.
-    """
+    """Load the model with all weights in float32 on the host, as `from_pretrained` does."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -179,28 +163,21 @@ def load_complete(model: str | Path, folder: Path) -> Any:
         files = ", ".join(sorted(file.name for file in folder.glob("*.bin*"))) or "no weights"
         with refusals_named(model, f"cannot be loaded from its folder {folder}, which has {files}"):
             return auto_class(settings).from_pretrained(
-                folder,
-                config=settings,
-                dtype=torch.float32,
-                local_files_only=True,
+                folder, config=settings, dtype=torch.float32, local_files_only=True
             )
     finally:
         logging.set_verbosity(verbosity)
 
 
 def auto_class(settings: Any) -> Any:
-    """Return the `transformers` class for a model with these settings."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if is_type_that_sees(settings) else AutoModelForCausalLM
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:
-    """Return the settings of a model, without dropout.
-
-    Raises:
-        UserError: `transformers` does not know the model.
-    """
+    """Return the settings of a model, without dropout. Raises UserError if `transformers` does not
+    know the model."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -218,16 +195,12 @@ def _forget_values(causal_lm: Any) -> None:
     Some constructors create values on the host in spite of `torch.device("meta")` (DiffLlama's
     `torch.normal`). A tensor with values would count as loaded, and keep the random values.
     """
-    stored = {
-        id(tensor): tensor
-        for tensor in causal_lm.state_dict(keep_vars=True).values()
-        if not tensor.is_meta
-    }
     empty: dict[int, Tensor] = {}
-    for number, tensor in stored.items():
-        made = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        empty[number] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    for tensor in causal_lm.state_dict(keep_vars=True).values():
+        if not tensor.is_meta and id(tensor) not in empty:
+            made = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            empty[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     for module in causal_lm.modules():
         held: dict[str, Any]
         for held in (module._parameters, module._buffers):  # tied tensors have several names
@@ -235,14 +208,9 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does.
-
-    On the meta device a constructor computes nothing. The initialization of `transformers` computes
-    these buffers and skips tensors that are marked as loaded.
-
-    Raises:
-        UserError: the initialization leaves a buffer out.
-    """
+    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does. On
+    the meta device a constructor computes nothing. The initialization of `transformers` computes
+    these buffers and skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -267,11 +235,9 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 
 
 def _switch_off_dropout(settings: Any) -> None:
-    """Set every dropout setting to zero.
-
-    A policy with dropout differs from the policy that sampled. Evaluation mode disables dropout,
-    but recomputed layers must be in training mode, and some apply dropout directly.
-    """
+    """Set every dropout setting to zero: a policy with dropout differs from the policy that
+    sampled. Evaluation mode disables dropout, but recomputed layers must be in training mode, and
+    some apply dropout directly."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)
@@ -293,10 +259,8 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
     if which not in (True, "elementwise"):
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % which == 0
-    for module in causal_lm.modules():
-        module.training = bool(
-            getattr(module, "gradient_checkpointing", False)
-        )  # only checkpointing reads `training`
+    for module in causal_lm.modules():  # only checkpointing reads `training`
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _keep_products() -> Any:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     import torch
 
     from ...resharding.incoming import IncomingWeights
-    from ...resharding.weights import Part
+    from ...resharding.weights import TensorPart
     from ..worker import Context
 
 
 @runtime_checkable
 class EngineFactory(Protocol):
-    """Create the `TrainingEngine` of a rank, in the rank's process. All ranks of the group create
-    theirs at the same time and meet at `context.rendezvous` (`workers/rendezvous.py`). `FsdpEngine`
-    is one factory."""
+    """Create the `TrainingEngine` of a rank, in the rank's process, such as `FsdpEngine`. All ranks
+    of the group create theirs at the same time and meet at `context.rendezvous`
+    (`workers/rendezvous.py`)."""
 
     def __call__(
         self,
@@ -61,7 +61,6 @@ class EngineFactory(Protocol):
 
         Args:
             config: settings of the group, including those added by subclasses of `ModelConfig`.
-            context: context of the rank.
             training: how to train the model, or None for a model that only computes. A trained
                 group passes its own configuration.
             head: output of the model for each response token.
@@ -123,33 +122,27 @@ class ModelConfig(Config):
     takes a minute longer. Set it for long runs on GPUs; CPUs gain nothing. Cannot be combined with
     mixtures of experts or `tensor_parallel`."""
 
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(
-        (
-            "microbatch_tokens",
-            "tensor_parallel",
-            "sequence_parallel",
-            "pipeline_parallel",
-            "gather",
-            "offload",
-            "compile",
-        )
-    )
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({
+        "microbatch_tokens", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "gather", "offload",
+        "compile",
+    })  # fmt: skip
 
     @model_validator(mode="after")
-    def _check_gradient_dtype(self) -> ModelConfig:
+    def _settings_fit_together(self) -> ModelConfig:
         if self.gradients == "bfloat16" and self.dtype == "float32":
             raise ValueError(
                 'gradients="bfloat16" would round the float32 gradients of '
                 'dtype="float32"; set dtype="bfloat16" too'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _compiles_whole_layers(self) -> ModelConfig:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
                 f"compile=True and tensor_parallel={self.tensor_parallel}: torch fails to "
                 "compile layers that ranks share; leave one of them out"
+            )
+        if self.offload == "everything" and self.gather == "once":
+            raise ValueError(
+                'offload="everything" gathers one layer at a time, and gather="once" all '
+                "of them; leave one of them out"
             )
         return self
 
@@ -157,15 +150,6 @@ class ModelConfig(Config):
     def replica_ranks(self) -> int:
         """Number of ranks that compute the same rows together."""
         return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
-
-    @model_validator(mode="after")
-    def _gathers_what_is_on_the_host_by_layer(self) -> ModelConfig:
-        if self.offload == "everything" and self.gather == "once":
-            raise ValueError(
-                'offload="everything" gathers one layer at a time, and gather="once" all '
-                "of them; leave one of them out"
-            )
-        return self
 
     def check(self) -> None:
         """Check these settings against the model's own settings and files.
@@ -326,7 +310,8 @@ class OptimizerStep:
     metrics: Metrics
     applied: bool
     bad: str | None = None
-    """Why a step with tokens was not applied: its loss or gradient is not finite, or it diverges."""
+    """Why a step with tokens was not applied: its loss or gradient is not finite, or it diverges.
+    """
 
 
 class TrainingEngine(Protocol):
@@ -349,8 +334,7 @@ class TrainingEngine(Protocol):
         ...
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scalar head's output at each response token: `(values [T] float32, cu_seqlens
-        [rows + 1])`."""
+        """Return the scalar head's output at each response token, like `logprobs`."""
         ...
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
@@ -376,20 +360,18 @@ class TrainingEngine(Protocol):
         dtype of computation. Adapters are merged."""
         ...
 
-    def published_parts(self) -> Iterator[Part]:
-        """Yield this rank's part of the weights to publish, in the dtype of computation.
+    def published_parts(self) -> Iterator[TensorPart]:
+        """Yield this rank's part of the weights to publish, in the dtype of computation: views of
+        the parameters, under the names and in the shapes of the checkpoint.
 
         Ranks with equal copies leave a part to the first of them, so all ranks together give each
-        element once, under the names and in the shapes of the checkpoint. A model with an adapter
-        gives either the adapter alone, under the names of `peft`, or the merged weights
-        (`Lora.published`). Parts are views of the parameters; merged weights are computed, a share
-        on each rank.
+        element once. A model with an adapter gives either the adapter alone, under the names of
+        `peft`, or the merged weights (`Lora.published`), a share on each rank.
         """
         ...
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        """Load a published version of the weights, each rank its own parts. Return the checksum of
-        the version.
+        """Load a published version of the weights, each rank its own parts. Return its checksum.
 
         Raises:
             WeightSyncError: names or shapes do not fit the model, or data arrived damaged.
@@ -402,12 +384,9 @@ class TrainingEngine(Protocol):
         ...
 
     def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
-        """Copy the state that training resumes from, and write it to `folder` in the background
-        (`snapshot.py` lists the files).
-
-        Args:
-            folder: a new folder, the same for all ranks.
-            notes: JSON values that `restore` returns.
+        """Copy the state that training resumes from, and write it to `folder` (a new one, the same
+        for all ranks) in the background (`snapshot.py` lists the files), with JSON values that
+        `restore` returns.
 
         Returns:
             Seconds that the call took. The first call also allocates memory for the copy. A call

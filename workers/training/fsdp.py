@@ -1,5 +1,6 @@
 """FsdpEngine: training of `transformers` models with FSDP2 and optional tensor parallelism; plain
-torch on a single process."""
+torch on a single process. Each rank reads only its parts of a model, and all check their passes
+against the model's own."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
@@ -27,22 +30,28 @@ from ...dataflow.errors import UserError
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
 from ...resharding.incoming import IncomingWeights
-from ...resharding.weights import Part
+from ...resharding.weights import TensorPart
 from ..device import rank_device
 from ..dispatch import Coordinates, row_cost_of
+from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
+from ..models.node_folder import node_folder
 from ..worker import Context
-from .adapter import is_trained
+from .adapter import Adapter, is_trained
+from .agreement import find_agreement
+from .causal_lm import build_causal_lm, move_buffers
 from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
-from .loading import load_model
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
 from .optimizer import PlainMoments, in_8_bits, make_optimizer
 from .packed_attention import VARLEN
+from .response_model import ResponseModel
 from .routers import Balance, Routers
+from .sharded_model import ShardedModel, keep_in
 from .sharding import MeshOfOne, check_alike, gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
+from .stored_weights import open_stored
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of glibc's `mallopt` (malloc.h)."""
@@ -64,18 +73,11 @@ def keep_freed_memory() -> None:
 
 class FsdpEngine:
     """A `TrainingEngine` on the ranks of a group: dp replicas outermost, each of `tensor_parallel`
-    ranks.
+    ranks. For the arguments see `EngineFactory`; tests pass a `disk` that fails.
 
     A step's gradient is that of the summed loss over the global count, independent of ranks,
     microbatches and row order. A rank without rows takes part in collectives with a token of weight
-    zero.
-
-    Args:
-        config, context, training, head: see `EngineFactory`.
-        disk: writes files; tests pass one that fails.
-
-    Raises:
-        UserError: the model cannot be trained, or does not fit the ranks.
+    zero. Raises UserError if the model cannot be trained, or does not fit the ranks.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class FsdpEngine:
         )
         self._row_cost = row_cost_of(config.model)
         self.head: Head = head
-        loaded = load_model(config, context, training, head, self.mesh, self.device)
-        self.model, self._sharded, self.bytes_read = loaded.response, loaded.sharded, loaded.bytes_read
-        self._images = loaded.images
+        self._sharded, self._images, self.bytes_read = _load_model(
+            config, context, training, head, self.mesh, self.device
+        )
+        self.model = self._sharded.model
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
@@ -127,9 +130,8 @@ class FsdpEngine:
     # Log-probabilities and values
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        (values,), cu_seqlens = self._of_tokens(
-            batch, "log-probabilities", self.head == "logprobs", adapter
-        )
+        has_it = self.head == "logprobs"
+        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", has_it, adapter)
         return values, cu_seqlens
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -185,15 +187,14 @@ class FsdpEngine:
         return out
 
     def _rows(self, batch: Batch, columns: Iterable[str]) -> Microbatches:
-        reads_last, owner = self.head == "rewards", str(self.config.model)
-        return Microbatches.of(
+        return Microbatches.from_batch(
             batch,
             columns,
             self.device,
             vocabulary=self.vocabulary,
             context=context_of(self.model.causal_lm.config.to_dict()),
-            owner=owner,
-            reads_last=reads_last,
+            owner=str(self.config.model),
+            reads_last=self.head == "rewards",
             sharing=SharingCost(self._row_cost, masked=self._pads) if self.model.shares_prompts else None,
             routers=self._replaying(batch),
             images=self._images,
@@ -201,11 +202,10 @@ class FsdpEngine:
 
     @property
     def _pads(self) -> bool:
-        """Whether attention pads rows; the variable-length kernel does not."""
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """Return the routers that replay the column of routes, or None if they choose or there are
+        """Return the routers that replay the column of routes; None if they choose or there are
         none."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
@@ -221,14 +221,8 @@ class FsdpEngine:
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Plan this rank's microbatches, with empty ones to take part in the collectives of others.
-
-        Args:
-            groups: [rows]; rows with equal values stay together.
-            numbers: numbers of this replica to share with the others.
-
-        Returns:
-            (the plan; [replicas, numbers] float64)
-        """
+        Rows with equal `groups` ([rows]) stay together. Also return the given numbers of all
+        replicas: [replicas, numbers] float64."""
         packed = self.model.packs
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)
@@ -266,10 +260,7 @@ class FsdpEngine:
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
-        with (
-            watched as tally,
-            self._sharded.precision(),
-        ):  # round parameters once for all microbatches
+        with watched as tally, self._sharded.precision():  # round parameters once for all microbatches
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -308,18 +299,12 @@ class FsdpEngine:
             with routers.watched(self.device) as tally, torch.no_grad(), self._sharded.precision():
                 for part in plan:
                     self.context.advance()
-                    ids, packed, read, targets, temperatures = rows.inputs(part)
-                    self.model(
-                        ids,
-                        packed,
-                        read[:1],
-                        targets[:1],
-                        None if temperatures is None else temperatures[:1],
-                    )
+                    ids, packed, read, targets, heat = rows.inputs(part)
+                    self.model(ids, packed, read[:1], targets[:1], None if heat is None else heat[:1])
             self._sharded.reshard()
             tally.add_up(self._sharded.add_up)
             loads = tally.loads.sum(0)
-        return Balance.of(coefficient, loads, chosen=routers.chosen, weight=weight)
+        return Balance.of_step(coefficient, loads, chosen=routers.chosen, weight=weight)
 
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
@@ -332,15 +317,12 @@ class FsdpEngine:
         return replace(step, metrics={**step.metrics, **counts})
 
     def _apply(self) -> OptimizerStep:
-        """Clip and step, unless the step is bad on any rank."""
         assert self.optimizer is not None and self.training is not None
         self._sharded.complete_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
             local_part(gradient).div_(self._count)
-        norm = gradient_norm(
-            gradients, also=0.0 * self._loss_total
-        )  # 0 * inf is nan, which reaches every rank
+        norm = gradient_norm(gradients, also=0.0 * self._loss_total)  # 0 * inf is nan, on every rank
         metrics: dict[str, Metric] = {"grad_norm": Mean(norm)} if math.isfinite(norm) else {}
         bad = self._why_bad(norm)
         if bad is None:
@@ -363,12 +345,9 @@ class FsdpEngine:
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
-            above = limit is not None and norm > limit
-            return (
-                f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
-                if above
-                else None
-            )
+            if limit is None or norm <= limit:
+                return None
+            return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -381,7 +360,7 @@ class FsdpEngine:
         """See `ShardedModel.adapter_tensors`."""
         return self._sharded.adapter_tensors()
 
-    def published_parts(self) -> Iterator[Part]:
+    def published_parts(self) -> Iterator[TensorPart]:
         return self._sharded.published_parts()
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
@@ -397,7 +376,7 @@ class FsdpEngine:
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
             partial.chmod(0o755)
-            self._sharded.write(partial, gathered, self._disk, only_adapter=only_adapter)
+            self._sharded.write_folder(partial, gathered, self._disk, only_adapter=only_adapter)
             if folder.exists():
                 shutil.rmtree(folder)
             partial.rename(folder)  # readers only see complete folders
@@ -465,7 +444,7 @@ class FsdpEngine:
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
         tensors = {name.removeprefix("model."): stored.full(name, dtype) for name in names}
-        self._sharded.write(folder, tensors, self._disk, only_adapter=only_adapter)
+        self._sharded.write_folder(folder, tensors, self._disk, only_adapter=only_adapter)
 
     # Device memory
 
@@ -496,3 +475,97 @@ class FsdpEngine:
 
 def _columns_of(loss: Loss, batch: Batch) -> list[str]:
     return [c for c in (*loss.reads, *loss.may_read) if c in batch]
+
+
+# Loading
+
+
+def _load_model(
+    config: ModelConfig,
+    context: Context,
+    training: TrainingConfig | None,
+    head: Head,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> tuple[ShardedModel, ImageReader | None, int]:
+    """Load a model, sharding it before it has values. Collective.
+
+    Returns:
+        (the model, the processor of a model that reads images, bytes of the model's files that this
+        rank read)
+    """
+    scalar, lora = head != "logprobs", training and training.lora
+    again = training is not None and training.activation_checkpointing
+    folder = node_folder(config.model, advance=context.advance)
+    build = partial(
+        build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
+    )
+    plain, skeleton = build(), build()
+    weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
+    response = ResponseModel(skeleton.causal_lm, scalar=scalar)
+    response.requires_grad_(training is not None)
+    made, adapter = dict(skeleton.made), None
+    if training is None:
+        keep_in(response, getattr(torch, config.dtype))
+    if lora is not None:
+        adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, config.dtype), context.seed)
+        made |= adapter.made
+        adapter.made.clear()
+    sharded = ShardedModel(config, response, mesh, device, adapter)
+    sharded.fill(weights, made)
+    bytes_read = weights.bytes_read
+    del weights, made  # free the tensors of a completely loaded model
+    move_buffers(plain.causal_lm, device)
+    tried = ResponseModel(plain.causal_lm, scalar=scalar)
+    images = ImageReader(config.model, folder) if tried.sees else None
+    agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None, images=images)
+    sharded.check_head(agreement.head_form)
+    agreement.put_on(response)
+    sharded.share_tokens()
+    if config.compile:
+        compile_layers(response, device)
+    return sharded, images, bytes_read
+
+
+# Compiled layers (`torch.compile`). Gathering by FSDP and activation checkpointing stay outside.
+# Attention over packed rows, which depends on lengths on the host, runs uncompiled between two
+# compiled parts. Layers of the same kind share compiled code, and the number of tokens is dynamic,
+# so microbatches cause no recompilation.
+
+
+_BACKEND = "inductor"
+
+
+def compile_layers(model: ResponseModel, device: torch.device) -> None:
+    """Compile the layers of a model when they first run."""
+    if model.routers is not None:
+        raise UserError(
+            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, "
+            "whose routers are observed layer by layer; leave it out"
+        )
+    if not model.layers:
+        raise UserError(
+            f"compile=True: the layers of model {model.causal_lm.name_or_path!r} are "
+            "unknown; leave it out"
+        )
+    _check_compiler(device)
+    for layer in model.layers:
+        cast(Any, layer).forward = torch.compile(layer.forward, backend=_BACKEND, dynamic=True)
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:
+            raise UserError(
+                "compile=True needs a C++ compiler on a CPU, but there is none (g++, or "
+                f"the one in CXX): {error}"
+            ) from None
+        return
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        raise UserError("compile=True needs Triton on a GPU, but this torch has none: pip install triton")

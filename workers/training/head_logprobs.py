@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .memory import KEPT_BYTES, head_chunk_bytes
-from .sharding import offset_of
+from .sharding import box_of
 
 _CACHED = 2**17
 """Number of logits that stay in a CPU's cache during a pass over them."""
@@ -82,7 +82,7 @@ def head_logprobs(
         ([T] nats, log-probability of each target; [T] nats, -sum_v p_v log p_v, or None), empty for
         no tokens.
     """
-    shards = _Shards.of(weight)
+    shards = _shards_of(weight)
     if shards is not None:
         weight = weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
@@ -96,22 +96,21 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class _Shards:
-    """This rank's rows of a head that ranks share."""
+    """This rank's rows of a head that ranks share, from the token id `first`."""
 
     group: dist.ProcessGroup
     first: int
-    """Token id of the first row."""
 
-    @classmethod
-    def of(cls, weight: Tensor) -> _Shards | None:
-        if not isinstance(weight, DTensor):
-            return None
-        if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
-            raise ValueError(
-                "a head must be split over its rows, on one dimension of the mesh; its "
-                f"placements are {weight.placements}"
-            )
-        return cls(weight.device_mesh.get_group(), offset_of(weight)[0])
+
+def _shards_of(weight: Tensor) -> _Shards | None:
+    if not isinstance(weight, DTensor):
+        return None
+    if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
+        raise ValueError(
+            "a head must be split over its rows, on one dimension of the mesh; its "
+            f"placements are {weight.placements}"
+        )
+    return _Shards(weight.device_mesh.get_group(), box_of(weight).starts[0])
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ class _How:
     shards: _Shards | None
     trains: bool
     entropies: bool
-    """Whether to compute entropies."""
     entropy: bool
     """Whether entropies have a gradient."""
     chunk: int
@@ -158,19 +156,16 @@ class _HeadLogprobs(torch.autograd.Function):
             parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
             kept = logits if chunks.kept else None
         own = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
-        chosen, largest, sums, weighted = (
-            own if how.shards is None else _joined(own, how.shards)
-        ).unbind(1)
+        everyones = own if how.shards is None else _joined(own, how.shards)
+        chosen, largest, sums, weighted = everyones.unbind(1)
         entropies = sums.log() - weighted / sums
         if how.trains:
             ctx.how, ctx.kept, ctx.below = how, kept, own[:, 1] - largest
             ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
-        return (
-            chosen - largest - sums.log(),
-            entropies,
-        )  # this order of subtraction avoids rounding by large logits
+        # This order of subtraction avoids rounding by large logits.
+        return chosen - largest - sums.log(), entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,9 +182,8 @@ class _HeadLogprobs(torch.autograd.Function):
             slopes = chunks.slopes(logits, part)
             ids = _own_ids(targets[part], how.shards)
             if kept is not None and how.keeps_exponentials:
-                logits *= (ctx.below.exp() / sums * -grads[0])[
-                    :, None
-                ]  # turn exponentials into -grad * p
+                # Turn exponentials into -grad * p.
+                logits *= (ctx.below.exp() / sums * -grads[0])[:, None]
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
                 _differentiate(logits, largest[part], sums[part], grads[0][part], to_entropy)
@@ -197,25 +191,16 @@ class _HeadLogprobs(torch.autograd.Function):
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
-            grad_weight = chunks.add_gradients(
-                logits, part, grad_hidden, grad_weight, of_weight=of_weight
-            )
+            grad_weight = chunks.add_gradients(logits, part, grad_hidden, grad_weight, of_weight)
         if how.shards is not None and grad_hidden is not None:
             total = grad_hidden.to(chunks.dtype)  # accumulate as a single rank would
             dist.all_reduce(total, group=how.shards.group)
             grad_hidden = total.to(hidden.dtype)
         if of_weight:
-            grad_weight = (
-                torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-            )
-        return (
-            grad_hidden,
-            grad_weight,
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
+            grad_weight = grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _Chunks:
@@ -226,13 +211,8 @@ class _Chunks:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
     ) -> None:
-        self.hidden, self.weight, self.bias, self.scales, self.form = (
-            hidden,
-            weight,
-            bias,
-            scales,
-            how.form,
-        )
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.scales, self.form = scales, how.form
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         row = self.dtype.itemsize * max(1, len(weight))
         self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
@@ -288,16 +268,11 @@ class _Chunks:
         part: slice,
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
-        *,
         of_weight: bool,
     ) -> Tensor | None:
-        """Write the gradient of these hidden states, and return the weight's gradient including
-        these tokens.
-
-        Args:
-            gradient: [t, vocabulary] gradient of products.
-            grad_weight: the weight's gradient so far, in float32; None for the first chunk.
-        """
+        """Write the gradient of these hidden states, from that of their products ([t, vocabulary]).
+        Return the weight's gradient including these tokens, in float32, from that of earlier
+        chunks."""
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
             gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)
@@ -369,14 +344,9 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
 def _differentiate(
     logits: Tensor, largest: Tensor, sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t),
-    except for the term of each target's own logit.
-
-    Args:
-        largest, sums: [T] the largest z, and the sum of exp(z - largest), over the whole
-            vocabulary.
-        entropy: (e, H), each [T].
-    """
+    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t
+    with `entropy` = (e, H)), except for the term of each target's own logit. `largest` and `sums`
+    ([T]) are the largest z and the sum of exp(z - largest) over the whole vocabulary."""
     if not logits.shape[1]:
         return
     for rows in _cached_rows(logits):
@@ -417,12 +387,8 @@ def logprobs_of_any_head(
     temperatures: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the same by autograd, for heads that are more than a matrix with a soft cap.
-
-    Args:
-        logits_of: maps [T, hidden] to [T, vocabulary].
-        hidden, targets, temperatures, entropy: see `head_logprobs`.
-    """
+    """Compute the same by autograd, for heads that are more than a matrix with a soft cap:
+    `logits_of` maps [T, hidden] to [T, vocabulary]."""
     trains = torch.is_grad_enabled()
 
     def chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -446,6 +412,5 @@ def logprobs_of_any_head(
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
-    return torch.cat([p[0] for p in parts]), torch.cat(
-        [p[1] for p in parts]
-    ) if entropy or trains else None
+    logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+    return logprobs, entropies if entropy or trains else None

@@ -29,7 +29,8 @@ class Lora(Config):
     """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear layers to adapt, by the end of their names: "q_proj", "self_attn.q_proj", ...;
-    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter."""
+    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter.
+    """
     rslora: bool = False
     """Use s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
     published: Literal["adapter", "merged"] | None = None
@@ -62,11 +63,7 @@ class Lora(Config):
 
     def check(self, tensor_parallel: int) -> None:
         """Check that ranks can share the adapter; `adapter.check_layers` compares its targets with
-        the model.
-
-        Raises:
-            UserError: ranks cannot share it.
-        """
+        the model. Raises UserError if ranks cannot share it."""
         if self.dora and tensor_parallel > 1:
             raise UserError(
                 f"Lora.dora: tensor_parallel={tensor_parallel} splits the rows that DoRA "
@@ -92,7 +89,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 
 @dataclass(frozen=True)
-class AdapterOff:
+class _AdapterOff:
     """An actor as a graph's reference: the same model without its adapter, which no update changes."""
 
     actor: Any
@@ -100,17 +97,13 @@ class AdapterOff:
     def logprobs(
         self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)
     ) -> Any:
-        """Compute log-probabilities under the model without its adapter."""
         return self.actor.logprobs(batch, into=into, of=of, adapter=False)
 
 
-def adapter_off(actor: Any) -> AdapterOff:
+def adapter_off(actor: Any) -> _AdapterOff:
     """Return the actor's model without its adapter as a reference, which costs a forward pass but
-    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
-
-    Raises:
-        UserError: `actor` is not a handle with `lora`.
-    """
+    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if
+    `actor` is not a handle with `lora`."""
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
-    return AdapterOff(actor)
+    return _AdapterOff(actor)

@@ -27,7 +27,8 @@ CHUNK_BYTES = 128 << 20
 GPU_CHUNK_SHARE = 1 / 64
 """Share of a GPU's memory for the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time."""
+"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time.
+"""
 KEPT_BYTES = 256 << 20
 """Maximum bytes of logits to keep for the backward pass; more are recomputed."""
 BLOCKS = (256, 128, 64)
@@ -92,11 +93,10 @@ class ModelSize:
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
         """Return the shapes of an adapter: A [rank, in] and B [out, rank] of each layer, and with
         DoRA the norm of each row."""
-        chosen = [shape for name, shape in self.matrices.items() if lora.is_on(name)]
-        vectors = [(out,) for out, _ in chosen if lora.dora]
-        return [
-            shape for out, into in chosen for shape in ((lora.rank, into), (out, lora.rank))
-        ] + vectors
+        found: list[tuple[int, ...]] = []
+        for out, into in (shape for name, shape in self.matrices.items() if lora.is_on(name)):
+            found += [(lora.rank, into), (out, lora.rank), *([(out,)] if lora.dora else [])]
+        return found
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,8 @@ class TrainingMemory:
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
-    """Read the sizes of a model from the headers of its files.
-
-    Args:
-        model: folder or id.
-        scalar: whether a scalar head replaces the model's own, as in critics and reward models.
+    """Read the sizes of a model (folder or id) from the headers of its files. `scalar`: a scalar
+    head replaces the model's own, as in critics and reward models.
 
     Raises:
         UserError: the model does not exist, or one of its files is damaged.
@@ -141,24 +138,19 @@ def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
-    if not shapes:
-        raise ValueError(
-            f"model {str(model)!r}: {folder} has no safetensors files"
-        )  # a run reads other formats too
+    if not shapes:  # a run reads other formats too
+        raise ValueError(f"model {str(model)!r}: {folder} has no safetensors files")
     layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
     heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
     rest = {name: shape for name, shape in shapes.items() if name not in heads}
     tied = bool(settings.get("tie_word_embeddings", not heads))
-    alone = tied and not any(
-        shape in rest.values() for shape in heads.values()
-    )  # the files store the embedding under the name of the head
+    # Some files store the embedding under the name of the head.
+    alone = tied and not any(shape in rest.values() for shape in heads.values())
     if not alone and (tied or scalar):
         shapes = rest
     if scalar and SCALAR_HEAD not in shapes:
-        hidden = next(
-            (shape[-1] for shape in shapes.values() if len(shape) == 2 and vocabulary in shape), 0
-        )
-        shapes = {**shapes, SCALAR_HEAD: (1, hidden)}
+        widths = (shape[-1] for shape in shapes.values() if len(shape) == 2 and vocabulary in shape)
+        shapes = {**shapes, SCALAR_HEAD: (1, next(widths, 0))}
     return ModelSize(shapes, vocabulary, layers, tied and not scalar)
 
 
@@ -174,9 +166,6 @@ def training_memory(
     """Return the memory of one rank of a training group.
 
     Args:
-        size: size of the model.
-        config: settings of the group.
-        ranks: ranks of the group.
         trains: whether the group is updated.
         lora: the adapter to train in place of the model, if any.
         saves: whether the run writes checkpoints.
@@ -192,19 +181,17 @@ def training_memory(
     alone = ranks == 1 and config.offload == "everything"
     outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
     # Parameters that are gathered at the same time.
-    at_once = (
-        whole
-        if gathers_once(config, whole)
-        else outer + layer
-        if alone
-        else min(whole, outer + LAYERS_AT_ONCE * whole // max(1, size.layers))
-    )
+    if gathers_once(config, whole):
+        at_once = whole
+    elif alone:
+        at_once = outer + layer
+    else:
+        at_once = min(whole, outer + LAYERS_AT_ONCE * whole // max(1, size.layers))
     exchanged = outer_gradients = 0
     if trains and lora is None and ranks > 1:
         exchanged = 2 * BYTES[config.gradients] * at_once
-    elif (
-        trains and lora is None and alone
-    ):  # one layer's gradients, and the previous layer's in the dtype of accumulation
+    elif trains and lora is None and alone:
+        # One layer's gradients, and the previous layer's in the dtype of accumulation.
         exchanged = (width + BYTES[config.gradients]) * layer
         outer_gradients = 2 * FLOAT32 * outer
     return TrainingMemory(
@@ -220,11 +207,8 @@ def training_memory(
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
-    """Return the block size of a tensor's 8-bit moments, or None if they stay float32.
-
-    Args:
-        shape: shape of the full tensor.
-        own: elements of a row on this rank.
+    """Return the block size of a tensor's 8-bit moments, or None if they stay float32. `own` is the
+    number of elements of a row on this rank.
 
     >>> moment_block((151936, 896), 896), moment_block((896, 4864), 2432), moment_block((8192,), 8192), moment_block((64, 64), 32)
     (128, 128, None, None)
@@ -235,7 +219,6 @@ def moment_block(shape: tuple[int, ...], own: int) -> int | None:
 
 
 def number_in(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the number of elements in tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -250,12 +233,8 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
-    """Return the bytes of logits to compute at once: on a GPU a share of its memory, because short
-    chunks leave it idle.
-
-    Args:
-        gpu_bytes: memory of the GPU; 0 for a CPU.
-    """
+    """Return the bytes of logits to compute at once: on a GPU with `gpu_bytes` a share of its
+    memory, because short chunks leave it idle."""
     return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * gpu_bytes))
 
 

@@ -26,7 +26,7 @@ class OptimizerSteps:
     minibatches: int = 1
 
     @classmethod
-    def of(cls, node: Node | None) -> OptimizerSteps:
+    def of_node(cls, node: Node | None) -> OptimizerSteps:
         """Return the steps of one call of this node; one step for a node that updates nothing."""
         if node is None or not node.operation.updates:
             return cls()
@@ -38,16 +38,13 @@ class OptimizerSteps:
         return self.epochs * self.minibatches
 
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
-        """Return the rows of each step. Units are shuffled in each epoch, because rows arrive in
-        the order they finished: short ones first.
+        """Return the rows of each step: ascending indexes, some empty if there are fewer units than
+        minibatches. Units are shuffled in each epoch, because rows arrive in the order they
+        finished: short ones first.
 
         Args:
             units: [rows] number of each row's unit, from 0; rows of one unit stay together.
             key: seed of the shuffle.
-
-        Returns:
-            Indexes of the rows of each step, ascending; some are empty if there are fewer units
-            than minibatches.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]
@@ -67,19 +64,17 @@ class OptimizerSteps:
 def plan_microbatches(
     lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut rows into microbatches of at most `max_tokens`.
+    """Cut rows into microbatches of at most `max_tokens`. Return the indexes of the rows of each.
 
     Rows are sorted by length, longest first, to keep padding small. A row longer than the limit
-    gets a microbatch to itself. Rows with equal `groups` stay together and count as one.
+    gets a microbatch to itself.
 
     Args:
         lengths: [rows] tokens of each row.
         packed: whether a row costs only its tokens (attention may pad to at most twice `max_tokens`
             per microbatch). Otherwise each row costs as much as the longest row of its microbatch.
-        groups: [rows] group of each row; None to treat each row separately.
-
-    Returns:
-        Indexes of the rows of each microbatch; an empty list for no rows.
+        groups: [rows]; rows with equal values stay together and count as one. None to treat each
+            row separately.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
@@ -99,10 +94,8 @@ def plan_microbatches(
     # Groups by their longest row, and rows of a group by length, longest first.
     order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
     starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
-    ends, sizes = (
-        np.append(starts[1:], len(order)).tolist(),
-        np.maximum(longest[group_of_row[order[starts]]], 1).tolist(),
-    )
+    ends = np.append(starts[1:], len(order)).tolist()
+    sizes = np.maximum(longest[group_of_row[order[starts]]], 1).tolist()
     totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
     parts, first, widest = [], 0, 0
     for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
@@ -126,21 +119,18 @@ def even_microbatches(
     pads: bool,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray] | None:
-    """Distribute packed rows over microbatches of similar cost: the most expensive row first, each
-    into the cheapest microbatch with room.
+    """Distribute packed rows over `number` microbatches of similar cost: the most expensive row
+    first, each into the cheapest microbatch with room.
 
     Ranks compute microbatches in lockstep, so a step takes the sum over k of the most expensive
     k-th microbatch of any rank. The lower bound is the cost of all rows divided by the ranks
     (ByteScale balances to that bound, arXiv:2502.21231).
 
     Args:
-        lengths: [rows] tokens of each row.
-        costs: [rows] cost of each row (`RowCost`).
-        number: number of microbatches.
-        max_tokens: limit of a microbatch.
+        lengths, costs: [rows] tokens and cost (`RowCost`) of each row.
         pads: whether attention pads rows to the longest of their microbatch, to at most twice
             `max_tokens`.
-        groups: [rows] group of each row, which stays together; None to treat each row separately.
+        groups: see `plan_microbatches`.
 
     Returns:
         Indexes of the rows of each microbatch, the most expensive first, or None if the rows do not
@@ -200,13 +190,10 @@ def level_microbatches(
         cut: cuts the rows into microbatches of at most the given number of tokens.
         cost_of: cost of a microbatch.
         number: microbatches that the rank takes part in, at least `len(cut(max_tokens))`.
-        max_tokens: limit of a microbatch.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
     ...     return plan_microbatches(lengths, limit, packed=True)
-    >>> [rows.tolist() for rows in cut(14)]
-    [[0, 1], [2, 3, 4, 5]]
     >>> level = level_microbatches(cut, lambda rows: lengths[rows].sum(), number=3, max_tokens=14)
     >>> [lengths[rows].tolist() for rows in level]
     [[5, 4], [6], [3, 2, 1]]
@@ -255,14 +242,9 @@ class Placement:
     """[rows] int64: position of the last token of each row's prompt."""
 
     @classmethod
-    def of(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> Placement:
-        """Place rows.
-
-        Args:
-            prompts: [rows] int64 tokens of each prompt.
-            after: [rows] int64 tokens after each prompt.
-            same: [rows], equal for rows with equal prompts; None if no row shares its prompt.
-        """
+    def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> Placement:
+        """Place rows with these tokens of prompts and after prompts, [rows] int64 each. `same` is
+        equal for rows with equal prompts, [rows]; None if no row shares its prompt."""
         firsts = shared = prompt_of = np.zeros(0, np.int64)
         alone = np.arange(len(prompts))
         if same is not None:
@@ -299,13 +281,8 @@ class SharingCost:
     Otherwise a kernel skips them."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """Return the cost of rows that share equal prompts, in tokens of linear layers.
-
-        Args:
-            prompts: [rows] tokens of each prompt.
-            after: [rows] tokens after each prompt.
-            same: [rows], equal for rows with equal prompts.
-        """
+        """Return the cost of rows that share equal prompts, in tokens of linear layers; arguments
+        as in `Placement.of_rows`."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )
@@ -332,8 +309,7 @@ def equal_prompts(
     """Find rows with equal prompts, if sharing them is worth its copies.
 
     Args:
-        tokens: [P] int32, all prompts end to end.
-        cu_seqlens: [rows + 1].
+        tokens, cu_seqlens: [P] int32 tokens of all prompts end to end, and their [rows + 1] bounds.
         counts: [rows] tokens of the responses; rows without tokens are not computed.
         cost: cost of these rows.
         also: [rows] other content that must be equal too, or None.
@@ -361,20 +337,12 @@ def plan_shared(
     *,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once.
+    """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once. Return
+    the indexes of the rows of each.
 
     Rows of one prompt stay together, prompts with the longest rows first. If they do not fit into
-    one microbatch, the next one computes the prompt again. Rows with equal `groups` always stay
-    together.
-
-    Args:
-        prompts: [rows] int64 tokens of each prompt.
-        after: [rows] int64 tokens after each prompt.
-        same: [rows], equal for rows with equal prompts.
-        groups: [rows] group of each row; None to treat each row separately.
-
-    Returns:
-        Indexes of the rows of each microbatch; an empty list for no rows.
+    one microbatch, the next one computes the prompt again. Rows with equal `groups` ([rows]) always
+    stay together. Other arguments are as in `Placement.of_rows`.
 
     >>> rows = plan_shared(np.array([6, 6, 6, 2]), np.array([1, 2, 3, 5]), np.array([0, 0, 0, 1]), max_tokens=12)
     >>> [part.tolist() for part in rows]

@@ -51,7 +51,6 @@ class Microbatches:
     scalars: Mapping[str, Tensor]
     """Columns with one value per row, [rows]."""
     device: torch.device
-    """Device of the model; columns move there for the loss."""
     reads_last: bool = False
     """Whether the head reads the position of each response token itself rather than the position
     before it."""
@@ -61,11 +60,10 @@ class Microbatches:
     routes: list[np.ndarray] | None = None
     """Experts of each row's tokens, [tokens that the model reads, layers, chosen]; None lets
     routers choose."""
-    images: ShownRows | None = None
-    """Images of the rows, if any."""
+    images: _ShownRows | None = None
 
     @classmethod
-    def of(
+    def from_batch(
         cls,
         batch: Batch,
         columns: Iterable[str],
@@ -86,8 +84,7 @@ class Microbatches:
             vocabulary: number of token ids of the model.
             context: longest row that the model can read, in tokens, or None without a limit.
             owner: name of the model, for messages.
-            sharing: cost of rows with shared prompts, to decide whether to share; None disables
-                sharing.
+            sharing: cost of rows with shared prompts; None disables sharing.
             routers: routers that replay the column `routes`; None lets them choose.
             images: processor of a model that reads images, if it does.
 
@@ -108,13 +105,12 @@ class Microbatches:
         temperatures = None
         if TEMPERATURE in batch:
             given = batch.numpy(TEMPERATURE)
-            if not np.isin(
-                given, (0.0, 1.0)
-            ).all():  # greedy rows (0) use the distribution of the plain logits, like 1
+            # Greedy rows (0) use the distribution of the plain logits, like 1.
+            if not np.isin(given, (0.0, 1.0)).all():
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
-        shown = ShownRows.of(batch, images, owner)
+        shown = _ShownRows.from_batch(batch, images, owner)
         prompts = batch.ragged_numpy(PROMPT_IDS) if shown is None else shown.prompts
         sequences = (prompts, batch.ragged_numpy(RESPONSE_IDS))
         tokens = np.diff(sequences[0][1]).astype(np.int64) + np.diff(sequences[1][1])
@@ -194,37 +190,32 @@ class Microbatches:
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
         """Return the arguments of `ResponseModel` for these rows. An empty part gives one token
         whose output is ignored."""
+        device = self.device
         if not len(part):
-            zero = torch.zeros(1, dtype=torch.long, device=self.device)
-            nobody = replace(
-                PackedSequences.of([1], self.device), routing=Routing(torch.zeros(1, device=self.device))
-            )
+            zero = torch.zeros(1, dtype=torch.long, device=device)
+            routing = Routing(torch.zeros(1, device=device))
+            nobody = replace(PackedSequences.of_lengths([1], device), routing=routing)
             return zero, nobody, np.zeros(1, np.int64), zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
-        p_lengths, r_lengths = (
-            np.diff(p_starts)[part].astype(np.int64),
-            np.diff(r_starts)[part].astype(np.int64),
-        )
+        p_lengths = np.diff(p_starts)[part].astype(np.int64)
+        r_lengths = np.diff(r_starts)[part].astype(np.int64)
         after = r_lengths - 1 + self.reads_last
         same = None if self.same_prompt is None else self.same_prompt[part]
-        place = Placement.of(p_lengths, after, same)
+        place = Placement.of_rows(p_lengths, after, same)
         ids = [prompts[p_starts[i] : p_starts[i + 1]] for i in part[place.prompts]]
         for row in place.alone:
             i = part[row]
-            ids += [
-                prompts[p_starts[i] : p_starts[i + 1]],
-                responses[r_starts[i] : r_starts[i] + after[row]],
-            ]
+            response = responses[r_starts[i] : r_starts[i] + after[row]]
+            ids += [prompts[p_starts[i] : p_starts[i + 1]], response]
         ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
         starts = np.cumsum(r_lengths) - r_lengths
         # Position of each response token in the microbatch.
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
-        if (
-            not self.reads_last
-        ):  # a token is predicted one position earlier, and the first at the end of its prompt
+        if not self.reads_last:
+            # A token is predicted one position earlier, and the first at the end of its prompt.
             read -= 1
             read[starts] = place.last
-        rows = PackedSequences(p_lengths + after, self.device)
+        rows = PackedSequences(p_lengths + after, device)
         if len(place.shared):
             more = after[place.shared] > 0  # a response of one token adds no input after its prompt
             rows = SharedPrompts.among(
@@ -232,31 +223,22 @@ class Microbatches:
                 (p_lengths + after)[place.alone],
                 after[place.shared][more],
                 place.prompt_of[more],
-                self.device,
+                device,
             )
         rows = replace(rows, routing=self._routing(part, place, p_lengths, p_lengths + after))
         if self.images is not None:
-            rows = replace(rows, shown=self.images.shown(part, after, self.device))
+            rows = replace(rows, shown=self.images.shown(part, after, device))
         temperatures = None
         if self.temperatures is not None:
-            temperatures = self._on_device(np.repeat(self.temperatures[part], r_lengths))
-        targets = responses[tokens_of(r_starts, part)]
-        return (
-            self._on_device(np.concatenate(ids).astype(np.int64)),
-            rows,
-            read,
-            self._on_device(targets.astype(np.int64)),
-            temperatures,
-        )
+            temperatures = to_device(np.repeat(self.temperatures[part], r_lengths), device)
+        targets = to_device(responses[tokens_of(r_starts, part)].astype(np.int64), device)
+        return to_device(np.concatenate(ids).astype(np.int64), device), rows, read, targets, temperatures
 
     def _routing(
         self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
-        """Return the routing of a part's tokens, in the order of its placement.
-
-        Args:
-            prompts, lengths: [rows] tokens of each prompt, and of each complete row.
-        """
+        """Return the routing of a part's tokens, in the order of its placement. `prompts` and
+        `lengths` ([rows]) are the tokens of each prompt and of each complete row."""
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
         # A shared prompt token counts once for each of its rows.
@@ -266,11 +248,8 @@ class Microbatches:
             pieces = [self.routes[part[row]][: prompts[row]] for row in place.prompts]
             pieces += [self.routes[part[row]] for row in place.alone]
             pieces += [self.routes[part[row]][prompts[row] :] for row in place.shared]
-            routes = self._on_device(np.concatenate(pieces).astype(np.int32))
-        return Routing(self._on_device(counts.astype(np.float32)), routes)
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.device)
+            routes = to_device(np.concatenate(pieces).astype(np.int32), self.device)
+        return Routing(to_device(counts.astype(np.float32), self.device), routes)
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
         """Return a part on the device, as a loss reads it. `entropy` is [T] float32 nats, if
@@ -291,25 +270,18 @@ class Microbatches:
 
 
 @dataclass(frozen=True)
-class ShownRows:
-    """The images of rows. They stay encoded: the model's inputs for all of them would not fit into
-    memory."""
+class _ShownRows:
+    """The images of rows, encoded: the model's inputs for all of them would not fit into memory."""
 
     reader: ImageReader
     encoded: list[list[Any]]
-    """Buffers of the images of each row."""
     is_image: list[np.ndarray]
     """[P] bool for each row: the image tokens of its prompt."""
     prompts: tuple[np.ndarray, np.ndarray]
     """([P tokens] int32, cu_seqlens [rows + 1]), with all image tokens."""
 
     @classmethod
-    def of(cls, batch: Batch, reader: ImageReader | None, owner: str) -> ShownRows | None:
-        """Read the images of a batch; None if it has none.
-
-        Raises:
-            UserError: images do not fit their prompts or the model.
-        """
+    def from_batch(cls, batch: Batch, reader: ImageReader | None, owner: str) -> _ShownRows | None:
         if IMAGES not in batch or not batch.lengths(IMAGES).any():
             return None
         if reader is None:
@@ -334,8 +306,8 @@ class ShownRows:
         return cls(reader, encoded, is_image, (np.concatenate(ids), np.cumsum([0, *map(len, ids)])))
 
     def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> Shown | None:
-        """Return the images of these rows ([rows] int64), given the number of tokens `after` each
-        prompt; None if they have none."""
+        """Return the images of these rows, given the number of tokens `after` each prompt; None if
+        they have none."""
         images = [self.reader.see(image) for row in part for image in self.encoded[row]]
         if not images:
             return None
@@ -359,12 +331,7 @@ def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def check_rows(batch: Batch, columns: Iterable[str]) -> None:
     """Check prompts and column lengths, to report mistakes by row and column instead of tensor
-    shapes.
-
-    Raises:
-        UserError: a response has no prompt, or a ragged column has rows of another length than the
-            responses.
-    """
+    shapes."""
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
     if len(empty):

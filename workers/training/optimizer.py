@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,6 @@ from ...dataflow.errors import UserError
 from .engine import ModelConfig, OptimizerConfig
 from .memory import MISSING_TORCHAO, MOMENTS_BYTES, moment_block
 from .sharding import local_part, lying_as
-
-# Moments: each class below stores AdamW's moments in another way.
-#
-# PlainMoments     float32, on the device of their parameters
-# HostMoments      float32, in host memory
-# EightBitMoments  8 bits, on the device of their parameters
-
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of the running means of gradients and of their squares."""
@@ -60,15 +52,10 @@ class PlainMoments(torch.optim.AdamW):
 # computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
 
 
-class HostMoments(PlainMoments):
+class _HostMoments(PlainMoments):
     """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
     part by part: while one part is computed, the moments of the next part arrive and the moments of
-    the previous part leave. Results are identical to AdamW.
-
-    Args:
-        groups, settings: arguments of `torch.optim.AdamW`.
-        device: device of the parameters. On a CPU nothing moves.
-    """
+    the previous part leave. Results are identical to AdamW. On a CPU nothing moves."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -88,7 +75,7 @@ class HostMoments(PlainMoments):
                     torch.cuda.current_stream(self._device).wait_event(current)
                 self.param_groups = [{**group, "params": parameters}]
                 super().step()
-                self._take(parameters)
+                self._return(parameters)
         finally:
             self.param_groups = groups
             if self._stream is not None:
@@ -122,7 +109,7 @@ class HostMoments(PlainMoments):
                     state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
         return self._stream.record_event()
 
-    def _take(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _return(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._stream is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -177,29 +164,20 @@ _SHAPES = 256
 """Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
 
-class EightBitMoments(PlainMoments):
-    """AdamW with moments in 8 bits.
-
-    Args:
-        groups, settings: arguments of `torch.optim.AdamW`.
-        device: device of the parameters.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+class _EightBitMoments(PlainMoments):
+    """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
-        self._library = _load_library(device)
+        self._moment, self._adamw = _load_library(device)
         self._piece = _PIECE[device.type]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         groups = self.param_groups
+        plain = [{**g, "params": [p for p in g["params"] if _block(p) is None]} for g in groups]
         try:
-            self.param_groups = [
-                {**g, "params": [p for p in g["params"] if _block(p) is None]} for g in groups
-            ]
+            self.param_groups = plain
             super().step()
         finally:
             self.param_groups = groups
@@ -231,10 +209,10 @@ class EightBitMoments(PlainMoments):
             piece = slice(start, start + self._piece)
             blocks = slice(start // block, -(-min(piece.stop, len(own)) // block))
             moments = [
-                self._library.moment(parts[name + CODES][piece], parts[name + SCALES][blocks], signed)
+                self._moment(parts[name + CODES][piece], parts[name + SCALES][blocks], signed)
                 for name, signed in SIGNED.items()
             ]
-            self._library.update(
+            self._adamw(
                 own[piece], gradient[piece], state["step"], *moments, None, rate, *group["betas"], group["weight_decay"],
                 group["eps"], True, False,
             )  # fmt: skip
@@ -245,17 +223,11 @@ def in_8_bits(state: Iterable[str]) -> bool:
     return any(name.endswith(CODES) for name in state)
 
 
-@dataclass(frozen=True)
-class _Library:
-    """The parts of torchao that are used."""
-
-    moment: Callable[[Tensor, Tensor, bool], Any]
-    """(codes [n], scales [n / block], signed) -> a moment that shares their memory."""
-    update: Callable[..., None]
-    """AdamW update of one parameter, in place."""
-
-
-def _load_library(device: torch.device) -> _Library:
+def _load_library(
+    device: torch.device,
+) -> tuple[Callable[[Tensor, Tensor, bool], Any], Callable[..., None]]:
+    """Return the parts of torchao that are used: (codes [n], scales [n / block], signed) -> a
+    moment that shares their memory; and the AdamW update of one parameter, in place."""
     log = logging.getLogger("torchao")
     level = log.level
     log.setLevel(logging.ERROR)  # torchao warns about missing kernels for other machines
@@ -280,10 +252,9 @@ def _load_library(device: torch.device) -> _Library:
 
     update = single_param_adam
     if device.type == "cuda":  # as in torchao; on a CPU this would need a compiler and a minute
-        update = cast(Any, torch.compile)(
-            single_param_adam, fullgraph=True, dynamic=False, recompile_limit=_SHAPES
-        )
-    return _Library(moment, update)
+        compiled: Any = torch.compile
+        update = compiled(update, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
+    return moment, update
 
 
 def _block(parameter: Tensor) -> int | None:
@@ -294,10 +265,7 @@ def _block(parameter: Tensor) -> int | None:
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
     """Return zeros that are sharded like a parameter, with rows that are shorter by a factor.
-
-    Args:
-        shape: shape of the full tensor.
-    """
+    `shape` is that of the full tensor."""
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
     if not isinstance(parameter, DTensor):
@@ -311,29 +279,17 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     return laid
 
 
-# Optimizer
-
-
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay.
-
-    Args:
-        model: settings that say where to keep moments.
-        config: settings of the optimizer.
-        device: device that computes.
-
-    Raises:
-        UserError: moments="8bit", and torchao is not installed.
-    """
+    decay. `model` has the setting that says where to keep moments. Raises UserError if
+    moments="8bit", and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            mesh = (
-                parameter.device_mesh if isinstance(parameter, DTensor) else None
-            )  # a fused operation needs one mesh
+            # A fused operation needs one mesh.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     kinds = [
         {"params": of_kind, "weight_decay": config.weight_decay if is_matrix else 0.0}
@@ -341,7 +297,7 @@ def make_optimizer(
     ]
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     if model.offload == "moments":
-        return HostMoments(kinds, device, **settings)
+        return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":
-        return EightBitMoments(kinds, device, **settings)
+        return _EightBitMoments(kinds, device, **settings)
     return PlainMoments(kinds, **settings)

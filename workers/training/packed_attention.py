@@ -50,43 +50,6 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
     return query.dtype in _HALF and softcap is None and not dropout
 
 
-def attend(
-    kernel: Kernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PackedSequences,
-    of_keys: PackedSequences,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Compute causal attention within each row.
-
-    Args:
-        query: [T, heads, head size].
-        key, value: [K, heads of keys, head size].
-        rows: assignment of the T queries to rows.
-        of_keys: assignment of the K keys to rows. The queries of a row are its last tokens.
-        window: number of tokens that each token sees, including itself; None for all before it.
-
-    Returns:
-        [T, heads, head size]
-    """
-    return kernel(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        rows.starts,
-        of_keys.starts,
-        rows.longest,
-        of_keys.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
 # Packed attention
 
 NAME = "weft_packed"
@@ -100,11 +63,8 @@ _ATTENDS = {"full_attention", "sliding_attention"}
 
 def may_pack(causal_lm: Any) -> bool:
     """Return whether a model declares that its attention is replaceable, and that tokens interact
-    nowhere else.
-
-    Models with stateful layers (Mamba) or chunked attention cannot be packed. `agreement.py` checks
-    the results.
-    """
+    nowhere else, as in stateful layers (Mamba) or chunked attention. `agreement.py` checks the
+    results."""
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 
@@ -125,7 +85,10 @@ def caps_scores(causal_lm: Any) -> bool:
     ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
-    rows, before = PackedSequences.of([1], causal_lm.device), causal_lm.config._attn_implementation
+    rows, before = (
+        PackedSequences.of_lengths([1], causal_lm.device),
+        causal_lm.config._attn_implementation,
+    )
     causal_lm.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
@@ -158,7 +121,7 @@ def packed_attention(
     kernel: Kernel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row.
+    """Compute causal attention within each row: ([1, T, heads, head size], None).
 
     Args:
         query, key, value: [1, heads, T, head size].
@@ -169,9 +132,6 @@ def packed_attention(
         softcap: turns scores s into softcap * tanh(s / softcap) (arXiv:2408.00118, section 2); None
             leaves them.
         s_aux: [heads] sinks: per head, the score of an extra key without a value (GPT-OSS), if any.
-
-    Returns:
-        ([1, T, heads, head size], None)
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
@@ -209,11 +169,10 @@ class _Attend:
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """Compute attention within each row: [T, heads, head size], from queries, keys and values
-        of the same shape."""
+        """Compute attention within each row: [T, heads, head size], like queries, keys and values."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
-            return attend(kernel, query, key, value, rows, rows, scaling=self.scaling, window=self.window)
+            return self._by_kernel(kernel, query, key, value, rows, rows)
         query, key, value = (_unpacked(x, rows).transpose(1, 2) for x in of_tokens)
         mask = None
         if self.window is not None and rows.longest > self.window:
@@ -226,27 +185,12 @@ class _Attend:
         self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts
     ) -> Tensor:
         """Compute attention of responses to their prompts and to themselves: [tokens of responses,
-        heads, head size].
-
-        Args:
-            first: queries, keys and values of all rows that begin at position 0, prompts first;
-                [tokens, heads, head size].
-            after: queries, keys and values of the responses.
-        """
+        heads, head size]. `first` and `after` are queries, keys and values of all rows that begin
+        at position 0, prompts first, and of the responses."""
         if (kernel := self._kernel(after)) is not None:
             of_tokens = (torch.cat(both) for both in zip(first[1:], after[1:], strict=True))
             key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens)
-            of_keys = rows.complete
-            return attend(
-                kernel,
-                after[0],
-                key,
-                value,
-                rows.responses,
-                of_keys,
-                scaling=self.scaling,
-                window=self.window,
-            )
+            return self._by_kernel(kernel, after[0], key, value, rows.responses, rows.complete)
         before, begins = int(rows.prompts.lengths.sum()), len(first[0])
         prompts = (_unpacked(x.split([before, begins - before])[0], rows.prompts) for x in first[1:])
         of_prompts = (_PromptOfEach.apply(x, rows.prompt_of_response) for x in prompts)
@@ -256,13 +200,32 @@ class _Attend:
         return _packed(self._padded(query.transpose(1, 2), key, value, mask), rows.responses)
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
-        if (
-            self.kernel is None
-            or self.sinks is not None
-            or not takes(of_tokens[0], self.softcap, self.dropout)
-        ):
-            return None
-        return self.kernel
+        fits = self.sinks is None and takes(of_tokens[0], self.softcap, self.dropout)
+        return self.kernel if fits else None
+
+    def _by_kernel(
+        self,
+        kernel: Kernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: PackedSequences,
+        of_keys: PackedSequences,
+    ) -> Tensor:
+        """Compute causal attention of [T] queries to [K] keys, assigned to rows by `rows` and
+        `of_keys`. The queries of a row are its last tokens."""
+        return kernel(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            rows.starts,
+            of_keys.starts,
+            rows.longest,
+            of_keys.longest,
+            scale=self.scaling,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dtype = query.dtype
@@ -270,10 +233,7 @@ class _Attend:
             query, key, value = query.float(), key.float(), value.float()
         if self.sinks is not None:
             return self._with_sinks(self.sinks, query, key, value, mask).to(dtype)
-        found = _attention(
-            query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout
-        )
-        return found.to(dtype)
+        return _attention(query, key, value, mask, self.scaling, self.softcap, self.dropout).to(dtype)
 
     def _with_sinks(
         self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -294,7 +254,7 @@ class _Attend:
             mask = F.pad(mask, (1, 0), value=True)
         else:  # causal: add a query next to the sink key, and drop its result
             query = F.pad(query, (0, 0, 1, 0))
-        found = _attention(query, key, value, mask, scaling=scaling, softcap=None, dropout=0.0)
+        found = _attention(query, key, value, mask, scaling, None, 0.0)
         return found[:, int(mask is None) :, :, : value.shape[-1] - _ALIGNED]
 
 
@@ -303,13 +263,12 @@ def _attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    *,
     scaling: float | None,
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
     """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]; causal
-    without a mask."""
+    without a mask. torch has no kernel for soft caps, so their formula is computed."""
     if softcap is None:
         # Replaces the model's module, which does not know that keys were repeated for ranks that
         # share tokens.
@@ -318,23 +277,8 @@ def _attention(
             groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
         )[0]
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
-            None, None
-        ]
-    return _capped_attention(query, key, value, mask, scaling, softcap, dropout)
-
-
-def _capped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    softcap: float,
-    dropout: float,
-) -> Tensor:
-    """Compute attention with soft-capped scores, [B, L, heads, head size], by its formula: torch
-    has no kernel for it."""
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril()[None, None]
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)

@@ -4,13 +4,15 @@ waits for the device."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from ..models.images import Shown
@@ -24,11 +26,7 @@ if TYPE_CHECKING:
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """Copy host data to the device without blocking; on a CPU return it directly. Do not write to
-    it afterwards.
-
-    >>> to_device(np.array([1, 2]), torch.device("cpu"))
-    tensor([1, 2])
-    """
+    it afterwards."""
     tensor = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory CUDA copies twice and partly blocks
@@ -36,22 +34,6 @@ def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 # Packed sequences
-
-
-class Exchange(Protocol):
-    """Exchange between ranks that share tokens (`sequence_parallel.py`)."""
-
-    def own(self, of_tokens: Tensor) -> Tensor:
-        """Return this rank's part of [T, ...]."""
-        ...
-
-    def to_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Turn all heads of this rank's tokens into this rank's heads of all tokens."""
-        ...
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Reverse `to_heads`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +49,7 @@ class PackedSequences:
     """Sliding windows that the model has passed to attention."""
     softcaps: set[float | None] = field(default_factory=set)
     """Soft caps that the model has passed to attention."""
-    exchange: Exchange | None = None
+    exchange: Stretches | None = None
     """How several ranks share the tokens; None if this rank has all of them."""
     rounded: bool = False
     """Whether to round queries, keys and values to bfloat16, to check a kernel that computes only
@@ -78,7 +60,7 @@ class PackedSequences:
     """Images of the rows, with places among the T tokens, if any."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
+    def of_lengths(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
         return cls(np.asarray(lengths, np.int64), torch.device(device))
 
     @cached_property
@@ -207,32 +189,126 @@ class SharedPrompts(PackedSequences):
         return self._on_device(self.after)
 
     def sees(self, window: int | None) -> Tensor:
-        """Return which tokens each response token sees.
-
-        Args:
-            window: number of tokens that each token sees, including itself; None for all before it.
-
-        Returns:
-            [responses, longest response, longest prompt + longest response] bool.
-        """
+        """Return which tokens each response token sees, at most `window` including itself (None for
+        all before it): [responses, longest response, longest prompt + longest response] bool."""
         if window not in self._seen:
             own = torch.arange(self.responses.longest, device=self.device)
             before = torch.arange(self.prompts.longest, device=self.device)
             lengths = self._on_device(self.prompts.lengths)[self.prompt_of_response]
             back_own = (own[:, None] - own[None, :]).expand(len(self.after), -1, -1)
             back_before = lengths[:, None, None] + own[None, :, None] - before[None, None, :]
-            seen_own, seen_before = (
-                back_own >= 0,
-                (before[None, :] < lengths[:, None])[:, None].expand_as(back_before),
-            )
+            seen_own = back_own >= 0
+            seen_before = (before[None, :] < lengths[:, None])[:, None].expand_as(back_before)
             if window is not None:
-                seen_own, seen_before = (
-                    seen_own & (back_own < window),
-                    seen_before & (back_before < window),
-                )
+                seen_own = seen_own & (back_own < window)
+                seen_before = seen_before & (back_before < window)
             self._seen[window] = torch.cat([seen_before, seen_own], 2)
         return self._seen[window]
 
     @cached_property
     def _seen(self) -> dict[int | None, Tensor]:
         return {}
+
+
+# Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses,
+# arXiv:2309.14509).
+#
+#     tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
+#     exchange    each rank sends every other its tokens of the other's heads
+#     attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
+#     exchange    and back
+#     head        each rank its tokens; results are gathered, so every rank computes the same loss
+#
+# Weights are sharded over all ranks. A rank's gradient covers its tokens, and through the exchanges
+# also of other ranks' results that depend on them. So the loss gradient is the sum over the ranks of
+# a replica, as over replicas.
+
+
+class Stretches:
+    """Splits tokens over the ranks of a process group, one contiguous stretch each."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
+        """Return this rank's tokens of [N] int64 tokens in these rows: [n] int64, the same number
+        on each rank, padded with an unused row; and the rows of all ranks, including the padding.
+        """
+        # Pad, so that all ranks have the same number of tokens.
+        missing = -len(input_ids) % self.ranks
+        input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids
+        lengths = np.append(rows.lengths, missing) if missing else rows.lengths
+        routing = None if rows.routing is None else rows.routing.shard(self.own, missing)
+        shared = replace(PackedSequences(lengths, rows.device), exchange=self, routing=routing)
+        return self.own(input_ids), shared
+
+    def own(self, of_tokens: Tensor) -> Tensor:
+        """Return this rank's part of [ranks * n, ...]: [n, ...]."""
+        return of_tokens.chunk(self.ranks)[self.rank]
+
+    def to_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: its
+        heads of all tokens. Fewer heads of keys and values than `heads` of queries are repeated if
+        ranks cannot split them."""
+        if x.shape[1] % self.ranks:
+            # Repeat grouped keys and values, as attention would.
+            x = x.repeat_interleave(heads // x.shape[1], 1)
+        return _Exchange.apply(x, self.group, self.ranks, 1, 0)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Turn [ranks * n, heads / ranks, size] into [n, heads, size]."""
+        return _Exchange.apply(x, self.group, self.ranks, 0, 1)
+
+    def gather(self, of_tokens: Tensor, counts: list[int]) -> Tensor:
+        """Concatenate each rank's results ([its count]) for its tokens, the same on all ranks;
+        gradients go to the rank that computed the result."""
+        return _Gather.apply(of_tokens, self, counts)
+
+
+def join_stretches(ranks: int) -> Stretches:
+    """Create process groups of `ranks` adjacent ranks and return this rank's. Collective."""
+    mine = None
+    for first in range(0, dist.get_world_size(), ranks):
+        members = list(range(first, first + ranks))
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            mine = Stretches(group)
+    assert mine is not None
+    return mine
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut along one dimension, send each rank its piece, and concatenate the received pieces along
+    another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
+        ctx.about = group, ranks, cut, join
+        return _exchanged(x, group, ranks, cut, join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        group, ranks, cut, join = ctx.about
+        return _exchanged(gradients[0], group, ranks, join, cut), None, None, None, None
+
+
+def _exchanged(x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
+    sent = torch.stack([piece.contiguous() for piece in x.chunk(ranks, cut)])
+    come = torch.empty_like(sent)
+    dist.all_to_all_single(come, sent, group=group)
+    return torch.cat(come.unbind(), join)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
+        ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
+        padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
+        come = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(come, padded, group=stretches.group)
+        return torch.cat([part[:count] for part, count in zip(come, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0][ctx.own], None, None

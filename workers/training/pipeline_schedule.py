@@ -39,9 +39,8 @@ class Pass(NamedTuple):
     backward: bool = False
 
     def __str__(self) -> str:
-        return f"{'B' if self.backward else 'F'}{self.microbatch}" + (
-            f".{self.chunk}" if self.chunk else ""
-        )
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{'B' if self.backward else 'F'}{self.microbatch}{chunk}"
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class PipelineSchedule:
         if len(self.passes) != self.stages:
             raise UserError(f"a pipeline of {self.stages} stages has passes for {len(self.passes)}")
         for stage, own in enumerate(self.passes):
-            wrong = wanted.symmetric_difference(own) or {
-                one for one, times in Counter(own).items() if times > 1
-            }
+            repeated = {one for one, times in Counter(own).items() if times > 1}
+            wrong = wanted.symmetric_difference(own) or repeated
             if wrong:
                 raise UserError(
                     f"stage {stage} does not compute each pass once: {', '.join(map(str, sorted(wrong)))}"
@@ -98,17 +96,10 @@ class PipelineSchedule:
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
     """Return a schedule with all forward passes, then all backward passes in the same order of
-    microbatches. All activations are kept at once.
-
-    >>> [gpipe(2, 3).in_flight(stage) for stage in range(2)]
-    [3, 3]
-    """
+    microbatches. All activations are kept at once."""
     _check_sizes(stages, microbatches)
-    own = tuple(
-        Pass(microbatch, backward=backward)
-        for backward in (False, True)
-        for microbatch in range(microbatches)
-    )
+    order = [Pass(microbatch) for microbatch in range(microbatches)]
+    own = (*order, *(one._replace(backward=True) for one in order))
     return PipelineSchedule(stages, microbatches, 1, (own,) * stages)
 
 
@@ -122,12 +113,9 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
     _check_sizes(stages, microbatches)
     order = [Pass(microbatch) for microbatch in range(microbatches)]
     back = [one._replace(backward=True) for one in order]
-    return PipelineSchedule(
-        stages,
-        microbatches,
-        1,
-        tuple(_warmed_up(order, back, min(stages - stage - 1, microbatches)) for stage in range(stages)),
-    )
+    warm_up = [min(stages - stage - 1, microbatches) for stage in range(stages)]
+    passes = tuple(_warmed_up(order, back, first) for first in warm_up)
+    return PipelineSchedule(stages, microbatches, 1, passes)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
@@ -163,12 +151,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
         for k in range(stages)
     ]
     # Enough forward passes to keep every later stage busy until the first backward pass.
-    warm_up = [
-        min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)
-    ]
-    return PipelineSchedule(
-        stages, microbatches, chunks, tuple(_warmed_up(forth, back, first) for first in warm_up)
-    )
+    least = (chunks - 1) * stages
+    warm_up = [min(2 * (stages - stage - 1) + least, len(forth)) for stage in range(stages)]
+    passes = tuple(_warmed_up(forth, back, first) for first in warm_up)
+    return PipelineSchedule(stages, microbatches, chunks, passes)
 
 
 @dataclass(frozen=True)
@@ -178,7 +164,6 @@ class PipelineRun:
     seconds: float
     """Time from the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
-    """Computing time of each stage."""
     ends_s: tuple[dict[Pass, float], ...]
     """End of each pass, for each stage."""
 
@@ -202,9 +187,7 @@ def run(
     piece. Transfers overlap with computation; data that stays on a stage arrives at once.
 
     Args:
-        schedule: schedule of the pipeline.
-        forward_s: [pieces, microbatches] seconds of a forward pass, or broadcastable.
-        backward_s: the same for a backward pass.
+        forward_s, backward_s: [pieces, microbatches] seconds of a pass, or broadcastable.
         transfer_s: [microbatches] seconds to send an activation or its gradient to another stage.
 
     Raises:
@@ -228,15 +211,11 @@ def run(
             piece = one.chunk * p + stage
             arrives = 0.0
             for needed in _needed(one, piece, pieces):
-                of_stage, of = (
-                    needed % p,
-                    one._replace(chunk=needed // p, backward=one.backward and needed != piece),
-                )
-                if of not in ends[of_stage]:
+                of = one._replace(chunk=needed // p, backward=one.backward and needed != piece)
+                if of not in ends[needed % p]:
                     break
-                arrives = max(
-                    arrives, ends[of_stage][of] + (on_its_way[one.microbatch] if needed != piece else 0.0)
-                )
+                travels = on_its_way[one.microbatch] if needed != piece else 0.0
+                arrives = max(arrives, ends[needed % p][of] + travels)
             else:
                 takes = seconds[one.backward][piece][one.microbatch]
                 clock[stage] = ends[stage][one] = max(clock[stage], arrives) + takes

@@ -25,8 +25,8 @@ from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
 from .packed_sequences import PackedSequences, to_device
 
 if TYPE_CHECKING:
+    from .packed_sequences import Stretches
     from .routers import Routers
-    from .sequence_parallel import Stretches
 
 
 # Ropes whose frequencies depend on the length of a sequence (longrope, dynamic NTK). `transformers`
@@ -40,31 +40,24 @@ def follows_length(model: nn.Module) -> bool:
     return any(_follows_length(module) for module in model.modules())
 
 
-class RopesByRow:
+class _RopesByRow:
     """Computes such ropes row by row, for padded rows, `[B, L]` tokens, or packed rows, `[1, T]`.
-
-    Args:
-        causal_lm: the model; the forward methods of its ropes are replaced.
-    """
+    The forward methods of the model's ropes are replaced."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
-        self._rows: PackedSequences | None = None
+        self.rows: PackedSequences | None = None
         for module in causal_lm.modules():
             if _follows_length(module):
                 module.forward = partial(self._forward, copy.deepcopy(module).cpu())
 
-    def begin(self, rows: PackedSequences) -> None:
-        """Set the rows of the next pass."""
-        self._rows = rows
-
     def _forward(
         self, rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        assert self._rows is not None
+        assert self.rows is not None
         like = torch.empty((), dtype=x.dtype).expand(x.shape)  # the rope reads only its dtype and device
         across = len(position_ids) == 1
         parts = []
-        for row in self._rows.positions_by_row(padded=not across):
+        for row in self.rows.positions_by_row(padded=not across):
             # The rope keeps the frequencies of a longer row until a short one comes; this call
             # resets them.
             rope(like, torch.zeros_like(row[:, :1]), *args, **kwargs)
@@ -87,14 +80,8 @@ class ResponseModel(nn.Module):
 
     Packed rows (`packs`) are stored end to end. Other rows are padded on the right: attention is
     causal, so no real token sees padding, no mask is needed, and the fastest attention kernel
-    applies. `agreement.py` finds out what a model supports.
-
-    Args:
-        causal_lm: the model, on any device.
-        scalar: whether it has a scalar head.
-
-    Raises:
-        UserError: the model's backbone was not found.
+    applies. `agreement.py` finds out what a model supports. Raises UserError if the model's
+    backbone was not found.
     """
 
     def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
@@ -102,11 +89,10 @@ class ResponseModel(nn.Module):
         self.causal_lm = causal_lm
         self.scalar = scalar
         self.sees = is_type_that_sees(causal_lm.config)
-        """Whether rows may have images."""
         self.backbone_name = _find_backbone(causal_lm)
         # Padding without a mask is correct here, and the check would read the first and last tokens
         # from the device.
-        self.backbone.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+        self.backbone.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.packs = False
         """Whether a microbatch costs its tokens, rather than its rows times the longest."""
         self.shares_prompts = False
@@ -119,7 +105,7 @@ class ResponseModel(nn.Module):
         self.routers: Routers | None = None
         """Routers of a mixture of experts; None if there are none, or if their choices are not
         accessible."""
-        self.ropes: RopesByRow | None = None
+        self.ropes: _RopesByRow | None = None
         """Ropes that depend on the length of a row; None if there are none, or if they see all rows
         at once."""
         self.chunk_bytes: int | None = None
@@ -144,7 +130,7 @@ class ResponseModel(nn.Module):
         """Make ropes that depend on the length of a row see one row at a time. Changes the model in
         place, once."""
         if self.ropes is None and follows_length(self.causal_lm):
-            self.ropes = RopesByRow(self.causal_lm)
+            self.ropes = _RopesByRow(self.causal_lm)
 
     def forward(
         self,
@@ -180,9 +166,7 @@ class ResponseModel(nn.Module):
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
-            return self.causal_lm.score(hidden.float())[
-                :, 0
-            ], None  # half precision is too coarse for values
+            return self._values(hidden), None
         return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
 
     def _in_stretches(
@@ -204,7 +188,7 @@ class ResponseModel(nn.Module):
         own = to_device(predicting[mine] - stretches.rank * len(hidden), hidden.device)
         hidden_states = hidden.index_select(0, own)
         if self.scalar:
-            values, entropies = self.causal_lm.score(hidden_states.float())[:, 0], None
+            values, entropies = self._values(hidden_states), None
         else:
             own_temperatures = None if temperatures is None else temperatures[mine]
             values, entropies = self.logprobs_of(
@@ -212,28 +196,23 @@ class ResponseModel(nn.Module):
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
-            values = (
-                values + 0.0 * hidden[0, 0]
-            )  # other ranks wait for this rank's exchanges in the backward pass
+            # Other ranks wait for this rank's exchanges in the backward pass.
+            values = values + 0.0 * hidden[0, 0]
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
+    def _values(self, hidden: Tensor) -> Tensor:
+        return self.causal_lm.score(hidden.float())[:, 0]  # half precision is too coarse for values
+
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
-        """Run the model without its head.
-
-        Args:
-            input_ids: [N] int64, row after row.
-            rows: assignment of the N tokens to rows.
-
-        Returns:
-            (outputs of the backbone, [N, hidden] states of the tokens, row after row)
-        """
+        """Run the model without its head on [N] int64 tokens, row after row. Return the outputs of
+        the backbone, and the [N, hidden] states of the tokens."""
         if self.routers is not None:
             routing = rows.routing
             if routing is not None and not self.packs:
                 routing = routing.spread(rows.slots, math.prod(rows.shape))
-            self.routers.begin(routing)
+            self.routers.begin_pass(routing)
         if self.ropes is not None:
-            self.ropes.begin(rows)
+            self.ropes.rows = rows
         if self.packs:
             positions = rows.positions if rows.exchange is None else rows.exchange.own(rows.positions)
             inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "rows": rows}
@@ -291,11 +270,8 @@ class ResponseModel(nn.Module):
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """Return [T, vocabulary] logits of [T, hidden] states, by all operations that the model's
-        own forward pass runs after its backbone.
-
-        Args:
-            outputs: outputs of the backbone; their hidden states are replaced.
-        """
+        own forward pass runs after its backbone. `outputs` are those of the backbone; their hidden
+        states are replaced."""
         given = replace(outputs, last_hidden_state=hidden[None])
         # Copy the model but share everything except the backbone, so that other threads see it
         # unchanged.
@@ -308,13 +284,7 @@ class ResponseModel(nn.Module):
         return headed(input_ids=nobody, use_cache=False).logits[0]
 
 
-def _warn_of_nothing(*_: object) -> None:
-    pass
-
-
-class _Answered:
-    """A backbone that returns stored outputs."""
-
+class _Answered:  # a backbone that returns stored outputs
     def __init__(self, backbone: Any, answer: Any) -> None:
         self._backbone, self._answer = backbone, answer
 
@@ -327,15 +297,8 @@ class _Answered:
 
 
 def _find_backbone(causal_lm: Any) -> str:
-    """Return the name of the module under a causal language model's head.
-
-    Raises:
-        UserError: no such module was found, so the head's input is unknown.
-    """
-    for name in (
-        causal_lm.base_model_prefix,
-        "model",
-    ):  # Llama 4's text model names a module that it lacks
+    # Llama 4's text model names a module that it lacks.
+    for name in (causal_lm.base_model_prefix, "model"):
         if name in causal_lm._modules:
             return name
     parts = ", ".join(causal_lm._modules)

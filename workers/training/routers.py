@@ -40,7 +40,8 @@ class Balance:
 
     coefficient: float
     frequencies: Tensor
-    """[experts] float64: how often a token is sent to each expert, averaged over tokens and layers."""
+    """[experts] float64: how often a token is sent to each expert, averaged over tokens and layers.
+    """
     scale: float = 1.0
     added: set[int] = field(default_factory=set)
     """Routers whose passes carry the gradient."""
@@ -48,42 +49,32 @@ class Balance:
     """Routers in `added` that a backward pass has reached."""
 
     @classmethod
-    def of(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
+    def of_step(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
         """Return the balance of one step's loss.
 
         Args:
-            coefficient: coefficient of the loss.
             loads: [experts] float64, on the model's device: tokens sent to each expert in the step,
                 over all layers and ranks.
             chosen: experts per token.
             weight: divisor that is later applied to the gradient of the backward pass.
 
-        >>> Balance.of(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
+        >>> Balance.of_step(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
         """
         tokens = loads.sum() / chosen
         return cls(coefficient, loads / tokens, weight * len(loads) / tokens.item())
 
     def check_reached(self, model: str) -> None:
-        """Check that the backward passes of a step reached all routers.
-
-        Raises:
-            UserError: some router got no gradient.
-        """
+        """Check that the backward passes of a step reached all routers."""
         if self.reached != self.added:
             raise UserError(
                 f"router_loss={self.coefficient:g}: the gradient of this loss does not reach all routers of model {model!r}; leave it out"
             )
 
 
-class Tally:
-    """Router statistics of some passes. Sums run over tokens; a token that several rows share
-    counts once per row.
-
-    Args:
-        routers: number of routers.
-        have_logits: whether the logits of all routers are known.
-    """
+class _Tally:
+    """Statistics of the choices of `routers` routers in some passes. Sums run over tokens; a token
+    that several rows share counts once per row."""
 
     def __init__(self, routers: int, experts: int, device: torch.device, *, have_logits: bool) -> None:
         make = partial(torch.zeros, dtype=torch.float64, device=device)
@@ -94,52 +85,33 @@ class Tally:
         self.entropy = make(1)
         """Entropy of the router probabilities in nats, summed over all routers."""
         self.tokens = make(1)
-        """Tokens, summed over all routers."""
         self.moved = make(1)
         """Tokens, summed over all routers, for which the replayed experts differ from the router's
         own choice."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
-        """Add the experts of N tokens.
-
-        Args:
-            router: number of the router.
-            taken: [N, chosen] experts.
-            counts: [N] float32: number of rows that have each token.
-        """
+        """Add the experts `taken` ([N, chosen]) of N tokens, each with its number of rows ([N]
+        float32)."""
         counts = counts.to(self.loads)
         self.loads[router].index_add_(0, taken.flatten(), counts.repeat_interleave(taken.shape[-1]))
         self.tokens += counts.sum()
 
     def add_moved(self, taken: Tensor, own: Tensor, counts: Tensor) -> None:
-        """Compare replayed experts with the router's own choice.
-
-        Args:
-            taken, own: [N, chosen] replayed experts, and the router's own choice.
-            counts: [N] float32.
-        """
+        """Compare replayed experts with the router's own choice, [N, chosen] each."""
         counts = counts.to(self.moved)
         self.moved += counts @ (own.sort(-1).values != taken.sort(-1).values).any(-1).to(counts)
 
     @torch.no_grad()
     def add_logits(self, logits: Tensor, counts: Tensor) -> None:
-        """Add the probabilities and entropies of a router.
-
-        Args:
-            logits: [..., experts] of N tokens.
-            counts: [N] float32.
-        """
+        """Add the probabilities and entropies of a router from its logits, [..., experts] of N
+        tokens."""
         logprobs = logits.float().log_softmax(-1).flatten(0, -2)
         self.probabilities += counts.to(self.loads) @ logprobs.exp().to(self.loads)
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
 
     def add_up(self, over_ranks: Callable[[Tensor], None]) -> None:
-        """Sum the statistics over ranks.
-
-        Args:
-            over_ranks: sums a tensor [n] over all ranks, in place.
-        """
+        """Sum the statistics over ranks: `over_ranks` sums a tensor [n] over all ranks, in place."""
         sums = (self.loads, self.probabilities, self.entropy, self.tokens, self.moved)
         together = torch.cat([one.flatten() for one in sums])
         over_ranks(together)
@@ -147,11 +119,6 @@ class Tally:
             own.copy_(found.view_as(own))
 
     def metrics(self, *, replayed: bool) -> Metrics:
-        """Return the statistics as metrics; an empty dict without tokens.
-
-        Args:
-            replayed: whether the experts were replayed.
-        """
         tokens = self.tokens.item()
         if not tokens:
             return {}
@@ -173,14 +140,8 @@ class Tally:
 def with_balance(
     carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
 ) -> Tensor:
-    """Return a tensor whose backward pass also adds the gradient of a balance to `logits`.
-
-    Args:
-        carrier: the tensor, of any shape.
-        logits: [..., experts] of N tokens.
-        counts: [N] float32.
-        router: number of the router.
-    """
+    """Return the tensor `carrier`, whose backward pass also adds the gradient of a balance to
+    `logits` ([..., experts] of N tokens, with counts [N] float32)."""
     balance.added.add(router)
     return _Balanced.apply(carrier, logits, counts, balance, router)  # pyright: ignore[reportReturnType]
 
@@ -223,13 +184,11 @@ class Router:
     """A module that chooses the experts of a layer."""
 
     module: str
-    """Name of the module in the model."""
     layer: int
     call: int
     """Which of the module's `torch.topk` calls over all experts makes the choice; earlier calls
     choose groups of experts."""
     chosen: int
-    """Experts per token."""
     logits: int | None
     """Index of the module's output that `transformers` declares as the logits of all experts, if it
     declares one."""
@@ -255,12 +214,8 @@ class Routing:
         return Routing(counts, routes)
 
     def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
-        """Return this rank's part, where ranks share tokens.
-
-        Args:
-            share: returns the rank's part of [N + missing, ...].
-            missing: number of padding tokens.
-        """
+        """Return this rank's part, where ranks share tokens: `share` returns the rank's part of [N
+        + missing, ...]."""
         routes = self.routes
         if routes is not None:
             routes = share(torch.cat([routes, _any_experts(routes, missing)]))
@@ -268,28 +223,21 @@ class Routing:
 
 
 def _any_experts(like: Tensor, tokens: int) -> Tensor:
-    """Return [tokens, layers, chosen] distinct experts, for padding."""
     _, layers, chosen = like.shape
     return torch.arange(chosen, dtype=like.dtype, device=like.device).repeat(tokens, layers, 1)
 
 
 class Routers:
-    """The routers of a model, with instructions for each forward pass and for its backward pass,
-    which may recompute layers.
-
-    Args:
-        causal_lm: the model; the forward methods of its routers are replaced.
-        routers: result of `find_routers`.
-    """
+    """The routers of a model, found by `find_routers`, with instructions for each forward pass and
+    for its backward pass, which may recompute layers. Their forward methods are replaced."""
 
     def __init__(self, causal_lm: Any, routers: tuple[Router, ...]) -> None:
         settings = causal_lm.config.get_text_config()
         self.routers = routers
         self.layers = int(settings.num_hidden_layers)
-        """Layers of the model, with and without routers."""
         self.chosen = routers[0].chosen
         self.experts = num_experts(settings) or 0
-        self.tally: Tally | None = None
+        self.tally: _Tally | None = None
         """Collects statistics of the next passes, if set."""
         self.balance: Balance | None = None
         """Added to the gradients of the next passes, if set."""
@@ -312,7 +260,7 @@ class Routers:
         """Whether the logits of all routers are known."""
         return all(router.logits is not None for router in self.routers)
 
-    def begin(self, routing: Routing | None) -> None:
+    def begin_pass(self, routing: Routing | None) -> None:
         """Begin a pass with these instructions."""
         self._routing = routing
         self._seen.clear()
@@ -320,9 +268,9 @@ class Routers:
             self.taken = [None for _ in range(self.layers)]
 
     @contextmanager
-    def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[Tally]:
+    def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[_Tally]:
         """Collect statistics of passes, and add the gradient of a balance to theirs."""
-        tally = Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
+        tally = _Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
         self.tally, self.balance = tally, balance
         try:
             yield tally
@@ -333,7 +281,7 @@ class Routers:
     def recorded(self) -> Iterator[Routers]:
         """Record the experts of the next pass, for `routes`."""
         self.taken = []
-        self.begin(None)
+        self.begin_pass(None)
         try:
             yield self
         finally:
@@ -345,29 +293,26 @@ class Routers:
         router."""
         assert self.taken is not None
         like = next(found for found in self.taken if found is not None)
-        return torch.stack(
-            [torch.zeros_like(like) if found is None else found for found in self.taken], 1
-        )
+        none = torch.zeros_like(like)
+        return torch.stack([none if found is None else found for found in self.taken], 1)
 
     def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
-        """Return the tokens sent to each expert over all routed layers, [experts] int64.
-
-        Args:
-            routes: [tokens, layers, chosen] of each row.
-        """
+        """Return the tokens sent to each expert over all routed layers, [experts] int64, from the
+        routes of each row ([tokens, layers, chosen])."""
         layers = [router.layer for router in self.routers]
-        taken = [
-            np.empty(0, np.int64),
-            *(of_row[:, layers].ravel().astype(np.int64) for of_row in routes),
-        ]
-        return np.bincount(np.concatenate(taken), minlength=self.experts)
+        taken = [of_row[:, layers].ravel().astype(np.int64) for of_row in routes]
+        return np.bincount(np.concatenate([np.empty(0, np.int64), *taken]), minlength=self.experts)
 
     def _route(
         self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
         again = number in self._seen  # the backward pass recomputes activations
         self._seen.add(number)
-        with _TopkOverride(self.experts, router.call, partial(self._choose, number, router, again)):
+
+        def choose(call: int, scores: Tensor, topk: Callable[[], Any]) -> Any:
+            return self._choose(number, router, again, scores, topk) if call == router.call else topk()
+
+        with _TopkOverride(self.experts, choose):
             outputs = forward(*args, **named)
         if router.logits is None or (self.balance is None and self.tally is None):
             return outputs
@@ -412,57 +357,32 @@ class Routers:
         return found
 
     def _counts(self, of_experts: Tensor) -> Tensor:
-        """Return [N] float32 counts, for [..., experts] of N tokens."""
         if self._routing is None:
             return torch.ones(of_experts.shape[:-1].numel(), device=of_experts.device)
         return self._routing.counts
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Replaces the result of one `torch.topk` call over all experts, selected by its number."""
+    """Answers each `torch.topk` call over all experts, given its number, its scores, and the call."""
 
-    def __init__(
-        self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]
-    ) -> None:
+    def __init__(self, experts: int, answer: Callable[[int, Tensor, Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self._experts, self._call, self._answer, self._calls = experts, call, answer, 0
+        self._experts, self._answer, self._calls = experts, answer, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(func, *args, **(kwargs or {}))
-        if not _is_choice(func, args, kwargs, self._experts):
+        if func not in _TOPK:
+            return call()
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape[-1] != self._experts:
             return call()
         self._calls += 1
-        return self._answer(_scores(args, kwargs), call) if self._calls - 1 == self._call else call()
-
-
-class _TopkObserver(TorchFunctionMode):
-    """Reports the choice of each `torch.topk` call over all experts."""
-
-    def __init__(self, experts: int, seen: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._experts, self._seen = experts, seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if _is_choice(func, args, kwargs, self._experts):
-            self._seen(found.indices)
-        return found
-
-
-def _is_choice(func: Any, args: Any, kwargs: Any, experts: int) -> bool:
-    return func in _TOPK and _scores(args, kwargs).shape[-1] == experts
-
-
-def _scores(args: Any, kwargs: Any) -> Tensor:
-    return args[0] if args else kwargs["input"]
+        return self._answer(self._calls - 1, scores, call)
 
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
     """Find the routers of a model, in the order of its layers, and the experts that they chose in a
-    pass.
-
-    Args:
-        run: runs one pass of T tokens.
+    pass of T tokens (`run`).
 
     Returns:
         The routers and [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a layer
@@ -480,13 +400,16 @@ def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Route
     def leave(*_: Any) -> None:
         inside.pop()
 
+    def note(_: int, scores: Tensor, topk: Callable[[], Any]) -> Any:
+        found = topk()
+        calls.setdefault(inside[-1], []).append(found.indices.flatten(0, -2))
+        return found
+
     for module in names:
         hooks.append(module.register_forward_pre_hook(lambda module, _: inside.append(module)))
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with _TopkObserver(
-            experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))
-        ):
+        with _TopkOverride(experts, note):
             run()
     finally:
         for hook in hooks:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import errno
 import json
-import math
+import operator
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
+from ...resharding.layout import Box
 from ..models.model_folder import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -33,17 +34,10 @@ from ..models.model_folder import (
 from ..models.weight_files import DTYPES, TensorEntry, read_header
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
@@ -55,23 +49,15 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
 ) -> None:
     """Write tensors on the host as a new safetensors file, and sync it, without holding the
-    interpreter lock.
-
-    Raises:
-        OSError: see `write_file`.
-    """
-    ordered = sorted(
-        tensors.items(), key=lambda item: -item[1].element_size()
-    )  # align each tensor to its element size
+    interpreter lock. Errors are those of `write_file`."""
+    # Align each tensor to its element size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     contents = (
@@ -81,12 +67,8 @@ def write_tensors(
 
 
 def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write a new file, and sync it.
-
-    Raises:
-        OSError: the write failed; the message names the file and, when the disk is full, the bytes
-            needed and free.
-    """
+    """Write a new file, and sync it. Raises OSError if the write failed; the message names the file
+    and, when the disk is full, the bytes needed and free."""
     contents = list(contents)
     descriptor = disk.open(path)
     try:
@@ -118,33 +100,23 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self._bytes.numel()
 
-    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def read_box(self, box: Box) -> Tensor:
         """Return a box of the tensor on the host, in the dtype of the file, without reading other
-        bytes.
-
-        Args:
-            start: first index of the box in each dimension.
-            shape: size of the box in each dimension.
-        """
+        bytes."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
-        size = self.dtype.itemsize
+        if not box.numel:
+            return torch.empty(box.shape, dtype=self.dtype)
         # Read bytes, because some writers do not align tensors to their element size.
-        box = self._bytes.view(*self.shape[:-1], self.shape[-1] * size) if math.prod(self.shape) else None
-        if box is None or not math.prod(shape):
-            return torch.empty(tuple(shape), dtype=self.dtype)
-        for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
-            unit = size if dimension == len(shape) - 1 else 1
-            box = box.narrow(dimension, first * unit, length * unit)
-        return box.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        size = self.dtype.itemsize
+        last = slice(box.starts[-1] * size, box.stops[-1] * size)
+        own = self._bytes.view(*self.shape[:-1], self.shape[-1] * size)[(*box.slices[:-1], last)]
+        return own.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, mapped into memory.
-
-    Raises:
-        ValueError: the file is damaged, or holds an unsupported dtype.
-    """
+    """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
+    the file is damaged, or holds an unsupported dtype."""
     data, entries, _ = _map(path)
     return {
         name: StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
@@ -152,13 +124,9 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """Yield name, offset in the full tensor, and content of each tensor in a file of
-    `write_tensors`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the name of each tensor in a file of `write_tensors`, its box in the full tensor, and
+    its content. Raises ValueError if the file is damaged."""
     data, entries, metadata = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
@@ -169,11 +137,11 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
         ) from None
     for name, entry in entries.items():
         part = data[entry.start : entry.end].view(_DTYPES[entry.dtype])
-        yield name, offsets[name], part.view(entry.shape)
+        stops = tuple(map(operator.add, offsets[name], entry.shape))
+        yield name, Box(tuple(offsets[name]), stops), part.view(entry.shape)
 
 
 def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
-    """Map a file; return its bytes, tensors and metadata."""
     entries, metadata = read_header(path)
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
@@ -241,11 +209,8 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         settings = read_json(file)
     else:  # as `transformers` derives them from the model's settings
         of_model = text_settings(read_json(source / CONFIG_FILE))
-        settings = {
-            name: of_model[name]
-            for name in ("bos_token_id", "pad_token_id")
-            if of_model.get(name) is not None
-        }
+        names = [name for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None]
+        settings = {name: of_model[name] for name in names}
     (folder / file.name).unlink(missing_ok=True)  # the copy
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
@@ -258,15 +223,9 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write a merged model folder for `from_pretrained`, with `peft`.
-
-    Args:
-        adapter: folder of the adapter, which names its base model.
-        folder: a new folder.
-
-    Raises:
-        UserError: the base model no longer exists.
-    """
+    """Write a merged model to a new folder for `from_pretrained`, with `peft`. `adapter` is the
+    folder of the adapter, which names its base model. Raises UserError if the base model no longer
+    exists."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

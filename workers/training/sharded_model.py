@@ -3,9 +3,9 @@ parallelism, and its weights by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,96 +26,29 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
+from ...resharding.buckets import SharedMemory
 from ...resharding.incoming import IncomingWeights, receive_parts
 from ...resharding.layout import Box
-from ...resharding.memory import SharedMemory
-from ...resharding.weights import Part
+from ...resharding.weights import TensorPart
 from ..models.model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers, scalar_settings
 from .engine import ModelConfig
 from .head_logprobs import HeadForm
 from .memory import gathers_once
+from .packed_sequences import join_stretches
 from .response_model import ResponseModel, follows_length
 from .safetensors_files import write_model
-from .sequence_parallel import join_stretches
-from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
+from .sharding import (
+    box_of,
+    full_tensor,
+    local_part,
+    lying_as,
+    use_direct_collectives,
+    writes,
+)
 from .stored_weights import CheckpointNames, WeightReader
 from .tensor_parallel import add_up, share_layers
-
-# Direct collectives of FSDP over gloo, where each rank sends only what the receiver needs. gloo's
-# own reduce-scatter is an all-reduce of everything, and its all-gather copies received data again.
-# On two ranks with 25 million parameters gloo's take 100 and 85 ms of processor time per rank;
-# these take 29 and 25.
-
-
-def use_direct_collectives(model: nn.Module) -> None:
-    """Make all FSDP units of a model whose ranks meet over gloo use the direct collectives."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(DirectAllGather())  # pyright: ignore[reportArgumentType]
-            module.set_custom_reduce_scatter(DirectReduceScatter())  # pyright: ignore[reportArgumentType]
-
-
-class _Allocates:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class DirectAllGather(_Allocates):
-    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Gather.
-
-        Args:
-            output_tensor: [ranks * n]; `input_tensor` may be a view of this rank's part.
-            input_tensor: [n]
-        """
-        assert not async_op  # FSDP sets async_op only if a user calls `unshard(async_op=True)`
-        rank, places = group.rank(), output_tensor.chunk(group.size())
-        if places[rank].data_ptr() != input_tensor.data_ptr():
-            places[rank].copy_(input_tensor)
-        others = [other for other in range(group.size()) if other != rank]
-        sends = [dist.P2POp(dist.isend, input_tensor, group=group, group_peer=other) for other in others]
-        receives = [
-            dist.P2POp(dist.irecv, places[other], group=group, group_peer=other) for other in others
-        ]
-        for work in dist.batch_isend_irecv(sends + receives) if others else ():
-            work.wait()
-
-
-class DirectReduceScatter(_Allocates):
-    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order. Each rank
-    gets its part."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce.
-
-        Args:
-            output_tensor: [n]
-            input_tensor: [ranks * n]
-            op: `SUM` or `AVG`.
-        """
-        assert not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        reduce(parts.view(group.size(), -1), 0, out=output_tensor)
-
 
 # Mixed precision on a single process, equal to FSDP's `MixedPrecisionPolicy` on several ranks.
 # Trained parameters are float32; forward and backward passes use rounded copies, and gradients
@@ -124,8 +57,8 @@ class DirectReduceScatter(_Allocates):
 
 
 def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
-    """Convert the parameters of a model on the meta device to another dtype. A scalar head keeps
-    its dtype, because half precision is too coarse for values."""
+    """Convert the parameters of a model on the meta device to another dtype, except a scalar
+    head's, because half precision is too coarse for values."""
     kept = set(model.scalar_head.parameters()) if model.scalar_head is not None else set[nn.Parameter]()
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
@@ -136,11 +69,8 @@ def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
 def rounded_parameters(
     model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
 ) -> Iterator[None]:
-    """Replace parameters by copies in another dtype. Run the backward pass inside as well, because
-    it may recompute activations.
-
-    Args:
-        but: a module whose parameters stay as they are.
+    """Replace parameters, except those of the module `but`, by copies in another dtype. Run the
+    backward pass inside as well, because it may recompute activations.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with rounded_parameters(layer, torch.bfloat16):
@@ -176,13 +106,8 @@ latency."""
 
 
 class ShardedModel:
-    """A model sharded over ranks, with its adapter if it has one. Methods are collective.
-
-    Args:
-        config: dtype, and when to gather parameters.
-        model: a model on the meta device; sharded in place. `fill` loads its values.
-        adapter: the adapter to train in place of the model.
-    """
+    """A model on the meta device, sharded over ranks in place, with the adapter to train in place
+    of the model if it has one. `fill` loads its values. Methods are collective."""
 
     def __init__(
         self,
@@ -192,13 +117,8 @@ class ShardedModel:
         device: torch.device,
         adapter: Adapter | None = None,
     ) -> None:
-        self.config, self.model, self.mesh, self.device, self.adapter = (
-            config,
-            model,
-            mesh,
-            device,
-            adapter,
-        )
+        self.config, self.model, self.adapter = config, model, adapter
+        self.mesh, self.device = mesh, device
         self._splits_vocabulary = False
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
@@ -219,7 +139,6 @@ class ShardedModel:
             return True
         numel = sum(p.numel() for p in self.model.parameters())
         once = gathers_once(self.config, numel)
-        layers = self.model.layers
         if self.config.tensor_parallel > 1:
             self._partials = share_layers(self.model.causal_lm, mesh["tp"])
             self._split_vocabulary(mesh)
@@ -230,29 +149,13 @@ class ShardedModel:
             # Inputs are not cast: the model rounds what it must, and temperatures stay exact.
             gradients = getattr(torch, self.config.gradients)
             precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
-            if self.model.scalar_head is not None:  # half precision is too coarse for values
-                fully_shard(
-                    self.model.scalar_head,
-                    mesh=mesh["dp"],
-                    reshard_after_forward=False,
-                    offload_policy=offload,
-                )
-        units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
-        for layer in units:
-            fully_shard(
-                layer,
-                mesh=mesh["dp"],
-                reshard_after_forward=not once,
-                mp_policy=precision,
-                offload_policy=offload,
-            )
-        fully_shard(
-            self.model,
-            mesh=mesh["dp"],
-            reshard_after_forward=False,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
+        shard = partial(fully_shard, mesh=mesh["dp"], offload_policy=offload)
+        if self.config.dtype == "bfloat16" and self.model.scalar_head is not None:
+            # Half precision is too coarse for values.
+            shard(self.model.scalar_head, reshard_after_forward=False)
+        for layer in [] if once and numel < _ONE_UNIT_PARAMETERS else self.model.layers:
+            shard(layer, reshard_after_forward=not once, mp_policy=precision)
+        shard(self.model, reshard_after_forward=False, mp_policy=precision)
         if self.device.type == "cpu":
             use_direct_collectives(self.model)
         return once
@@ -274,36 +177,23 @@ class ShardedModel:
 
     def share_tokens(self) -> None:
         """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
-        set.
-
-        Raises:
-            UserError: rows of the model cannot be packed, or its rope depends on the length of a
-                row, which no rank has as a whole.
-        """
+        set. Raises UserError if rows of the model cannot be packed, or its rope depends on the
+        length of a row, which no rank has as a whole."""
         if self.config.sequence_parallel == 1:
             return
         model = self.model
         if not model.packs or follows_length(model.causal_lm):
+            why = "its rope depends on the length of a row" if model.packs else ""
             raise UserError(
-                (
-                    f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens "
-                    f"of model {str(self.config.model)!r}: "
-                )
-                + (
-                    "its rope depends on the length of a row"
-                    if model.packs
-                    else "its rows cannot be packed"
-                )
+                f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens "
+                f"of model {str(self.config.model)!r}: {why or 'its rows cannot be packed'}"
             )
         model.shares_prompts = False
         model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
-        """Check that a head split over tensor-parallel ranks can be computed from its parts.
-
-        Raises:
-            UserError: the head is split, but is more than a matrix product.
-        """
+        """Check that a head split over tensor-parallel ranks can be computed from its parts. Raises
+        UserError if the head is split, but is more than a matrix product."""
         if self._splits_vocabulary and form is None:
             raise UserError(
                 f"tensor_parallel={self.config.tensor_parallel} cannot split the head of model {str(self.config.model)!r}: its logits are "
@@ -312,31 +202,26 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
-        """Load the model's values: each rank allocates and reads the parts that it holds.
-
-        Args:
-            weights: weights of the model without its adapter.
-            made: full tensors on the host, by name in the model, that are not read.
+        """Load the model's values: each rank allocates and reads the parts that it holds, from the
+        weights of the model without its adapter, or from `made` (full tensors on the host, by name
+        in the model). On a CPU the memory is shared, so that receivers on this machine can read it.
         """
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
-        empty = self._empty_tensors()
-        memory = self._shared_memory(list(empty.values()))
+        empty = {name: t for name, t in self.own_tensors().items() if local_part(t).is_meta}
+        if self.device.type == "cpu":
+            parts = map(local_part, empty.values())
+            room = sum(SharedMemory.room([part.shape], part.dtype) for part in parts)
+            self._memory = SharedMemory(room)
         for name, tensor in empty.items():
             on_host, own = self._on_host and isinstance(tensor, nn.Parameter), local_part(tensor)
-            if memory is None:
+            if self._memory is None:
                 part = torch.empty_like(own, device="cpu" if on_host else self.device)
             else:
-                part = memory.empty(own.shape, own.dtype)
-            offset = offset_of(tensor)
+                part = self._memory.empty(own.shape, own.dtype)
             if part.numel():
-                full = made.get(name)
-                plain = name.replace(".base_layer.", ".")
-                part.copy_(
-                    weights.read(plain, offset, part.shape)
-                    if full is None
-                    else box_of(full, offset, part.shape)
-                )
+                box, plain = box_of(tensor), name.replace(".base_layer.", ".")
+                part.copy_(made[name][box.slices] if name in made else weights.read_box(plain, box))
             filled[tensor] = part
         for name, parameter in causal_lm.named_parameters():
             if measured := measured_weight(name):
@@ -350,18 +235,6 @@ class ShardedModel:
         self.model.to("cpu" if self._on_host else self.device)  # FSDP registers its parameters
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
-
-    def _shared_memory(self, tensors: Sequence[Tensor]) -> SharedMemory | None:
-        """Allocate shared memory for this rank's parts on a CPU, so that receivers on this machine
-        can read them. Return None on a GPU."""
-        if self.device.type != "cpu":
-            return None
-        parts = [local_part(tensor) for tensor in tensors]
-        self._memory = SharedMemory(sum(SharedMemory.room([part.shape], part.dtype) for part in parts))
-        return self._memory
-
-    def _empty_tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.own_tensors().items() if local_part(tensor).is_meta}
 
     def full_base_tensor(self, name: str) -> Tensor:
         """Return the full tensor of this name in the model without its adapter. Collective if the
@@ -426,15 +299,11 @@ class ShardedModel:
         """Return this rank's parameters and saved buffers by Hugging Face name; tied ones once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        buffers = {
-            name: tensor
-            for name, tensor in module.state_dict(keep_vars=True).items()
-            if name not in parameters
-        }
+        stored = module.state_dict(keep_vars=True).items()
+        buffers = {name: tensor for name, tensor in stored if name not in parameters}
         return {**dict(module.named_parameters()), **buffers}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingEngine.named_tensors`."""
         dtype = getattr(torch, self.config.dtype)
         for unit, names in self._names_by_unit():
             own = self.own_tensors()
@@ -477,18 +346,15 @@ class ShardedModel:
             if is_trained(name):
                 yield name, full_tensor(tensor)
 
-    def held_parts(self) -> Iterator[tuple[Part, bool]]:
+    def held_parts(self) -> Iterator[tuple[TensorPart, bool]]:
         """Yield this rank's part of each tensor, and whether this rank is the first with an equal
         copy."""
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
             local = local_part(tensor.detach())
-            starts = tuple(offset_of(tensor)) if local.numel() else (0,) * local.ndim
-            box = Box(
-                starts, tuple(start + extent for start, extent in zip(starts, local.shape, strict=True))
-            )
-            yield Part(name, tuple(tensor.shape), box, local), writes(tensor, rank)
+            box = box_of(tensor) if local.numel() else Box.full(tuple(local.shape))
+            yield TensorPart(name, tuple(tensor.shape), box, local), writes(tensor, rank)
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
@@ -501,23 +367,20 @@ class ShardedModel:
         }
         return CheckpointNames(self.model.causal_lm, own)
 
-    def published_parts(self) -> Iterator[Part]:
-        """See `TrainingEngine.published_parts`."""
+    def published_parts(self) -> Iterator[TensorPart]:
         dtype = getattr(torch, self.config.dtype)
         if self.adapter is not None and not self.adapter.travels_alone:
             parts = self._merged_parts()
         else:
             given = (part for part, first in self.held_parts() if first and part.box.numel)
-            parts = (
-                part._replace(dtype=dtype if part.tensor.is_floating_point() else None) for part in given
-            )
+            parts = (p._replace(dtype=dtype if p.tensor.is_floating_point() else None) for p in given)
         for part in parts:
             if self.adapter is None or not self.adapter.travels_alone:
                 yield from (stored for stored in self.checkpoint_names.parts(part) if stored.box.numel)
             elif is_adapter(part.name):
                 yield part._replace(name=peft_name(part.name))
 
-    def _merged_parts(self) -> Iterator[Part]:
+    def _merged_parts(self) -> Iterator[TensorPart]:
         """Yield merged weights. Merging needs gathered tensors; each rank yields an equal share of
         the rows of each."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
@@ -528,38 +391,37 @@ class ShardedModel:
             if start < stop:
                 box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
                 # Clone, because the gathered tensor will be freed.
-                yield Part(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
+                yield TensorPart(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        """See `TrainingEngine.receive_weights`."""
         if self.adapter is not None:
             raise RuntimeError(
                 "a model with an adapter cannot receive weights, because they do not "
                 "separate model and adapter"
             )
-        held = [
-            (part, first)
-            for whole, first in self.held_parts()
-            for part in self.checkpoint_names.parts(whole)
-        ]
-        parts, first = [part for part, _ in held], [counted for _, counted in held]
-        return receive_parts(incoming, parts, first, None if self.mesh is None else self._sum_over_ranks)
+        parts: list[TensorPart] = []
+        counted: list[bool] = []
+        for whole, first in self.held_parts():
+            stored = list(self.checkpoint_names.parts(whole))
+            parts += stored
+            counted += [first] * len(stored)
 
-    def _sum_over_ranks(self, numbers: np.ndarray) -> np.ndarray:
-        total = torch.from_numpy(numbers.copy()).to(self.device)
-        dist.all_reduce(total)
-        return total.numpy(force=True)
+        def sum_over_ranks(numbers: np.ndarray) -> np.ndarray:
+            total = torch.from_numpy(numbers.copy()).to(self.device)
+            dist.all_reduce(total)
+            return total.numpy(force=True)
 
-    def write(self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool) -> None:
-        """Write a folder that `from_pretrained` loads, with the model or only its adapter.
+        return receive_parts(incoming, parts, counted, None if self.mesh is None else sum_over_ranks)
 
-        Args:
-            tensors: full tensors on the host, from `named_tensors` or `adapter_tensors`.
-        """
+    def write_folder(
+        self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool
+    ) -> None:
+        """Write a folder that `from_pretrained` loads, with the model or only its adapter, from
+        full tensors on the host (`named_tensors` or `adapter_tensors`)."""
         source = find_model_config(self.config.model).parent
         if only_adapter:
             assert self.adapter is not None
-            self.adapter.write(folder, tensors, source, disk)
+            self.adapter.write_folder(folder, tensors, source, disk)
             return
         settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
         changed: Mapping[str, object] = {**settings, "dtype": self.config.dtype}
@@ -569,8 +431,5 @@ class ShardedModel:
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:
     """Return the sharded counterpart of an empty tensor, with this rank's part."""
     part = lying_as(tensor, part)
-    return (
-        nn.Parameter(part, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else part
-    )
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part

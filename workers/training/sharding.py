@@ -4,21 +4,26 @@ of tensors, and sums over ranks."""
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...dataflow.errors import RunError, UserError
+from ...resharding.layout import Box
 from ..worker import Context
 from .engine import ModelConfig
+
+_MESH_NAMES = ("dp", "tp")
 
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
@@ -30,11 +35,8 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
             rendezvous.
         WorkerError: a rank did not join in time.
     """
-    for name, size in (
-        ("tensor_parallel", config.tensor_parallel),
-        ("sequence_parallel", config.sequence_parallel),
-    ):
-        if context.world_size % size:
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if context.world_size % (size := getattr(config, name)):
             raise UserError(
                 f"{name}={size} does not divide the {context.world_size} ranks of {context.name!r}"
             )
@@ -48,7 +50,7 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
     shape = (context.world_size // config.tensor_parallel, config.tensor_parallel)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device.type, shape, mesh_dim_names=_MESH_NAMES)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -56,9 +58,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    if (
-        tensor.device_mesh.ndim > 1
-    ):  # gather over replicas first, as FSDP does: torch warns about the other order
+    # Gather over replicas first, as FSDP does: torch warns about the other order.
+    if tensor.device_mesh.ndim > 1:
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
 
@@ -73,22 +74,13 @@ def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
-def offset_of(tensor: Tensor) -> list[int]:
-    """Return the first index of this rank's part in each dimension of the full tensor."""
+def box_of(tensor: Tensor) -> Box:
+    """Return the box of the full tensor that this rank holds."""
+    shape = tuple(local_part(tensor).shape)
+    starts = (0,) * len(shape)
     if isinstance(tensor, DTensor):
-        return list(tensor.__create_chunk_list__()[0].offsets)
-    return [0] * tensor.ndim
-
-
-def box_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a view of a box of a tensor.
-
-    >>> box_of(torch.arange(6).view(2, 3), (0, 1), (2, 2)).tolist()
-    [[1, 2], [4, 5]]
-    """
-    for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
-        tensor = tensor.narrow(dimension, first, length)
-    return tensor
+        starts = tuple(tensor.__create_chunk_list__()[0].offsets)
+    return Box(starts, tuple(map(operator.add, starts, shape)))
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
@@ -104,20 +96,14 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
     """Return the 2-norm of all gradients together, counting each sharded or replicated element
-    once. Equal on all ranks.
-
-    Args:
-        also: added on every rank before the sums are exchanged. A nan makes the norm nan on every
-            rank.
-    """
+    once. Equal on all ranks. `also` is added on every rank before the sums are exchanged: a nan
+    makes the norm nan on every rank."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh, shards = None, ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            shards = tuple(
-                i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()
-            )
+            shards = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
         groups.setdefault((mesh, shards), []).append(local_part(gradient))
     total = 0.0
     for (mesh, shards), locals_ in groups.items():
@@ -144,11 +130,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """Check that the ranks of `mesh` hold equal replicated tensors. Collective. Copies that differ
-    by rounding are replaced by the first rank's.
-
-    Raises:
-        RunError: copies differ, on all ranks; the message names the tensor and the rank.
-    """
+    by rounding are replaced by the first rank's. Raises RunError if copies differ, on all ranks;
+    the message names the tensor and the rank."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -165,21 +148,16 @@ def digest(tensor: Tensor) -> Tensor:
     (True, False)
     """
     tensor = tensor.detach().contiguous()
-    norm = (
-        torch.linalg.vector_norm(tensor, dtype=torch.float64)
-        if tensor.is_floating_point()
-        else tensor.sum().double()
-    )
-    return torch.stack(
-        [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64), norm.view(torch.int64)]
-    )
+    if tensor.is_floating_point():
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    else:
+        norm = tensor.sum().double()
+    bits = tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    return torch.stack([bits, norm.view(torch.int64)])
 
 
 def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
-    """Return the names whose digests differ between ranks.
-
-    Args:
-        digests: [names, 2] of each rank.
+    """Return the names whose digests ([names, 2] of each rank) differ between ranks.
 
     >>> differing(["norm", "head"], [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])])
     ['head']
@@ -197,15 +175,12 @@ def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Replace a copy by the first rank's if it differs only by rounding."""
     theirs, group = tensor.clone(), mesh.get_group()
     dist.broadcast(theirs, group=group, group_src=0)
-    allowed = _ROUNDING * float(theirs.abs().max()) if theirs.numel() else 0.0
-    off = (
-        float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max())
-        if theirs.numel()
-        else 0.0
-    )
+    allowed = off = 0.0
+    if theirs.numel():
+        allowed = _ROUNDING * float(theirs.abs().max())
+        off = float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max())
     far = torch.zeros(mesh.size(), dtype=torch.float64, device=tensor.device)
     far[mesh.get_local_rank()] = off if off > allowed else 0.0
     dist.all_reduce(far, group=group)
@@ -220,22 +195,17 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
         tensor.copy_(theirs)
 
 
-# MeshOfOne: a device mesh of only this process, so that FSDP can run on a single rank without
-# touching other process groups.
-
-
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class MeshOfOne:
-    """A (dp, tp) mesh of one rank with separate process groups.
+    """A (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a single
+    rank without touching other process groups.
 
     torch has one default group per process. If another library (vLLM in the same process) has
     created it, its groups stay untouched. If another library has added groups to ours, `close`
-    keeps the default group.
-
-    Raises:
-        UserError: the process is one of several ranks of another library.
+    keeps the default group. Raises UserError if the process is one of several ranks of another
+    library.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -250,12 +220,9 @@ class MeshOfOne:
                 store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=0, world_size=1)
             self._default = dist.group.WORLD
-            self._groups: list[ProcessGroup] = [
-                cast(Any, dist.new_group([0], backend=backend)) for _ in ("dp", "tp")
-            ]
-        self.mesh = DeviceMesh.from_group(
-            self._groups, device.type, mesh=[[0]], mesh_dim_names=("dp", "tp")
-        )
+            groups: list[Any] = [dist.new_group([0], backend=backend) for _ in _MESH_NAMES]
+            self._groups: list[ProcessGroup] = groups
+        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=[[0]], mesh_dim_names=_MESH_NAMES)
 
     def close(self) -> None:
         """Destroy the groups of this mesh, and the default group if it is ours and unused."""
@@ -270,7 +237,6 @@ class MeshOfOne:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make new groups listen to this machine only."""
     before = os.environ.get(_INTERFACE)
     os.environ.setdefault(_INTERFACE, "lo")
     try:
@@ -278,3 +244,65 @@ def _on_loopback() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[_INTERFACE]
+
+
+# Direct collectives of FSDP over gloo, where each rank sends only what the receiver needs. gloo's
+# own reduce-scatter is an all-reduce of everything, and its all-gather copies received data again.
+# On two ranks with 25 million parameters gloo's take 100 and 85 ms of processor time per rank;
+# these take 29 and 25.
+
+
+def use_direct_collectives(model: nn.Module) -> None:
+    """Make all FSDP units of a model whose ranks meet over gloo use the direct collectives."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_DirectAllGather())  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(_DirectReduceScatter())  # pyright: ignore[reportArgumentType]
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _DirectAllGather(_Allocates):
+    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order. The input may be a
+    view of this rank's part of the output."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op  # FSDP sets async_op only if a user calls `unshard(async_op=True)`
+        rank, places = group.rank(), output_tensor.chunk(group.size())
+        if places[rank].data_ptr() != input_tensor.data_ptr():
+            places[rank].copy_(input_tensor)
+        others = [other for other in range(group.size()) if other != rank]
+        sends = [dist.P2POp(dist.isend, input_tensor, group=group, group_peer=other) for other in others]
+        receives = [
+            dist.P2POp(dist.irecv, places[other], group=group, group_peer=other) for other in others
+        ]
+        for work in dist.batch_isend_irecv(sends + receives) if others else ():
+            work.wait()
+
+
+class _DirectReduceScatter(_Allocates):
+    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order. Each rank
+    gets its part."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        reduce(parts.view(group.size(), -1), 0, out=output_tensor)

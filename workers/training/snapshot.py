@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import mmap
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -34,9 +33,10 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
+from ...resharding.layout import Box
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
-from .sharding import local_part, offset_of, writes
+from .sharding import box_of, local_part, writes
 
 MODEL, STATE = "model", "state"
 _FORMAT = 1
@@ -45,12 +45,8 @@ _WRITE_TIMEOUT = timedelta(hours=6)
 
 
 class SnapshotWriter:
-    """Copies the state of this rank, and writes it in the background. Collective.
-
-    Args:
-        write_model: writes the model's folder from the stored tensors of all ranks; called on rank
-            0.
-    """
+    """Copies the state of this rank, and writes it in the background. Collective. On rank 0,
+    `write_model` writes the model's folder from the stored tensors of all ranks."""
 
     def __init__(
         self,
@@ -76,9 +72,8 @@ class SnapshotWriter:
             state: tensors by name, with the same names in the same order each time.
             notes: JSON values of this rank.
         """
-        if (
-            self._writing is not None
-        ):  # `written` raises its error; other ranks may know it already and continue
+        # `written` raises its error; other ranks may know it already and continue.
+        if self._writing is not None:
             wait([self._writing])
         if not self._sharding:
             self._lay_out(state)
@@ -86,12 +81,8 @@ class SnapshotWriter:
             copy.copy_(local_part(state[name]), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        notes = {
-            "format": _FORMAT,
-            "ranks": self._context.world_size,
-            **notes,
-            "random": _random_states(self._device),
-        }
+        notes = {"format": _FORMAT, "ranks": self._context.world_size, **notes}
+        notes["random"] = _random_states(self._device)
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
@@ -123,23 +114,21 @@ class SnapshotWriter:
         """Allocate the copies in one block. The kernel creates the pages in the first copy, which
         therefore takes longer."""
         self._sharding = {
-            name: {"saved_offsets": offset_of(tensor)}
+            name: {"saved_offsets": list(box_of(tensor).starts)}
             for name, tensor in state.items()
             if writes(tensor, self._context.rank)
         }
         parts = {name: local_part(state[name]) for name in self._sharding}
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
-        with suppress(
-            AttributeError, OSError
-        ):  # the kernel creates huge pages several times faster, if it has them
+        # The kernel creates huge pages several times faster, if it has them.
+        with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.type == "cuda":  # torch rounds its pinned memory up to a power of two
             cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(
-                int(cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0))
-            )
+            registered = cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)
+            torch.cuda.check_error(int(registered))
         for start, (name, part) in zip(starts, parts.items(), strict=False):
             self._copies[name] = everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
@@ -151,11 +140,8 @@ class SnapshotWriter:
     def _write_own(self, folder: Path, notes: Mapping[str, Any]) -> None:
         rank = self._context.rank
         if (folder / _rank_file(rank)).exists():
-            raise FileExistsError(
-                errno.EEXIST,
-                "a snapshot needs a new folder, but this one has a snapshot already",
-                str(folder),
-            )
+            why = "a snapshot needs a new folder, but this one has a snapshot already"
+            raise FileExistsError(errno.EEXIST, why, str(folder))
         (folder / STATE).mkdir(parents=True, exist_ok=True)
         metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(self._sharding)}
         write_tensors(folder / STATE / f"rank_{rank}.safetensors", self._copies, metadata, self._disk)
@@ -206,18 +192,15 @@ class Snapshot:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.num_ranks = int(self.notes_of(0)["ranks"])
-        self._parts: dict[str, list[tuple[Sequence[int], Tensor]]] = {}
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         for rank in range(self.num_ranks):
-            for name, offset, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
-                self._parts.setdefault(name, []).append((offset, part))
-        self.shapes = {
-            name: tuple(max(o + s for o, s in zip(*along, strict=True)) for along in _by_dimension(parts))
-            for name, parts in self._parts.items()
-        }
-        """Shapes of the full tensors, by name."""
+            for name, box, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
+                self._parts.setdefault(name, []).append((box, part))
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, parts in self._parts.items():
+            self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:
-        """Return the JSON values of a rank."""
         try:
             notes = read_json(self.folder / _rank_file(rank))
         except FileNotFoundError:
@@ -231,19 +214,12 @@ class Snapshot:
         return notes
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Check that the snapshot holds exactly these tensors.
-
-        Raises:
-            UserError: a tensor differs; the message names it.
-        """
+        """Check that the snapshot holds exactly these tensors. The error names one that differs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         for name in sorted(shapes.keys() | self.shapes.keys()):
             mine, stored = shapes.get(name), self.shapes.get(name)
             if mine != stored:
-                said = [
-                    f"has shape {list(shape)}" if shape is not None else "is missing"
-                    for shape in (stored, mine)
-                ]
+                said = ["is missing" if s is None else f"has shape {list(s)}" for s in (stored, mine)]
                 raise UserError(
                     f"snapshot {self.folder}: {name!r} {said[0]} there, and {said[1]} in the model"
                 )
@@ -256,22 +232,12 @@ class Snapshot:
         return tensor
 
     def fill(self, name: str, into: Tensor) -> None:
-        """Fill a tensor, or this rank's part of one, converting to its dtype.
-
-        Raises:
-            ValueError: elements are missing.
-        """
-        target, offset = local_part(into), offset_of(into)
-        num_read = 0
-        for part_offset, part in self._parts[name]:
-            starts = [max(a, b) for a, b in zip(offset, part_offset, strict=True)]
-            stops = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offset, target.shape, part_offset, part.shape, strict=True)
-            ]
-            if all(start < stop for start, stop in zip(starts, stops, strict=True)):
-                target[_slices(starts, stops, offset)].copy_(part[_slices(starts, stops, part_offset)])
-                num_read += math.prod(stop - start for start, stop in zip(starts, stops, strict=True))
+        """Fill a tensor, or this rank's part of one, converting to its dtype."""
+        target, box, num_read = local_part(into), box_of(into), 0
+        for there, part in self._parts[name]:
+            if (common := box.intersection(there)) is not None:
+                target[common.within(box)].copy_(part[common.within(there)])
+                num_read += common.numel
         if num_read != target.numel():
             raise ValueError(
                 f"snapshot {self.folder} has {num_read} of the {target.numel()} elements of {name!r}"
@@ -291,13 +257,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-        if device.type == "cuda"
-        else None,
+        "cuda": None if on_device is None else on_device.numpy().tobytes().hex(),
     }
 
 
@@ -307,12 +272,3 @@ def _bytes_tensor(text: str) -> Tensor:
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank}.json"
-
-
-def _by_dimension(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Iterator[tuple[list[int], list[int]]]:
-    for dimension in range(parts[0][1].ndim):
-        yield [offset[dimension] for offset, _ in parts], [part.shape[dimension] for _, part in parts]
-
-
-def _slices(starts: Sequence[int], stops: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, stop - o) for start, stop, o in zip(starts, stops, offset, strict=True))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,49 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
-from ...resharding.layout import Box
-from ...resharding.strided import contiguous_strides
-from ...resharding.weights import Part
+from ...resharding.layout import Box, contiguous_strides
+from ...resharding.weights import TensorPart
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
 from .safetensors_files import StoredTensor, open_tensors
-from .sharding import box_of
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older files that models compute today; `transformers` ignores them as well."""
 
 
-class WeightReader(Protocol):
-    """Reads the values of a model's tensors."""
-
-    bytes_read: int
-    conversions: list[Any]
-    """Conversions of `transformers` that were used; saving the model reverts them."""
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of a tensor, on the host.
-
-        Args:
-            name: name in the model.
-            start, shape: first index and size of the box in each dimension.
-        """
-        ...
-
-
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
-    """Open the weights of a model that was built from the same folder.
-
-    Args:
-        model: the user's name for the model.
-        skeleton: the model without values; conversions change its tensors temporarily.
-        share: this rank and the number of ranks, which divide checks that read files. The first
-            rank logs anything unusual.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
+    """Open the weights of a model that was built from the same folder. `model` is the user's name
+    for it. Conversions change the tensors of the skeleton temporarily. `share` is this rank and the
+    number of ranks, which divide checks that read files; the first rank logs anything unusual.
+    Raises UserError if tensors are missing, unexpected or of another shape, or a file is damaged.
     """
     files = weight_files(model, folder)
     missing: list[str] = []
@@ -76,19 +51,17 @@ def open_stored(
     why = f"transformers initializes {missing[0]!r}" if missing else "there are no safetensors files"
     if share[0] == 0:
         show(f"model {str(model)!r}: each rank loads the complete model, because {why}")
-    return CompleteWeights(load_complete(model, folder))
+    return _CompleteWeights(load_complete(model, folder))
 
 
-class CompleteWeights:
-    """The weights of a completely loaded model."""
-
+class _CompleteWeights:
     def __init__(self, causal_lm: Any) -> None:
         self._tensors: dict[str, Tensor] = causal_lm.state_dict()
         self.bytes_read = sum(tensor.nbytes for tensor in self._tensors.values())
         self.conversions: list[Any] = getattr(causal_lm, "_weight_conversions", None) or []
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return box_of(self._tensors[name], start, shape)
+    def read_box(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name][box.slices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +75,8 @@ class _Conversion:
 
 
 class StoredWeights:
-    """Weights in safetensors files.
-
-    Args:
-        files: all weight files of the model.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
-    """
+    """Weights in safetensors files. Raises UserError if tensors are missing, unexpected or of
+    another shape, or a file is damaged."""
 
     def __init__(self, model: str | Path, files: Iterable[Path], skeleton: Skeleton) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -117,7 +84,6 @@ class StoredWeights:
         self._model, self._skeleton = model, skeleton
         self._causal_lm = skeleton.causal_lm
         self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
-        """Tensors of the model, without values."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         try:
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
@@ -137,42 +103,38 @@ class StoredWeights:
         after the other."""
         unexpected = self._match()
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
+        """Conversions of `transformers` that were used; saving the model reverts them."""
         self._names = self._names_in_files()
         self._refuse_unexpected(unexpected)
         self.made_anew = self._missing()
         """Tensors that the files lack and that `transformers` initializes."""
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `WeightReader.read`. The dtype is the file's, or float32 after a conversion."""
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Return a box of the tensor of this name in the model, on the host. The dtype is the file's,
+        or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
-            return self._fetch(self._stored[self._keys[name]], start, shape)
+            return self._fetch(self._stored[self._keys[name]], box)
         conversion, full = self._converted[name], self._shapes[name]
-        if conversion.stacked and tuple(shape[1:]) == full[1:]:
-            chosen = [keys[start[0] : start[0] + shape[0]] for keys in conversion.keys]
-            return self._convert([key for keys in chosen for key in keys], {name: tuple(shape)})[name]
+        if conversion.stacked and box.shape[1:] == full[1:]:
+            chosen = [keys[box.slices[0]] for keys in conversion.keys]
+            return self._convert([key for keys in chosen for key in keys], {name: box.shape})[name]
         if self._last is None or self._last[0] is not conversion:
             self._last = None  # free memory before the next conversion
             self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
-        return box_of(self._last[1][name], start, shape)
+        return self._last[1][name][box.slices]
 
     def check_ties(self, share: tuple[int, int]) -> None:
-        """Check that tied tensors are equal if the files hold both.
-
-        Args:
-            share: this rank and the number of ranks, each of which compares a part.
-
-        Raises:
-            UserError: they differ.
-        """
+        """Check that tied tensors are equal if the files hold both. Each rank compares its `share`.
+        Raises UserError if they differ."""
         for tied, source in self._causal_lm.all_tied_weights_keys.items():
             if tied not in self._keys or source not in self._keys:
                 continue
             one, other = self._stored[self._keys[tied]], self._stored[self._keys[source]]
             rank, ranks = share
-            first, last = (one.shape[0] * end // ranks for end in (rank, rank + 1))
-            box = (first, *(0 for _ in one.shape[1:])), (last - first, *one.shape[1:])
-            if one.shape != other.shape or not torch.equal(one.read(*box), other.read(*box)):
+            rows = one.shape[0]
+            box = Box.along(one.shape, 0, rows * rank // ranks, rows * (rank + 1) // ranks)
+            if one.shape != other.shape or not torch.equal(one.read_box(box), other.read_box(box)):
                 raise UserError(
                     f"model {str(self._model)!r}: config.json ties {tied!r} and {source!r} "
                     "(tie_word_embeddings), but the files hold two tensors that differ; "
@@ -191,9 +153,7 @@ class StoredWeights:
 
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        of_pattern = {
-            pattern: converter for converter in converters for pattern in converter.source_patterns
-        }
+        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         tensors, prefix = self._tensors, self._causal_lm.base_model_prefix
         unexpected: list[str] = []
         groups: dict[str, dict[str | None, list[str]]] = {}
@@ -207,8 +167,12 @@ class StoredWeights:
                 unexpected.append(name)
         for name, group in groups.items():
             if list(group) == [None] and len(group[None]) == 1:
-                self._keys[name] = group[None][0]
-                self._check_shape(name, self._stored[self._keys[name]].shape)
+                self._keys[name] = key = group[None][0]
+                if (shape := self._stored[key].shape) != self._shapes[name]:
+                    raise UserError(
+                        f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, "
+                        f"but {list(self._shapes[name])} by config.json"
+                    )
                 continue
             conversion = _Conversion(
                 tuple(tuple(keys) for keys in group.values()),
@@ -226,11 +190,7 @@ class StoredWeights:
         device: str = "cpu",
     ) -> dict[str, Tensor]:
         """Return the tensors that `transformers` makes from these keys. On the meta device nothing
-        is read.
-
-        Args:
-            shapes: shapes of tensors to make only in part.
-        """
+        is read. `shapes` are those of tensors to make only in part."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -238,7 +198,7 @@ class StoredWeights:
         given = {
             key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             if device == "meta"
-            else self._fetch(stored, [0 for _ in stored.shape], stored.shape)
+            else self._fetch(stored, Box.full(stored.shape))
             for key, stored in sources.items()
         }
         self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
@@ -257,10 +217,8 @@ class StoredWeights:
                 f"{', '.join(map(repr, sources))}: {'; '.join(wrong)}"
             )
         names = self._shapes.keys() - found.missing_keys
-        return {
-            name: tensor.detach()
-            for name, tensor in self._place({n: self._tensors[n] for n in names}).items()
-        }
+        made = self._place({name: self._tensors[name] for name in names})
+        return {name: tensor.detach() for name, tensor in made.items()}
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put tensors into the model; return the ones they replace."""
@@ -283,10 +241,10 @@ class StoredWeights:
         stored = {name: [n for n in names if n in known] for names in aliases.values() for name in names}
         return {name: name if name in names else names[0] for name, names in stored.items() if names}
 
-    def _fetch(self, stored: StoredTensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        box = stored.read(start, shape)
-        self.bytes_read += box.nbytes
-        return box
+    def _fetch(self, stored: StoredTensor, box: Box) -> Tensor:
+        found = stored.read_box(box)
+        self.bytes_read += found.nbytes
+        return found
 
     # Refusals
 
@@ -314,12 +272,6 @@ class StoredWeights:
             f"model {str(self._model)!r}: its files hold {_some(refused)}, which {kind} does not have{hint}"
         )
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        if shape != self._shapes[name]:
-            raise UserError(
-                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, but {list(self._shapes[name])} by config.json"
-            )
-
 
 def _stacks(operations: Iterable[Any]) -> bool:
     """Return whether conversions only stack tensors, with independent slices."""
@@ -334,6 +286,9 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
+WeightReader = StoredWeights | _CompleteWeights
+
+
 # Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
 # `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
 # meta tensors with copies turned into views, so the strides of each result show its box:
@@ -346,9 +301,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor of the checkpoint, as a box of a tensor of the model."""
-
+class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     name: str
     shape: tuple[int, ...]
     box: Box
@@ -361,7 +314,7 @@ class _Stored:
     )
     """Cached views by box and strides of a part of the model's tensor."""
 
-    def part(self, held: Part) -> Part:
+    def part(self, held: TensorPart) -> TensorPart:
         """Return the overlap of this tensor with a part of the model's tensor: a view, or an empty
         tensor."""
         strides = held.tensor.stride()
@@ -369,10 +322,12 @@ class _Stored:
             self.views[key] = self._view(held.box, strides)
         if (view := self.views[key]) is None:
             empty = Box.full((0,) * len(self.shape))
-            return Part(self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype)
+            return TensorPart(
+                self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype
+            )
         box, extents, strides, offset = view
         tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
-        return Part(self.name, self.shape, box, tensor, held.dtype)
+        return TensorPart(self.name, self.shape, box, tensor, held.dtype)
 
     def _view(
         self, held: Box, strides: tuple[int, ...]
@@ -393,12 +348,8 @@ class _Stored:
 
 
 class CheckpointNames:
-    """Names and boxes of a model's tensors in its checkpoint.
-
-    Args:
-        causal_lm: a model of `transformers`, with the conversions that were used to load it.
-        tensors: tensors of the model by name; only shapes and dtypes are read.
-    """
+    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
+    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
 
     def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -410,22 +361,19 @@ class CheckpointNames:
         self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
         for name, view in stored.items():
             source = of_storage.get(view.untyped_storage()._cdata)
-            if (
-                source is not None
-                and (located := _located(name, view, tuple(fakes[source].shape))) is not None
-            ):
-                self._stored[source].append(located)
+            if source is not None and (found := _located(name, view, tuple(fakes[source].shape))):
+                self._stored[source].append(found)
         for name, fake in fakes.items():
             found = self._stored[name]
             if not found or sum(each.box.numel for each in found) != fake.numel():
                 shape = tuple(fake.shape)
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
-    def of(self, name: str) -> list[str]:
+    def stored_names(self, name: str) -> list[str]:
         """Return the checkpoint names of a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
-    def parts(self, held: Part) -> Iterator[Part]:
+    def parts(self, held: TensorPart) -> Iterator[TensorPart]:
         """Split a part of a tensor of the model into parts of checkpoint tensors: one view of each,
         possibly empty."""
         return (stored.part(held) for stored in self._stored[held.name])

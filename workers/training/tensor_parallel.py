@@ -32,22 +32,13 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 
 
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
-    """Split a model's layers over the ranks of a one-dimensional mesh, in place.
-
-    Args:
-        causal_lm: a `transformers` model on the meta device; may have LoRA layers.
-
-    Returns:
-        Names of replicated parameters whose gradients must be summed over the ranks (`add_up`).
-
-    Raises:
-        UserError: layers do not divide evenly, or experts are not in the form of `transformers`.
-    """
-    plan = TensorParallelPlan.of(causal_lm.tp_plan, causal_lm.ep_plan)
-    elsewhere = (
-        causal_lm.get_input_embeddings(),
-        causal_lm.get_output_embeddings(),
-    )  # `sharded_model.py` splits these
+    """Split the layers of a `transformers` model on the meta device, with or without LoRA layers,
+    over the ranks of a one-dimensional mesh, in place. Return the names of replicated parameters
+    whose gradients must be summed over the ranks (`add_up`). Raises UserError if layers do not
+    divide evenly, or experts are not in the form of `transformers`."""
+    plan = TensorParallelPlan.of_model(causal_lm.tp_plan, causal_lm.ep_plan)
+    # `sharded_model.py` splits these.
+    elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     partials: set[str] = set()
     for name, module in list(causal_lm.named_modules()):
         style = plan.style_of(name)
@@ -108,10 +99,8 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
     def shard(_: str, own: nn.Module, mesh: DeviceMesh) -> None:
         for parameter_name, parameter in list(own.named_parameters(recurse=False)):
-            shared = nn.Parameter(
-                distribute_tensor(parameter.detach(), mesh, [Shard(0)]),
-                requires_grad=parameter.requires_grad,
-            )
+            shared = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            shared = nn.Parameter(shared, requires_grad=parameter.requires_grad)
             own.register_parameter(parameter_name, shared)
 
     distribute_module(module, mesh, shard)
@@ -129,14 +118,9 @@ def _own_experts(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute the outputs of this rank's experts and sum them over ranks.
-
-    Args:
-        forward: forward method of this rank's experts.
-        hidden: [T, hidden], the same on all ranks.
-        chosen: [T, k] int64, experts of each token.
-        weights: [T, k], weights of their outputs.
-    """
+    """Compute the outputs of this rank's experts and sum them over ranks, from [T, hidden] states
+    that all ranks have, the experts chosen for each token ([T, k] int64), and the weights of their
+    outputs ([T, k])."""
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts

@@ -43,19 +43,13 @@ class TensorParallelPlan:
     styles: Mapping[str, str]
 
     @classmethod
-    def of(
+    def of_model(
         cls, shared: Mapping[str, str] | None, experts: Mapping[str, str] | None
     ) -> TensorParallelPlan:
-        """Return the plan of a model.
-
-        Args:
-            shared: the model's `tp_plan`.
-            experts: the model's `ep_plan`, for models that list their experts only there (GPT-OSS).
-        """
-        styles = {
-            **{name: style for name, style in (experts or {}).items() if style in EXPERTS},
-            **(shared or {}),
-        }
+        """Return the plan of a model with this `tp_plan`, and `ep_plan` for models that list their
+        experts only there (GPT-OSS)."""
+        styles = {name: style for name, style in (experts or {}).items() if style in EXPERTS}
+        styles |= shared or {}
         of_experts = [name for name, style in styles.items() if style in EXPERTS]
         # Embeddings and head are split without a plan.
         styles = {name: style for name, style in styles.items() if style != "embedding_rowwise"}
@@ -84,9 +78,8 @@ class TensorParallelPlan:
     @property
     def shares_heads(self) -> bool:
         """Whether ranks split the attention heads."""
-        return any(
-            style == "colwise" and re.search(r"att\w*\.", name) for name, style in self.styles.items()
-        )
+        split = [name for name, style in self.styles.items() if style == "colwise"]
+        return any(re.search(r"att\w*\.", name) for name in split)
 
     @property
     def shares_experts(self) -> bool:
@@ -95,15 +88,10 @@ class TensorParallelPlan:
 
 
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
-    """Check that this number of ranks can split a model.
-
-    Args:
-        settings: text settings as `transformers` completes them (`complete_text_settings`).
-
-    Raises:
-        UserError: the model cannot be split; the message names the rule and the setting.
-    """
-    plan = TensorParallelPlan.of(
+    """Check that this number of ranks can split a model with these text settings, as `transformers`
+    completes them (`complete_text_settings`). Raises UserError if the model cannot be split; the
+    message names the rule and the setting."""
+    plan = TensorParallelPlan.of_model(
         settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)
     )
     kind, what = settings.model_type, f"tensor_parallel={ranks}"
@@ -118,9 +106,8 @@ def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
         )
     numbers: dict[str, Any] = {"intermediate_size": getattr(settings, "intermediate_size", None)}
     if plan.shares_heads:
-        numbers |= {
-            name: getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads")
-        }
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            numbers[name] = getattr(settings, name, None)
     if plan.shares_experts:
         counts = [name for name in EXPERTS_NAMES if isinstance(getattr(settings, name, None), int)]
         numbers |= {name: getattr(settings, name) for name in counts[:1]}

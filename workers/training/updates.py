@@ -18,20 +18,14 @@ from ..worker import Context
 from .engine import OptimizerConfig, OptimizerStep, TrainingEngine
 from .microbatch_plan import OptimizerSteps
 
-# Bad steps are not applied: they are not finite, or diverge. Their rows are written to a file.
-
-
 LOSS = "loss"
 """Column with each row's share of the undivided loss of its step."""
 
 
-class BadSteps:
-    """The rows of the current step, and the reasons of the latest bad steps. Collective, because
-    computing the losses of single rows needs all ranks.
-
-    Args:
-        stop_after: number of consecutive bad steps that ends the run.
-    """
+class _BadSteps:
+    """The rows of the current step, and the reasons of the latest bad steps: those that are not
+    finite, or diverge. They are not applied; `stop_after` consecutive ones end the run. Collective,
+    because computing the losses of single rows needs all ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
@@ -40,7 +34,7 @@ class BadSteps:
         self.in_a_row: tuple[str, ...] = ()
         """Reason for each bad step since the last applied one. Checkpoints save it."""
 
-    def add(self, rows: Batch) -> None:
+    def add_rows(self, rows: Batch) -> None:
         """Add rows of the current step. They are held (in segments of the buffer, not copied) until
         it is over."""
         if self._folder is not None:
@@ -58,7 +52,6 @@ class BadSteps:
         Raises:
             DivergedError: `stop_after` consecutive steps were bad. Steps without a token to train
                 on do not count.
-            OSError: the rows could not be written.
         """
         rows, self._rows = self._rows, []
         if step.applied:
@@ -69,16 +62,14 @@ class BadSteps:
         # Collective: ranks that write no file must take part.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
-            _write(
-                rows,
-                losses,
-                self._folder / f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow",
-            )
-        wrong = [
-            part.take(np.flatnonzero(~np.isfinite(own))) for part, own in zip(rows, losses, strict=True)
-        ]
-        samples = [id for part in wrong if SAMPLE_ID in part for id in part.numpy(SAMPLE_ID).tolist()]
-        at_fault = f"; on this rank it comes from samples {_few(samples)}" if samples else ""
+            name = f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow"
+            _write(rows, losses, self._folder / name)
+        samples: list[int] = []
+        for part, own in zip(rows, losses, strict=True):
+            if SAMPLE_ID in part:
+                samples += part.numpy(SAMPLE_ID)[~np.isfinite(own)].tolist()
+        few = ", ".join(map(str, samples[:4])) + ", ..." * (len(samples) > 4)
+        at_fault = f"; on this rank it comes from samples {few}" if samples else ""
         self.in_a_row += (f"update {update}{number_in.replace('_', ' ')}: {step.bad}{at_fault}",)
         if len(self.in_a_row) >= self._stop_after:
             raise DivergedError(self._message(), samples[:4])
@@ -103,10 +94,6 @@ class BadSteps:
         )
 
 
-def _few(samples: Sequence[int]) -> str:
-    return ", ".join(map(str, samples[:4])) + ", ..." * (len(samples) > 4)
-
-
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
     """Write all rows of a step as one Arrow IPC file. Parts may differ in columns
     (`response_mask`): null means absent."""
@@ -120,18 +107,14 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
         file.write_table(table)
 
 
-# Updates
-
-
 class Updates:
     """The updates of an engine, each of one or more optimizer steps. Collective: each rank passes
     the rows of its replica."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
-        self._bad_steps = BadSteps(context, engine, config.stop_after_bad_steps)
+        self._bad_steps = _BadSteps(context, engine, config.stop_after_bad_steps)
         self.version = 0
-        """Number of updates so far."""
 
     def update(
         self,
@@ -164,14 +147,14 @@ class Updates:
         """
         observed = first or loss
         if not last:
-            self._bad_steps.add(batch)
+            self._bad_steps.add_rows(batch)
             return self._engine.accumulate(batch, observed, last=False)
         parts: list[Metrics] = []
         units = batch.groups()[1] if loss.whole_groups else np.arange(len(batch))
         cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
             part = batch if minibatches == 1 else batch.take(rows)
-            self._bad_steps.add(part)
+            self._bad_steps.add_rows(part)
             accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
             parts += [accumulated, step.metrics]
             self._bad_steps.note(

@@ -56,7 +56,7 @@ def without_gpus(patch: Any) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 
     from weft.resharding import vllm_publisher
-    from weft.resharding.vllm_publisher import Backend, Terms
+    from weft.resharding.vllm_publisher import _VllmBackend
 
     def end_of_trainer(info: Any) -> Gloo:
         return Gloo(info.master_address, info.master_port, 0, info.world_size)
@@ -66,8 +66,8 @@ def without_gpus(patch: Any) -> None:
             info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size
         )
 
-    def nccl(terms: Terms) -> Any:
-        info: Any = vllm_publisher._nccl(terms)
+    def nccl(*terms: Any) -> Any:
+        info: Any = vllm_publisher._nccl(*terms)
         info.packed = False  # packing needs CUDA streams
         return info
 
@@ -76,8 +76,8 @@ def without_gpus(patch: Any) -> None:
     patch(torch.cuda, "current_stream", lambda *_: None)
     patch(torch.accelerator, "synchronize", lambda *_: None)
     backends = {
-        "nccl": Backend(nccl, together=True, on_gpus=False),
-        "memfd": Backend(lambda terms: _memfd()[0](rank=terms.rank), together=False, on_gpus=False),
+        "nccl": _VllmBackend(nccl, together=True, on_gpus=False),
+        "memfd": _VllmBackend(lambda rank, *terms: _memfd()[0](rank=rank), together=False, on_gpus=False),
     }
     patch(vllm_publisher, "BACKENDS", backends)
     _memfd()

@@ -204,7 +204,7 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
 
     thread = threading.Thread(target=drive)
     thread.start()
-    weights = Weights(6, (receivers.place(),), "rollout[0]", backend="memfd")
+    weights = Weights(6, (receivers.endpoint,), "rollout[0]", backend="memfd")
     why = (
         "the trainer has ended"
         if way == "dies"

@@ -68,7 +68,7 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
     amplify(model)
     amplify(together)
     exact = exact_logits(model, rows)
-    ids, lengths = torch.cat(rows), PackedSequences.of(LENGTHS)
+    ids, lengths = torch.cat(rows), PackedSequences.of_lengths(LENGTHS)
     for temperature in (1.0, 0.6):
         expected = logprobs([logits / temperature for logits in exact], rows)
         temperatures = None if temperature == 1 else torch.full((len(ids),), temperature)
@@ -98,7 +98,9 @@ def test_gradients_through_a_models_own_head_are_its_own():
     eager.set_attn_implementation("eager")
     expected = logprobs([eager(input_ids=row[None], use_cache=False).logits[0] for row in rows], rows)
     ids = torch.cat(rows)
-    found, _ = agreeing_model(model)(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
+    found, _ = agreeing_model(model)(
+        ids, PackedSequences.of_lengths(LENGTHS), torch.arange(len(ids)), ids, None
+    )
     theirs = torch.autograd.grad((expected * weights).sum(), [*eager.parameters()])
     for mine, their in zip(
         torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True

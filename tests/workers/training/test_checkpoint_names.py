@@ -11,10 +11,10 @@ from families import FAMILIES, make_family
 from safetensors.torch import load_file
 from torch import nn
 
-from weft.resharding.incoming import open_weights
+from weft.resharding.incoming import IncomingWeights
 from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import Part
+from weft.resharding.weights import TensorPart
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.lora import Lora
@@ -35,13 +35,13 @@ def trainer_of(folder: Path, **settings: Any) -> Any:
     return ActorWorker(ActorConfig(model=str(folder), **settings)).engine
 
 
-def parts_of(names: CheckpointNames, name: str, tensor: torch.Tensor, box: Box) -> list[Part]:
+def parts_of(names: CheckpointNames, name: str, tensor: torch.Tensor, box: Box) -> list[TensorPart]:
     """Return the checkpoint parts of a rank that holds only this box of a model tensor."""
-    held = Part(name, tuple(tensor.shape), box, tensor[box.slices].clone())
+    held = TensorPart(name, tuple(tensor.shape), box, tensor[box.slices].clone())
     return [part for part in names.parts(held) if part.box.numel]
 
 
-def together(parts: list[Part]) -> dict[str, torch.Tensor]:
+def together(parts: list[TensorPart]) -> dict[str, torch.Tensor]:
     """Assemble full tensors from parts that hold each element once."""
     found = {part.name: torch.full(part.shape, torch.nan) for part in parts}
     for part in parts:
@@ -76,11 +76,13 @@ def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(
     engine = trainer_of(tmp_path)
     tensors = dict(engine.model.causal_lm.named_parameters())
     names, fused = CheckpointNames(engine.model.causal_lm, tensors), tensors[GATE_UP].detach()
-    assert {W1, W3} < set(names.of(GATE_UP)) and len(names.of(GATE_UP)) == 2 * fused.shape[0]
+    assert {W1, W3} < set(names.stored_names(GATE_UP)) and len(
+        names.stored_names(GATE_UP)
+    ) == 2 * fused.shape[0]
     cut = fused.shape[dim] // 2 + 1
     boxes = [Box.along(tuple(fused.shape), dim, *ends) for ends in ((0, cut), (cut, fused.shape[dim]))]
     found = together([part for box in boxes for part in parts_of(names, GATE_UP, fused, box)])
-    assert found.keys() == set(names.of(GATE_UP))
+    assert found.keys() == set(names.stored_names(GATE_UP))
     for name, tensor in found.items():
         assert torch.equal(tensor, stored[name])
 
@@ -116,7 +118,7 @@ def test_a_tensor_that_is_no_box_of_one_in_memory_keeps_its_name_in_memory():
     from transformers.core_model_loading import Interleave
 
     model = Converted(Interleave(0))
-    assert model.names().of("weight") == ["weight"]
+    assert model.names().stored_names("weight") == ["weight"]
     (part,) = parts_of(model.names(), "weight", model.weight.detach(), Box.full((4, 6)))
     assert torch.equal(part.tensor, model.weight.detach())
 
@@ -128,7 +130,7 @@ def test_transformers_models_load_the_weights_of_an_expert_trainer(tmp_path: Pat
     weights = publisher.publish(trainer_of(tmp_path / "new").published_parts(), 1)
     generator, reference = TransformersEngine(str(tmp_path / "old")), trainer_of(tmp_path / "old")
     checksum = generator.update_weights(weights)
-    with open_weights(weights) as incoming:
+    with IncomingWeights(weights) as incoming:
         assert reference.receive_weights(incoming) == checksum
     assert publisher.finish() == checksum
     publisher.close()

@@ -19,7 +19,7 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.training import loading
+from weft.workers.training import fsdp as loading
 
 # Dynamo inspects tensors that are not leaves, which makes torch warn.
 pytestmark = pytest.mark.filterwarnings(

@@ -23,7 +23,7 @@ from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training import optimizer as eight_bit
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
-from weft.workers.training.optimizer import CODES, SCALES, EightBitMoments
+from weft.workers.training.optimizer import CODES, SCALES, _EightBitMoments
 
 CPU = torch.device("cpu")
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
@@ -60,7 +60,7 @@ def stepped(make: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tu
 @pytest.mark.usefixtures("small_pieces")
 def test_moments_are_exact_ones_to_the_spacing_of_codes_and_the_first_step_is_exact():
     settings = {"lr": 0.1, "betas": (0.9, 0.95)}
-    mine, optimizer = stepped(lambda groups: EightBitMoments(groups, CPU, fused=True, **settings))
+    mine, optimizer = stepped(lambda groups: _EightBitMoments(groups, CPU, fused=True, **settings))
     exact, reference = stepped(lambda groups: torch.optim.AdamW(groups, **settings), torch.float64)
     for parameter, theirs in zip(mine, exact, strict=True):
         torch.testing.assert_close(parameter.double(), theirs, rtol=2e-6, atol=2e-6)
@@ -91,8 +91,8 @@ def test_moments_are_exact_ones_to_the_spacing_of_codes_and_the_first_step_is_ex
 
 @needs_torchao
 def test_updates_in_pieces_are_those_of_whole_parameters(monkeypatch: pytest.MonkeyPatch):
-    def make(groups: Any) -> EightBitMoments:
-        return EightBitMoments(groups, CPU, lr=0.1, fused=True)
+    def make(groups: Any) -> _EightBitMoments:
+        return _EightBitMoments(groups, CPU, lr=0.1, fused=True)
 
     whole, _ = stepped(make, steps=3)
     monkeypatch.setitem(eight_bit._PIECE, "cpu", 1024)
@@ -195,7 +195,7 @@ def test_conflicting_and_missing_arguments_are_reported(
     with pytest.raises(
         UserError, match=r"needs torchao, which is not installed: pip install 'weft\[torchao\]'"
     ):
-        EightBitMoments([{"params": [torch.nn.Parameter(torch.zeros(2))]}], CPU)
+        _EightBitMoments([{"params": [torch.nn.Parameter(torch.zeros(2))]}], CPU)
     config = ActorConfig(model=str(tiny_model), moments="8bit")
     with pytest.raises(UserError, match="needs torchao"):
         ActorWorker.check(config, [], NO_ROWS)

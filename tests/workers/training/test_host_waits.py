@@ -26,10 +26,9 @@ from weft.dataflow.batch import Batch
 from weft.workers.training.causal_lm import put_scalar_head
 from weft.workers.training.microbatch_plan import SharingCost
 from weft.workers.training.microbatches import Microbatches
-from weft.workers.training.packed_sequences import SharedPrompts, to_device
+from weft.workers.training.packed_sequences import SharedPrompts, Stretches, to_device
 from weft.workers.training.response_model import ResponseModel
 from weft.workers.training.routers import Balance
-from weft.workers.training.sequence_parallel import Stretches
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 PAIRS = make_pairs(make_rows(23))
@@ -91,7 +90,7 @@ def microbatch(
     rows."""
     columns = [c for c in (*loss.reads, *loss.may_read) if c in rows]
     replays = model.routers if "routes" in rows else None
-    cut = Microbatches.of(
+    cut = Microbatches.from_batch(
         rows,
         columns,
         DEVICE,

@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weft.dataflow.errors import UserError
+from weft.resharding.layout import Box
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.models.weight_files import weight_files
-from weft.workers.training import loading, stored_weights
+from weft.workers.training import fsdp as loading
+from weft.workers.training import stored_weights
 from weft.workers.training.agreement import find_agreement
 from weft.workers.training.safetensors_files import open_tensors
-from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
+from weft.workers.training.stored_weights import StoredWeights, _CompleteWeights, open_stored
 
 QUICK = ("Qwen2", "Mixtral", "DiffLlama", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
 FILE = "model.safetensors"
@@ -132,12 +134,12 @@ def test_a_box_of_a_stored_tensor_is_read_alone(tmp_path: Path):
     whole = torch.arange(24.0).view(2, 3, 4).to(torch.bfloat16)
     save_file({"x": whole, "scalar": torch.tensor(2.0), "none": torch.empty(0, 3)}, tmp_path / FILE)
     stored = open_tensors(tmp_path / FILE)
-    box = stored["x"].read((1, 0, 1), (1, 2, 3))
+    box = stored["x"].read_box(Box((1, 0, 1), (2, 2, 4)))
     assert torch.equal(box, whole[1:2, 0:2, 1:4])
     assert box.untyped_storage().nbytes() == 2 * 2 * 3
-    assert stored["x"].read((0, 3, 0), (2, 0, 4)).shape == (2, 0, 4)
-    assert stored["scalar"].read((), ()).item() == 2.0
-    assert stored["none"].read((0, 0), (0, 3)).shape == (0, 3)
+    assert stored["x"].read_box(Box((0, 3, 0), (2, 3, 4))).shape == (2, 0, 4)
+    assert stored["scalar"].read_box(Box((), ())).item() == 2.0
+    assert stored["none"].read_box(Box((0, 0), (0, 3))).shape == (0, 3)
 
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
@@ -213,14 +215,14 @@ def test_a_critic_of_a_policy_takes_all_but_its_head(llama: Path):
     assert all(torch.equal(held[name], stored[name]) for name in held if name != "score.weight")
 
 
-@pytest.mark.parametrize("kind", [StoredWeights, CompleteWeights])
+@pytest.mark.parametrize("kind", [StoredWeights, _CompleteWeights])
 def test_loading_buffers_are_freed_before_the_comparison_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ):
     folder = save(
         make_family("Mixtral"), tmp_path / "model"
     )  # experts are assembled from several tensors, which are kept for the next one
-    if kind is CompleteWeights:
+    if kind is _CompleteWeights:
         torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
         (folder / FILE).unlink()
     read: list[Any] = []

@@ -14,7 +14,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training.activations import LiveBytes, PassShape, pass_bytes
+from weft.workers.training.activations import PassShape, _LiveBytes, pass_bytes
 from weft.workers.training.lora import Lora
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
 
@@ -120,7 +120,7 @@ def test_a_meta_pass_reports_the_memory_of_a_real_one(tiny_model: Path, kind: st
         if trains
         else []
     )
-    with LiveBytes([*engine.model.parameters(), *engine.model.buffers(), *known]) as live:
+    with _LiveBytes([*engine.model.parameters(), *engine.model.buffers(), *known]) as live:
         if trains:
             worker.update(batch, loss=loss)
         else:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from weft.workers.training.optimizer import HostMoments, PlainMoments
+from weft.workers.training.optimizer import PlainMoments, _HostMoments
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 SETTINGS = {"lr": 0.1, "fused": True}
 KINDS = {
     "plain": lambda groups: PlainMoments(groups, **SETTINGS),
-    "host": lambda groups: HostMoments(groups, CPU, **SETTINGS),
+    "host": lambda groups: _HostMoments(groups, CPU, **SETTINGS),
 }
 
 

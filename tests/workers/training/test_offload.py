@@ -14,7 +14,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training import optimizer as offload
-from weft.workers.training.optimizer import HostMoments
+from weft.workers.training.optimizer import _HostMoments
 
 CPU = torch.device("cpu")
 
@@ -98,7 +98,7 @@ def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
             *(optimizer.state[p]["exp_avg_sq"] for p in parameters),
         ]
 
-    mine = trained(lambda groups: HostMoments(groups, CPU, lr=0.1, fused=True))
+    mine = trained(lambda groups: _HostMoments(groups, CPU, lr=0.1, fused=True))
     assert all(
         map(torch.equal, mine, trained(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True)))
     )

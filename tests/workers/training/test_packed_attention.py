@@ -79,7 +79,7 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     together = agreeing_model(model)
     assert together.packs == packs
     ids = torch.cat(rows)
-    got, _ = together(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
+    got, _ = together(ids, PackedSequences.of_lengths(LENGTHS), torch.arange(len(ids)), ids, None)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(
         torch.autograd.grad((got * weights).sum(), [*model.parameters()], allow_unused=True),
@@ -104,7 +104,9 @@ def test_packed_rows_in_bfloat16_are_as_near_to_float64_as_rows_alone(kind: str)
             together = agreeing_model(made)
             together.causal_lm.to(dtype)
             model = together.causal_lm
-            logprobs, _ = together(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
+            logprobs, _ = together(
+                ids, PackedSequences.of_lengths(LENGTHS), torch.arange(len(ids)), ids, None
+            )
         else:
             logits = (model(input_ids=row[None], use_cache=False).logits[0] for row in rows)
             logits = torch.cat([each.to(torch.promote_types(dtype, torch.float32)) for each in logits])
@@ -154,7 +156,7 @@ def kernel_by_rows(
     return torch.cat(found)
 
 
-ROWS = PackedSequences.of(LENGTHS)
+ROWS = PackedSequences.of_lengths(LENGTHS)
 SHARING = SharedPrompts.among(
     np.array([6, 1]), np.array([3]), np.array([4, 1, 8, 2]), np.array([0, 1, 0, 0]), torch.device("cpu")
 )
@@ -245,7 +247,7 @@ def test_a_sink_adds_one_score_to_each_row(lengths: list[int], window: int | Non
     rows = zip(*(x.split(lengths) for x in given), strict=True)
     expected = torch.cat([with_sinks(q, k, v, sinks, window) for q, k, v in rows])
     query, key, value = [x.transpose(0, 1)[None] for x in given]
-    packed = PackedSequences.of(lengths)
+    packed = PackedSequences.of_lengths(lengths)
     found, _ = packed_attention.packed_attention(
         torch.nn.Identity(),
         query,

@@ -77,7 +77,7 @@ def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: b
     found = []
     for may_share in (True, False):
         sharing = SharingCost() if may_share else None
-        rows = Microbatches.of(
+        rows = Microbatches.from_batch(
             of_prompts(ROWS), (), CPU, vocabulary=97, owner="m", reads_last=reads_last, sharing=sharing
         )
         values, gradients = [], [torch.zeros_like(p) for p in model.parameters()]
@@ -133,7 +133,7 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
 
 def test_ranks_in_lockstep_have_level_microbatches_that_count_a_shared_prompt_once():
     batch = of_prompts({tuple(range(3, 23)): [9] * 8})
-    rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", sharing=SharingCost())
+    rows = Microbatches.from_batch(batch, (), CPU, vocabulary=97, owner="m", sharing=SharingCost())
     full = rows.plan(70, packed=True)
     level = rows.plan_in_lockstep(3, 70, RowCost(100), packed=True, pads=True)
     assert [len(part) for part in full] == [6, 2] and [len(part) for part in level] == [3, 3, 2]
@@ -199,7 +199,7 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         tokens = after[part].sum() + sum(lengths[one] for one in set(same[part].tolist()))
         units = len(part) if groups is None else len(set(groups[part].tolist()))
         assert tokens <= most or units == 1
-        place = Placement.of(prompts[part], after[part], same[part])
+        place = Placement.of_rows(prompts[part], after[part], same[part])
         taken = [
             *(range(place.begins[row], place.begins[row] + after[part][row]) for row in range(len(part))),
             *(

@@ -120,7 +120,7 @@ def test_a_plan_leaves_out_modules_inside_experts():
         "layers.*.experts.up": "packed_colwise",
         "layers.*.up": "colwise",
     }
-    plan = TensorParallelPlan.of(shared, {"layers.*.experts": "ep_dispatch_experts"})
+    plan = TensorParallelPlan.of_model(shared, {"layers.*.experts": "ep_dispatch_experts"})
     assert not plan.unknown and plan.shares_experts and not plan.shares_heads
     assert [plan.style_of(f"layers.3.{name}") for name in ("experts", "experts.up", "up", "down")] == [
         "moe_tp_experts", None, "colwise", None,
