@@ -23,17 +23,8 @@ from .sampling import Sampling
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Estimate the probability that one of k samples solves a prompt (arXiv:2107.03374, eq. 1).
-
-    pass@k = 1 - C(n - c, k) / C(n, k), which is unbiased.
-
-    Args:
-        num_samples: n, samples of the prompt.
-        num_solved: c, the number of samples that solve it.
-        k: at most n.
-
-    Returns:
-        0 if no sample solves the prompt; 1 if fewer than k samples fail.
+    """Estimate the probability that one of k samples solves a prompt: 1 - C(n - c, k) / C(n, k),
+    which is unbiased, for c of n samples that solve it (arXiv:2107.03374, eq. 1).
 
     Raises:
         ValueError: k is not between 1 and n, or c not between 0 and n.
@@ -65,14 +56,10 @@ def score_prompts(
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
         n: requested samples per prompt. A prompt with dropped samples counts with the remaining
-            ones.
+        ones.
         k: the k of each pass@k. Prompts with fewer samples are excluded from it.
         solved: lowest verdict of a solving sample.
-        reward: column of the reward.
         verdict: column that marks correct samples, possibly one component of the reward.
-
-    Returns:
-        `avg@N` and `pass@K` (estimates over prompts), and `prompts`.
 
     >>> samples = Batch.of(group_id=[3, 3, 7, 7], reward=[1.0, 0.0, 0.0, 0.0])
     >>> {name: metric.value for name, metric in score_prompts(samples, n=2, k=(1, 2)).items()}
@@ -120,8 +107,7 @@ def evaluate(
         n: responses to each prompt.
         k: the k of each pass@k, at most n; default: 1 and n.
         solved: lowest verdict of a correct response; default: 1.
-        verdict: name of the reward function that marks correct responses; default: the only grader
-            among them.
+        verdict: name of the reward function that marks correct responses; default: the only grader.
 
     Raises:
         UserError: a k is below 1 or above n.
@@ -157,7 +143,8 @@ Z = 1.959964
 
 
 def interval(mean: float, std: float, number: float) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean over independent values, such as prompts.
+    """Return the 95 % interval of a mean over independent values, such as prompts; None for fewer
+    than two.
 
     For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide
     even if all values are equal. For other values it is Student's t interval. The two cases are
@@ -165,15 +152,8 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     mean).
 
     With several samples per prompt, pass the means of the prompts. An interval over all samples
-    would be too narrow (clustered errors, arXiv:2411.00640).
-
-    Args:
-        mean: mean of the values.
-        std: their population standard deviation.
-        number: number of values.
-
-    Returns:
-        Lower and upper end; None for fewer than two values.
+    would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard
+    deviation.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])
@@ -196,9 +176,6 @@ def student_t(freedom: float) -> float:
 
     Uses the expansion around the normal distribution (Abramowitz and Stegun, 26.7.5): within 0.2 %
     from 3 degrees of freedom, and exact for 1 and 2.
-
-    Args:
-        freedom: degrees of freedom, at least 1.
 
     >>> [round(student_t(freedom), 3) for freedom in (1, 2, 4, 30, 1e9)]
     [12.706, 4.303, 2.776, 2.042, 1.96]

@@ -25,10 +25,8 @@ def greedy_baselines(
     prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
 ) -> Any:
     """Sample greedy responses, with their reward as `baseline_reward` (ReMax, arXiv:2310.10505).
-
-    Responses generated from these rows inherit the column, and the estimator `greedy_baseline`
-    subtracts it from their reward. `grpo` includes this node if its estimator reads the column.
-    """
+    Responses generated from these rows inherit the column, which the estimator `greedy_baseline`
+    subtracts."""
     greedy = rollout.generate(prompts, n=1, sampling=sampling.greedy)
     return reward.score(greedy, into=str(BASELINE_REWARD))
 
@@ -88,7 +86,6 @@ def first_of_group(
 
     Args:
         n: rows to keep of each group; fewer if the group has fewer.
-        by: column that marks a row as finished.
         deadline_s: seconds after a group's first finished row when the group continues with the
             rows it has; None waits for `n`.
 
@@ -101,18 +98,12 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
+    groups of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped
+    groups.
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.
-
-    Args:
-        samples: whole groups.
-        by: column to compare, exactly.
-
-    Returns:
-        The remaining groups, and `zero_variance_groups`, the number of dropped groups. Groups of
-        one row are dropped; groups with a NaN reward are kept.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> kept, metrics = drop_zero_variance(samples)

@@ -101,11 +101,8 @@ class PackedRows:
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """[T] the values of trained tokens, and 0 for other tokens. Differentiable.
-
-        Other tokens may hold any value: multiplying NaN by a weight of 0 would keep it, forwards
-        and backwards.
-        """
+        """[T] the values of trained tokens, and 0 for other tokens, which may hold any value.
+        Differentiable."""
         # `where` rather than a product, because 0 * NaN is NaN.
         return torch.where(self.trained > 0, values_T, 0.0)
 
@@ -123,7 +120,6 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
     """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
 
     Args:
-        samples: B rows.
         ragged: column that determines the lengths of the rows.
         columns: more columns, ragged with the same lengths or with one value per row.
 
@@ -144,11 +140,8 @@ def _tensor_of(samples: Batch, column: str) -> Tensor:
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. Losses with equal settings are equal.
-
-    Custom losses can inherit from `FrozenLoss`, which has default answers, but need not: engines
-    only use this protocol.
-    """
+    """A loss over response tokens. Losses with equal settings are equal. Custom losses can inherit
+    from `FrozenLoss`, which has default answers, but need not: engines only use this protocol."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -68,7 +68,6 @@ class Method:
 
     @property
     def samples(self) -> bool:
-        """Whether it trains on the model's own rewarded responses."""
         return "rollout" in self.groups
 
     @property

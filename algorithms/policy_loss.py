@@ -155,8 +155,7 @@ class PolicyLoss(AggregatedLoss):
             not make the loss infinite.
 
             Means over trained tokens: `clip_fraction`; `approx_kl` (k3 from the old policy); with a
-                penalty `kl`; and `entropy`, if the rows have it (nats, -sum_v p_v log p_v of the
-                distribution that predicts the token, at its temperature).
+            penalty `kl`; and `entropy`, if the rows have it (nats).
 
             If the rows have `response_logprobs`, the generator is compared with the trainer: the
             old policy, or the current policy if the old one is missing or is the generator.
@@ -165,8 +164,8 @@ class PolicyLoss(AggregatedLoss):
             tokens.
 
             With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`,
-                and the counts `masked_tokens` and `masked_rows` (rows without a remaining trained
-                token).
+            and the counts `masked_tokens` and `masked_rows` (rows without a remaining trained
+            token).
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
@@ -238,20 +237,15 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     policy then learns to be short for no reason of the task.
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
-    were drawn evenly from the finished ones. Stored as these two sums, it merges over windows and
-    ranks without mixing windows with different prompts (an observed-to-expected ratio, as in
-    indirect standardization).
+    were drawn evenly from the finished ones (1: no bias). Stored as these two sums, it merges over
+    windows and ranks (an observed-to-expected ratio, as in indirect standardization). For an empty
+    window, each metric has weight 0 and value NaN.
 
     Args:
         trained_lengths: [B] tokens of each response that was trained on in a window, such as a
-            step.
+        step.
         finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
             including the trained ones.
-
-    Returns:
-        `length_ratio` (1: no bias; below 1: short responses are favored), `mean_trained_length` and
-        `mean_finished_length` (tokens). For an empty window, each has weight 0 and value NaN, and
-        changes nothing when merged.
 
     Raises:
         ValueError: a length is negative.
@@ -282,13 +276,8 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
 
     It costs a forward pass. `PolicyLoss` uses the column for sequence ratios, next to a correction
     that weighs, and with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641).
-    `grpo` and `ppo` include this node if their loss needs it.
-
-    Args:
-        samples: rows with `prompt_ids` and `response_ids`.
-        actor: the policy.
-        entropies: also add `entropies`, the entropy of each token's distribution (shown in the
-            dashboard).
+    `grpo` and `ppo` include this node if their loss needs it. `entropies` also adds the entropy of
+    each token's distribution.
     """
     if entropies:
         return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
@@ -298,9 +287,9 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
     """Whether an update with this loss needs `old_logprobs`.
 
-    It does if the loss reads the column. It also does if the loss may read it and the update takes
-    several optimizer steps: without it, the loss compares with the current policy, which is no
-    longer the old one after the first step.
+    It does if the loss reads the column, or if the loss may read it and the update takes several
+    optimizer steps: without it, the loss compares with the current policy, which is no longer the
+    old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio

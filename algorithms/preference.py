@@ -81,9 +81,7 @@ def pairs_with_reference(preferences: Batch) -> Batch:
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     """Keep the best and the worst sample of each group, and drop groups of equal rewards.
 
-    Returns:
-        The kept rows, and `tied_groups`, the number of groups without a best sample. This includes
-        groups with a NaN reward.
+    `tied_groups` counts groups without a best sample, including groups with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -117,9 +115,9 @@ def mismatched(rows: Batch) -> Batch:
     """Add to each row the response to another prompt, and its mask.
 
     The N rows of this call are ordered by group. A row gets the response m places further,
-    cyclically, where m is the size of the largest group, so the response belongs to another group.
-    Each response is used once. A group with more than half of the rows reuses the responses of the
-    others; a single group keeps its responses.
+    cyclically, where m is the size of the largest group, so it belongs to another group, and each
+    is used once. A group with more than half of the rows reuses the responses of the others; a
+    single group keeps its own.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
@@ -197,8 +195,7 @@ def dpo(
     """Preference optimization on given pairs; by default DPO (arXiv:2305.18290).
 
     The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
-    log-probabilities for the rows of each step, unless the source has them
-    (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`).
+    log-probabilities for the rows of each step, unless the source has them (`reference_of_pairs`).
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -226,10 +223,8 @@ def online_dpo(
     sampling: Sampling = Sampling(),
     loss: Loss = PreferenceLoss(),
 ) -> Any:
-    """Preference optimization on the policy's own samples: the best of n against the worst.
-
-    This is online DPO (arXiv:2402.04792) with a reward instead of an annotator.
-    """
+    """Preference optimization on the policy's own samples: the best of n against the worst (online
+    DPO, arXiv:2402.04792, with a reward instead of an annotator)."""
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     samples = best_and_worst(samples)
@@ -242,12 +237,12 @@ def online_dpo(
 def kto(
     responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
 ) -> Any:
-    """KTO (arXiv:2402.01306) on single labeled responses, or on pairs as single responses.
+    """KTO (arXiv:2402.01306) on single labeled responses (`prompt_ids`, `response_ids` and a
+    label), or on pairs as single responses.
 
-    Single responses have `prompt_ids`, `response_ids` and a label column. The reference point is
-    estimated over the rows of a step, before its update, from responses to other prompts. This
-    takes two extra forward passes. A schedule that runs nodes on parts of a step estimates it for
-    each part.
+    The reference point is estimated over the rows of a step, before its update, from responses to
+    other prompts. This takes two extra forward passes. A schedule that runs nodes on parts of a
+    step estimates it for each part.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -259,11 +254,9 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response.
-
-    It compares likelihoods, or implicit rewards if there is a reference. Its metrics are
-    `preference_accuracy` and `preference_margin` (nats).
-    """
+    """Evaluate how often the actor prefers the preferred response, by likelihood, or by implicit
+    rewards if there is a reference. Its metrics are `preference_accuracy` and `preference_margin`
+    (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")
@@ -295,7 +288,7 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
     """[rows] float64: sums over the unmasked tokens of a per-token column, or the values of a
-    per-row column. Masked tokens may hold any value."""
+    per-row one."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

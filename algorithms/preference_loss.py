@@ -65,7 +65,6 @@ class LogRatio(Config):
         return (str(REFERENCE_LOGPROBS),)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; 0 for a row without a trained token."""
         return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
 
 
@@ -87,15 +86,13 @@ class LogLikelihood(Config):
         return ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; 0 for a row without a trained token."""
         return _of_rows(logprobs, rows, self.per_token)
 
 
 class LogOdds(Config):
     """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO,
-    arXiv:2403.07691, eq. 3 and 4).
-
-    P is capped at 1 - 1e-6, without a gradient beyond, because the odds of P = 1 are infinite.
+    arXiv:2403.07691, eq. 3 and 4). P is capped at 1 - 1e-6, without a gradient beyond, because the
+    odds of P = 1 are infinite.
 
     >>> LogOdds()(torch.tensor([0.5]).log(), PackedRows.of([1])).tolist()
     [0.0]
@@ -106,7 +103,6 @@ class LogOdds(Config):
         return ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; the value for P = 1 - 1e-6 for a row without a trained token."""
         # At log P = 0 the odds are infinite.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
@@ -198,7 +194,8 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one `preferred`. Masked responses do not count."""
+    """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
+    trained token in both responses."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -209,11 +206,6 @@ class PairLoss(FrozenLoss):
         return True
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number of pairs with a trained token in both responses.
-
-        Raises:
-            UserError: a group is not a pair.
-        """
         groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
         sizes = torch.bincount(index, minlength=len(groups))
         preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
@@ -227,9 +219,8 @@ class PairLoss(FrozenLoss):
         return float(self._sides(rows)[2].sum())
 
     def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row indices of preferred and other responses, and whether they form pairs.
-
-        All have the shape [max(0, B - 1)].
+        """Return row indices of preferred and other responses, and whether they form pairs, [max(0,
+        B - 1)].
 
         Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
         not pairs are masked. No shape depends on a value, which would make the host wait for the
@@ -246,7 +237,6 @@ class PairLoss(FrozenLoss):
         )
 
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
-        """Return metrics over pairs: means of their rewards, leads, and `more`."""
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
         return observed(paired, {**watched, "preference_accuracy": ahead > 0, **more})
@@ -289,14 +279,11 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and metrics.
 
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
-            pairs: `chosen_reward` and `rejected_reward` (beta times score), `reward_margin` (their
-            difference), `preference_accuracy` (share of positive margins), `chosen_logprob` and
-            `rejected_logprob` (nats per response), and with `likelihood` `chosen_nll` (nats per
-            token).
+        Means over pairs: `chosen_reward` and `rejected_reward` (beta times score), `reward_margin`
+        (their difference), `preference_accuracy` (share of positive margins), `chosen_logprob` and
+        `rejected_logprob` (nats per response), and with `likelihood` `chosen_nll` (nats per token).
         """
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
@@ -344,16 +331,14 @@ class DesirabilityLoss(FrozenLoss):
         return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number of responses with a trained token."""
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
+        """Return the undivided loss, 0 with a gradient of 0 without a trained token, and metrics.
 
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a trained token. Means
-            over good and over bad responses: `chosen_reward` and `rejected_reward` (beta times
-            log-ratio); over all: `reference_point` (nats).
+        Means over good and over bad responses: `chosen_reward` and `rejected_reward` (beta times
+        log-ratio);
+        over all: `reference_point` (nats).
         """
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
@@ -376,12 +361,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
-        chosen: [P] rewards of the preferred responses; gradient flows.
-        rejected: [P] rewards of the others; gradient flows.
+        chosen, rejected: [P] rewards of the preferred and of the other responses; gradient flows.
         margin: [P] or a number; the required lead of the preferred response. No gradient.
-
-    Returns:
-        [P] losses; never infinite for finite rewards; empty for no pairs.
 
     >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
     [0.6931..., 3.0485...]

@@ -1,9 +1,5 @@
-"""Roles: interfaces of the worker handles that the graphs use.
-
-Graphs are a layer below the workers and cannot import them. Any worker class with these methods
-works. The standard ones are in `workers/`: `actor.py`, `critic.py`, `reference.py`, `reward.py`,
-`reward_model.py`, `rollout.py` and `adaptive_kl.py`.
-"""
+"""Roles: interfaces of the worker handles that the graphs use. Any worker class with these methods
+works; the standard ones are in `workers/`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class Surrogate(Protocol):
 
 
 class Clipped(Config):
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7).
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7). A clipped token has
+    no gradient.
 
     `high` above `low` is DAPO's clip-higher (arXiv:2503.14476, eq. 10). `dual` limits the loss of a
     token with negative advantage to -dual A, since a huge ratio would make it unbounded
@@ -78,7 +79,6 @@ class Clipped(Config):
         return self
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. A clipped token has no gradient."""
         plain = -ratio * advantages
         bounded = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -91,10 +91,8 @@ class Clipped(Config):
 
 class Cispo(Config):
     """-sg(clip(r, 1 - low, 1 + high)) A log p, sg stopping gradients (CISPO, arXiv:2506.13585,
-    §3.1).
-
-    Every token keeps a gradient, including rare tokens that change a line of thought and that PPO's
-    clip would drop.
+    §3.1). Every token keeps the gradient of its bounded weight, including rare tokens that change a
+    line of thought and that PPO's clip would drop.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
     >>> made = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
@@ -109,7 +107,6 @@ class Cispo(Config):
     """[ratio] Range of the weight above 1. Lower it if single tokens make the gradient jump."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. A clipped token keeps the gradient of its bounded weight."""
         ratio = ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
         return Surrogated(-weight * advantages * logprobs, weight != ratio)
@@ -134,7 +131,6 @@ class Sapo(Config):
     advantages then fade sooner."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. No token is clipped."""
         temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
         # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
@@ -142,14 +138,14 @@ class Sapo(Config):
 
 
 class PlainPolicyGradient(Config):
-    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546).
+    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), which ignores the
+    ratio.
 
     >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
     [3.0]
     """
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses, which ignore the ratio. No token is clipped."""
         return Surrogated(-logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
@@ -161,14 +157,8 @@ class PlainPolicyGradient(Config):
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of each token, r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3).
-
-    Args:
-        log_ratio: [T] log p - log p_old; gradient flows.
-        rows: rows of the tokens.
-
-    Returns:
-        [T] log-ratio.
+    """The log-ratio [T] of each token, log r_t = log p(y_t) - log p_old(y_t), as in PPO
+    (arXiv:1707.06347, §3). Gradient flows.
 
     >>> import torch
     >>> token_ratio(torch.tensor([0.5, -0.5]), PackedRows.of([2])).tolist()
@@ -178,15 +168,11 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7), as
+    a log-ratio [T], equal over the tokens of a row. Masked tokens do not count.
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
-
-    Args as for `token_ratio`; masked tokens do not count in the mean.
-
-    Returns:
-        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
 
     >>> import torch
     >>> sequence_ratio(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
@@ -197,9 +183,8 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740).
-
-    Args and Returns as for `sequence_ratio`.
+    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740),
+    as a log-ratio [T].
 
     >>> import torch
     >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
@@ -243,7 +228,8 @@ class Weighting:
 
 @runtime_checkable
 class Correction(Protocol):
-    """A rule from log-ratios to weights. Instances are values: equal settings give equal weights."""
+    """A rule from log-ratios to weights. Instances are values: equal settings give equal
+    weights."""
 
     @property
     def weighs(self) -> bool:
@@ -251,13 +237,8 @@ class Correction(Protocol):
         ...
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights of these tokens.
-
-        Args:
-            log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
-                gradient.
-            rows: rows of the tokens.
-        """
+        """Return the weights of these tokens. `log_ratio` is [T] nats, log trainer - log generator,
+        0 for tokens that are not trained; no gradient."""
         ...
 
 
@@ -305,7 +286,6 @@ class TruncatedImportance(Config):
         return True
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights; 1 in a row without a trained token, none for no tokens."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         weights = ratio.clamp(self.floor, self.cap)
         return Weighting(weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool))
@@ -341,7 +321,6 @@ class Rejection(Config):
         return False
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights. A NaN ratio is outside; a row without a trained token is inside."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         # NaN fails both comparisons, and is left out.
         inside = (ratio >= self.low) & (ratio <= self.high)
@@ -350,12 +329,6 @@ class Rejection(Config):
 
 def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows) -> Weighting:
     """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
-
-    Args:
-        corrections: in any order; none gives weights of 1.
-        log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
-            gradient.
-        rows: rows of the tokens.
 
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))
     >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3])).weights.tolist()

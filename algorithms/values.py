@@ -34,21 +34,18 @@ _PART = 2**18
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32
+    each.
 
     A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
-    trained token; after the last one, V and A are 0. The returns are A_t + V_t.
+    trained token; after the last one, V and A are 0. The returns are A_t + V_t. Both are 0 at
+    masked tokens, whatever they hold.
 
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        rows: rows of the tokens.
         gamma: discount per token, 0 to 1.
         lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
-
-    Returns:
-        ([T] float32 advantages, [T] float32 returns); 0 at masked tokens, whatever they hold; empty
-        for no tokens.
 
     Raises:
         UserError: gamma or lam is outside 0 to 1.
@@ -78,18 +75,11 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens.
+    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens. 0 at
+    masked tokens.
 
     Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
     (arXiv:2501.03262).
-
-    Args:
-        token_rewards: [T] reward of each token, in CPU memory; no gradient.
-        rows: rows of the tokens.
-        gamma: discount per token, 0 to 1.
-
-    Returns:
-        [T] float32; 0 at masked tokens, whatever they hold; empty for no tokens.
 
     Raises:
         UserError: gamma is outside 0 to 1.
@@ -109,15 +99,8 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows.
-
-    The variance is the sample variance (division by n - 1).
-
-    Args:
-        values: [T], in CPU memory; no gradient.
-        rows: rows of the tokens.
-        shift: False keeps the mean and scales around it, as some implementations do with rewards.
-        epsilon: keeps values that are nearly equal from exploding.
+    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows, with the
+    sample variance (division by n - 1). `shift=False` keeps the mean and scales around it.
 
     Returns:
         [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0
@@ -169,17 +152,9 @@ class ValueLoss(AggregatedLoss):
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            values: [T] the critic's predictions; gradient flows.
-            rows: as for `Loss`.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Means
-            over trained tokens: `value`, `return` and, with a clip, `clip_fraction` (share of
-            tokens with the clipped value).
-        """
+        """Return the undivided loss of predictions [T], 0 with a gradient of 0 if every token is
+        masked, and metrics: means over trained tokens of `value`, `return` and, with a clip,
+        `clip_fraction` (share of tokens with the clipped value)."""
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:
@@ -198,7 +173,6 @@ def critic_advantages(
     """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
-        samples: any rows.
         gamma: discount per token.
         lam: 0 for one step, 1 for all future rewards.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
@@ -223,11 +197,6 @@ def critic_advantages(
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
     """Use discounted future rewards as advantages; whitened, REINFORCE++ (arXiv:2501.03262).
 
-    Args:
-        samples: any rows.
-        gamma: discount per token.
-        whiten: as for `critic_advantages`.
-
     >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
     >>> return_advantages(samples, whiten=False)["advantages"].to_pylist()
     [[1.0, 1.0], [0.5]]
@@ -246,15 +215,8 @@ def _by_parts(
 ) -> tuple[Tensor, ...]:
     """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
 
-    Args:
-        of_part: takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
-            returns outputs [N].
-        rows: rows of the tokens.
-        columns: [T].
-        num_outputs: number of outputs of `of_part`.
-
-    Returns:
-        Each output as [T] float32, 0 at masked tokens.
+    `of_part` takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
+    returns outputs [N]. Each output comes back as [T] float32, 0 at masked tokens.
     """
     cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
     mask = rows[RESPONSE_MASK].numpy() if RESPONSE_MASK in rows else None

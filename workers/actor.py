@@ -65,7 +65,8 @@ class ActorConfig(TrainedConfig):
     `torch.distributed`. "nccl": from GPU to GPU, if followers use other GPUs than the leader.
     "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and
     "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
-    transport where copies through host memory take long; none of the four has been run on GPUs yet."""
+    transport where copies through host memory take long; none of the four has been run on GPUs
+    yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
     """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
     memory is short; raise it between distant machines."""
@@ -219,14 +220,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights and return its address. The records of all ranks
-        together describe the group's weights. Receivers read the parameters directly; they must not
-        change until `finish_publishing`.
-
-        Args:
-            version: policy version.
-            receivers: names of the receiving ranks, such as "rollout[0]".
-        """
+        """Offer this rank's part of the weights to receivers, such as "rollout[0]", and return its
+        address. The records of all ranks together describe the group's weights. Receivers read the
+        parameters directly; they must not change until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -246,11 +242,7 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """Send a published version through vLLM's own backends, while the receivers take it.
-
-        Raises:
-            WeightSyncError: an engine failed, so the others cannot receive either.
-        """
+        """Send a published version through vLLM's own backends, while the receivers take it."""
         self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -272,12 +264,8 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare the canaries of followers with this group's log-probabilities under the same
-        version.
-
-        Args:
-            canaries: canary of each rank by name, such as "rollout[0]".
-            version: policy version.
+        """Compare the canaries of followers, by name such as "rollout[0]", with this group's
+        log-probabilities under the same version.
 
         Raises:
             WeightSyncError: they differ; the message names the rank, the version and the distance.
@@ -331,9 +319,6 @@ class _WithGap:
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
     """Decide for each followed group with an adapter whether it publishes the adapter alone or
     merged weights (`Lora.published`), and set the `config` of all involved handles accordingly.
-
-    Args:
-        handles: all handles of a run.
 
     Raises:
         UserError: an adapter is to be published alone, but a follower cannot take it.

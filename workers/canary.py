@@ -43,9 +43,6 @@ class Canary:
 def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     """Return the prompts that every rank answers, [PROMPT_TOKENS] int32 each.
 
-    Args:
-        vocabulary: number of token ids of the model, or None if unknown.
-
     >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
     (4, True)
     """
@@ -65,13 +62,7 @@ def canary_rows(canary: Canary) -> Batch:
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
-    """Compare a rank's log-probabilities with the trainer's.
-
-    Args:
-        receiver: name of the rank, such as "rollout[0]".
-        version: version of the weights.
-        logprobs: [tokens] the trainer's values, response after response.
-        exact: whether the trainer computes in float32.
+    """Compare a rank's log-probabilities with the trainer's, [tokens] response after response.
 
     Raises:
         WeightSyncError: the mean difference is too large or nan; the message names group, rank and

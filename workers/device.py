@@ -11,14 +11,10 @@ from .worker import Context
 
 
 def device_index(context: Context, visible: int) -> int:
-    """Return the index of this rank's GPU among the visible ones.
+    """Return the index of this rank's GPU among the visible ones, at least one.
 
     >>> device_index(Context(local_rank=3, devices=("3",)), 1), device_index(Context(local_rank=3), 8)
     (0, 3)
-
-    Args:
-        context: context of the rank.
-        visible: number of visible GPUs, at least one.
 
     Raises:
         UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
@@ -45,11 +41,7 @@ def peak_device_bytes() -> int:
 
 def rank_device(context: Context) -> torch.device:
     """Return the device of a rank, and make it the current one, so that `cuda` without a number
-    refers to it.
-
-    Raises:
-        UserError: see `device_index`.
-    """
+    means it. Raises like `device_index`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(context, torch.cuda.device_count()))

@@ -65,9 +65,8 @@ class Dispatch:
     """A dispatch protocol.
 
     Args:
-        name: name for messages.
-        distribute: returns the share of each rank from the rows of a call and the coordinates of
-            the ranks.
+        distribute: returns the share of each rank from the rows of a call and the ranks'
+        coordinates.
         collect: returns the ranks whose results are kept from the coordinates of the ranks. Choose
             one per replica: rows returned by two ranks would count twice.
     """
@@ -100,16 +99,9 @@ class Dispatch:
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split indexes into parts of similar total size: the largest first, each into the smallest
-    part so far.
-
-    Args:
-        sizes: [rows] tokens, or cost, of each row.
-        parts: number of parts.
-
-    Returns:
-        The indexes of each part, ascending. Ties go to the lowest part, so the split is
-        deterministic.
+    """Split indexes of rows with these tokens, or costs, into parts of similar total size: the
+    largest first, each into the smallest part so far. Ties go to the lowest part, so the split is
+    deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -193,7 +185,6 @@ class RowCost:
     costs its tokens."""
 
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the [rows] float64 cost of rows with these [rows] tokens."""
         tokens = np.asarray(num_tokens, np.float64)
         return tokens * (1 + tokens / self.attention_length)
 

@@ -45,23 +45,15 @@ if TYPE_CHECKING:
 
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
-    """Return the columns that a log-probability pass over responses uses if they exist. Routes
-    apply only to sampled responses.
-
-    Args:
-        of: the column of response tokens.
-        replay: whether a mixture of experts replays the column `routes`.
-    """
+    """Return the columns that a log-probability pass over the column `of` uses if they exist. A
+    mixture of experts replays `routes` only of sampled responses."""
     return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
-    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`.
-
-    Args:
-        training, head: see `EngineFactory`.
-        alone: whether this rank holds a complete model and joins no group.
-    """
+    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`;
+    for `training` and `head` see `EngineFactory`. If `alone`, this rank holds a complete model and
+    joins no group."""
 
     def __init__(
         self,
@@ -158,11 +150,7 @@ def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedCon
 
 
 class TrainedWorker(EngineWorker):
-    """Parent of trained workers: updates, and this group's part of checkpoints.
-
-    Args:
-        head: output of the model for each response token.
-    """
+    """Parent of trained workers: updates, and this group's part of checkpoints."""
 
     def __init__(
         self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs"
@@ -197,13 +185,9 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write the model as a Hugging Face folder, including its head and tokenizer.
-
-        Args:
-            path: the folder; replaced if it exists.
-            merged: whether to merge an adapter into the model. Otherwise only the adapter is
-                written, in the format of `peft`.
-        """
+        """Write the model as a Hugging Face folder, including its head and tokenizer; an existing
+        one is replaced. An adapter is `merged` into the model, or else written alone, in the format
+        of `peft`."""
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -214,11 +198,7 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Return whether the last checkpoint is on disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Return whether the last checkpoint is on disk."""
         return self.engine.written(wait=wait)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -229,11 +209,7 @@ class TrainedWorker(EngineWorker):
 
 
 def check_updates(nodes: Iterable[Node]) -> None:
-    """Check the arguments of the updates of a graph.
-
-    Raises:
-        UserError: an argument is wrong; the message names the node and the argument.
-    """
+    """Check the arguments of the updates of a graph."""
     for node in nodes:
         loss = node.arguments.get("loss")
         if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):

@@ -35,11 +35,8 @@ class FunctionWorker(Worker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node, and its `measure`, if it has one.
-
-        Returns:
-            The function's result, or with `measure` a pair of the result and the metrics.
-        """
+        """Run the function of a node. If it has a `measure`, return a pair of the result and the
+        metrics."""
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))

@@ -41,7 +41,6 @@ def node_memory(root: Path = Path("/")) -> NodeMemory | None:
 
 
 def cgroup_folders(root: Path = Path("/")) -> list[Path]:
-    """Return the memory folders of this process's cgroups, innermost first, for versions 2 and 1."""
     own = root / "proc/self/cgroup"
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]

@@ -74,7 +74,6 @@ class Rendezvous:
 
     @classmethod
     def at(cls, taken: socket.socket, secret: str, timeout_s: float = 300.0) -> Rendezvous:
-        """Return the rendezvous of rank 0, which has taken a port."""
         host, port = taken.getsockname()[:2]
         return cls(host, port, secret, timeout_s, taken)
 
@@ -84,17 +83,11 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
-        """Return a proof of the secret for a nonce."""
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
-        """Meet the other ranks. Return the shared store once all ranks have proved that they have
-        the secret.
-
-        Args:
-            group: name of the group, for messages.
-            rank: rank of this process.
-            ranks: ranks of the group.
+        """Meet the other ranks of a group. Return the shared store once all ranks have proved that
+        they have the secret.
 
         Raises:
             WorkerError: ranks did not join in time (the message names them), or a process does not
@@ -134,11 +127,8 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per attempt.
-
-        Raises:
-            OSError: rank 0 did not listen in time.
-        """
+        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per
+        attempt."""
         while True:
             try:
                 socket.create_connection(

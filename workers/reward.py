@@ -97,12 +97,10 @@ class RewardConfig(Config):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the functions require."""
         return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.reads))
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that the functions get if they exist."""
         return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.may_read))
 
     @property
@@ -263,8 +261,8 @@ class RewardWorker(Worker):
         )
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """Return the first failure, with the ids of all failed samples, and the prompt and response
-        of the first."""
+        """Return the first failure, with the ids of all failed samples and the texts of the
+        first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -281,12 +279,8 @@ class RewardWorker(Worker):
 
 
 def _check_answers(reward: Reward, source: Source) -> None:
-    """Refuse rows without an answer for a function that needs one: they would fail and be dropped
-    during the run.
-
-    Raises:
-        UserError: there are such rows; the message counts them.
-    """
+    """Refuse rows without an answer for a function that needs one: they would fail during the
+    run."""
     for name in reward.answers:
         column = name if name in source.columns else str(ANSWER)
         if column not in source.columns:
@@ -318,8 +312,8 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, if there
-    are any, the largest."""
+    """Return metrics of rewards: mean, standard deviation, number (`scored`) and, if there are any,
+    the largest."""
     metrics: dict[str, Metric] = {
         "mean": Mean.of(rewards),
         "std": Std.of(rewards),

@@ -90,7 +90,8 @@ class RolloutConfig(VllmSettings):
     to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
-    dtype if its adapter is published alone. Choose "float32" to compare exactly with the trainer."""
+    dtype if its adapter is published alone. Choose "float32" to compare exactly with the
+    trainer."""
     adapter: Lora | None = None
     """Adapter to serve on top of the model. The run sets it from the followed actor
     (`Lora.published`)."""
@@ -113,16 +114,8 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes before any process starts.
-
-        Args:
-            nodes: the `generate` calls of one graph.
-            source: the rows that feed the graph.
-
-        Raises:
-            UserError: a setting is wrong; the message names it, the rule and the nearest valid
-                value.
-        """
+        """Find mistakes in the `generate` calls of one graph and its source, before any process
+        starts. Raises as `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -154,11 +147,7 @@ class RolloutConfig(VllmSettings):
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
 
     def refuses_adapter(self, leader: Any) -> str:
-        """Return why this rollout cannot serve the adapter of its actor, or "" if it can.
-
-        Args:
-            leader: configuration of the actor.
-        """
+        """Return why this rollout cannot serve the adapter of its actor, or "" if it can."""
         if leader.vllm_backend:
             return f"transport={leader.transport!r} carries complete weights"
         if str(self.model) != str(leader.model):
@@ -172,7 +161,6 @@ class RolloutConfig(VllmSettings):
         return ""
 
     def longest_prompt(self, nodes: Sequence[Node]) -> int | None:
-        """Return the limit for prompt tokens of these calls, or None without a limit."""
         context = self.max_context or context_of(read_model_config(self.model))
         if context is None:
             return None
@@ -191,11 +179,7 @@ class RolloutConfig(VllmSettings):
 
 def context_at_start(model: str | Path) -> int:
     """Return the context length of a model, from its settings or the defaults of `transformers`
-    (which takes seconds to import).
-
-    Raises:
-        UserError: the model has no limit.
-    """
+    (which takes seconds to import)."""
     context = context_of(read_model_config(model))
     if context is None:
         context = getattr(complete_text_settings(model), "max_position_embeddings", None)
@@ -377,23 +361,20 @@ class RolloutWorker(Worker):
             prompts: columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
                 `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
                 that exist already), and `images`, each with a placeholder in the prompt.
-            n: responses to each prompt, numbered 0..n-1.
-            sampling: how to draw tokens.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response:
             `response_ids` [L] int32, `response_logprobs` [L] float32 nats, `response_versions` [L]
             int32, `finish_reason`, `temperature` float32, and with `routes` the column of that
-            name.
-            Log-probabilities belong to the distribution that was sampled from. Greedy responses use
-            the model's own distribution (and `temperature` 1). A sampling that truncates the
-            distribution writes no log-probabilities (see `Sampling`).
-            Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate`
-            (share of responses that reached the token limit).
+            name. Log-probabilities belong to the distribution that was sampled from. Greedy
+            responses use the model's own distribution (and `temperature` 1). A sampling that
+            truncates the distribution writes no log-probabilities (see `Sampling`). Each batch
+            comes with the metrics `tokens`, `response_length` and `truncation_rate` (share of
+            responses that reached the token limit).
 
         Raises:
             SampleError: a prompt is empty or leaves no room in the context, or its images cannot be
-                read. The error carries the `sample_id`.
+            read.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -489,7 +470,8 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """Sample a few responses to random prompts, for the trainer to compare log-probabilities."""
+        """Sample a few responses to random prompts, for the trainer to compare
+        log-probabilities."""
         prompts = canary_prompts(self._vocabulary)
         max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]

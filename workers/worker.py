@@ -141,26 +141,21 @@ class Worker:
         Args:
             nodes: calls on this group in one graph (`node.arguments` by name).
             source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, and
-                `source.name`).
+            `source.name`).
 
         Raises:
             UserError: a setting is wrong; the message names it, the rule and the nearest valid
-                value.
+            value.
         """
 
     @classmethod
     def check_machine(cls, config: Any, ranks: int) -> None:
-        """Check that this machine without GPUs has room for all ranks of the group. Called if they
-        run here.
-
-        Raises:
-            UserError: there is too little; the message names the setting and the available amount.
-        """
+        """Check that this machine without GPUs has room for all ranks of the group, if they run
+        here."""
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return the cost of rows for a rank of such a group, which balances rows over
-        data-parallel replicas."""
+        """Return the cost of rows, by which they are balanced over data-parallel replicas."""
         return RowCost()
 
     @classmethod
@@ -171,28 +166,20 @@ class Worker:
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
         """Return the longest row (prompt and response) that the group's model can read, in tokens,
-        or None without a limit."""
+        or None."""
         return None
 
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
-        """Return why a group of this class cannot take only its leader's adapter, or "" if it can.
-        The adapter then comes in `config.adapter`.
-
-        Args:
-            config: configuration of the group, as given by the user.
-            leader: configuration of the followed group, which has `lora`.
-        """
+        """Return why a group with this configuration cannot take only its leader's adapter, or ""
+        if it can. The adapter then comes in `config.adapter`. `leader` is the configuration of the
+        followed group."""
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
-        """Return why a group of this class cannot receive weights through vLLM's own backends, or
-        "" if it can.
-
-        Args:
-            config: configuration of the group, as given by the user.
-        """
+        """Return why such a group cannot receive weights through vLLM's own backends, or "" if it
+        can."""
         return f"{cls.__name__} does not run vLLM"
 
     @property
@@ -202,11 +189,7 @@ class Worker:
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
         """Load the weights of `leader` after every `every`-th of its updates. Call it on handles,
-        before a graph runs.
-
-        Raises:
-            TypeError: this is a worker, not a handle.
-        """
+        before a graph runs."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"

@@ -63,14 +63,11 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""Return the option that a response gives as its answer, in upper case, or None.
+    r"""Return the option that a response gives as its answer, in upper case, or None. Options are A
+    to J, or numbers 1 to 9.
 
     A box or an `<answer>` takes precedence, then "the answer is C", then a letter that begins or
     ends the response. Options that the response denies ("it isn't C", "B is wrong") do not count.
-
-    Args:
-        response: text of the model.
-        numbers: options are numbered 1 to 9 instead of A to J.
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
@@ -140,9 +137,6 @@ class MultipleChoice(Grader):
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare a response with an option such as "C", "(c)", "(C) Paris" or "3".
-
-        Raises:
-            SampleError: the answer names no option.
 
         >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)

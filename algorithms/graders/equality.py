@@ -54,11 +54,8 @@ _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer.
-
-    Args:
-        response: text of the model: with a box, `#### 42`, "the answer is 42", or the bare answer.
-        answer: the right answer, bare or as a solution that ends with it.
+    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
+    with it.
 
     Raises:
         ValueError: the answer is empty or a sentence, or the two are too large to compare.
@@ -211,7 +208,6 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
 
 
 def _in_base(text: str) -> int | None:
-    """Return the value of digits with a base, such as `204_5`."""
     found = re.fullmatch(r"(\w+)_\{?(\d{1,2})\}?", key(text))
     try:
         return int(found[1], int(found[2])) if found else None
@@ -235,7 +231,6 @@ def _same_number(gold: str, given: str) -> bool:
 
 
 def _gold(answer: str) -> str:
-    """Return the answer in a solution."""
     boxed = extraction.last_boxes(answer)
     return ", ".join(boxed) if boxed else after_hashes(answer) or answer
 
@@ -271,7 +266,6 @@ def _begins_with(gold: str, said: str) -> bool:
 
 
 def _formulas(text: str) -> list[str]:
-    """Return the formulas between dollar signs or LaTeX brackets."""
     found = _FORMULA.findall(text)
     return [part for parts in found for part in parts if part]
 
@@ -337,7 +331,6 @@ _reports = itertools.count(1)
 
 
 def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
-    """Log that a response counts as wrong because its comparison failed."""
     if (number := next(_reports)) <= MAX_REPORTS:
         more = "; further ones are not reported" if number == MAX_REPORTS else ""
         LOG.warning(
@@ -350,7 +343,6 @@ DIGITS = 1500
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two readings certainly differ, as constants or in a coefficient or part."""
     import sympy
 
     if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):

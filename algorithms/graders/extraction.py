@@ -102,7 +102,6 @@ def final_part(response: str) -> str | None:
 
 
 def denied_letters(text: str) -> set[str]:
-    """Return the letters and digits of the options that a text denies."""
     return {
         key.upper()
         for match in _DENIED.finditer(text)
@@ -130,7 +129,6 @@ def _tags(text: str) -> list[tuple[int, int]]:
 
 
 def _last_open(text: str, closed: list[int]) -> int:
-    """Return the start of the last box that is never closed, or -1."""
     starts = set(closed)
     last = -1
     for box in _OPEN_BOX.finditer(text):
@@ -253,7 +251,6 @@ def last_ratio(text: str) -> str | None:
 
 
 def first_number(text: str) -> str | None:
-    """Return the first number of a text, in the form of `last_number`."""
     found = NUMBER_IN_TEXT.search(text)
     return found.group().strip() if found else None
 

@@ -43,7 +43,6 @@ class Grader(Config):
 
 
 def _take_any_answer(cls: type[Grader]) -> None:
-    """Wrap `__call__` so that it gets every answer as text."""
     own: Any = vars(cls).get("__call__")
     if own is None or "answer" not in inspect.signature(own).parameters:
         return

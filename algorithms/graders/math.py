@@ -37,7 +37,7 @@ class MathProcess:
         self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Compare the final answer of a response with the answer.
+        """Compare the final answer of a response with the answer, by `equality.is_right`.
 
         Raises:
             SampleError: the comparison took too long or failed, or the process ended.
@@ -65,13 +65,11 @@ class MathProcess:
         return bool(reply["right"])
 
     def kill(self) -> str:
-        """End the process, if there is one; return how it ended."""
         child, self._child = self._child, None
         return "not started" if child is None else child.kill()
 
     @property
     def pid(self) -> int | None:
-        """Process id. None while no process runs."""
         return self._child.pid if self._child else None
 
     def _start(self) -> ChildProcess:
@@ -134,8 +132,8 @@ class Math(Grader):
         r"""Grade a response.
 
         Raises:
-            SampleError: the comparison took too long, its process ended, or the answer is empty.
-                Instead of a grade, a reward worker counts a failed sample.
+            SampleError: the comparison took too long, its process ended, or the answer is empty. A
+                reward worker then counts a failed sample.
         """
         return float(compare(response, answer, self.deadline_s))
 
@@ -190,7 +188,6 @@ def final_number(text: str) -> Quantity | None:
 
 
 def _number_in(text: str | None) -> Quantity | None:
-    """Return the number of a short text that states an answer."""
     if text is None:
         return None
     part = extraction.stated_part(text)

@@ -1,8 +1,8 @@
 """Math program: compares formulas in a process that `math.py` starts.
 
 It reads requests from standard input, one line of JSON each, and writes replies in the same form.
-It ends with its input. If a request takes much longer than its deadline, an alarm of the operating
-system ends it, since the parent is then no longer there to kill it.
+If a request takes much longer than its deadline, an alarm ends the process, since the parent is
+then no longer there to kill it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MEMORY_BYTES = 4 * 2**30
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep the output of libraries out of the replies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

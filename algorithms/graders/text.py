@@ -171,7 +171,6 @@ class LengthReward(Grader):
         return self
 
     def __call__(self, response_ids: Sequence[int]) -> float:
-        """Return the reward for the length of a response, in tokens."""
         share = (self.no_tokens - len(response_ids)) / (self.no_tokens - self.full_tokens)
         return min(max(share, 0.0), 1.0)
 

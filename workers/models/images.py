@@ -104,7 +104,6 @@ def _counts(source: Source, column: str) -> np.ndarray:
 
 
 def _counts_of(chunk: Any, token: int) -> np.ndarray:
-    """Return how often a token occurs in each list."""
     found = np.concatenate([[0], np.cumsum(chunk.flatten().to_numpy() == token)])
     ends = np.concatenate([[0], np.cumsum(chunk.value_lengths().fill_null(0).to_numpy())])
     return np.diff(found[ends])
@@ -133,11 +132,7 @@ class SeenPrompt:
 
 
 class ImageReader:
-    """Reads images with the processor of a model.
-
-    Args:
-        model: the model's name, for messages.
-        folder: folder of the model.
+    """Reads images with the processor in a model's folder. Messages call the model `model`.
 
     Raises:
         UserError: the folder has no processor that `transformers` can load.
@@ -154,11 +149,10 @@ class ImageReader:
         self._bytes = 0
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
-        """Return a prompt with the tokens of its images.
+        """Return a prompt with the tokens of its encoded images (bytes or buffers).
 
         Args:
             prompt_ids: [P] int32, with one placeholder for each image.
-            images: encoded images, as bytes or buffers.
 
         Raises:
             UserError: placeholders and images differ in number, or an image cannot be read.
@@ -178,11 +172,7 @@ class ImageReader:
         return SeenPrompt(ids, ids == self.token, seen)
 
     def see(self, encoded: Any) -> SeenImage:
-        """Process an encoded image (bytes or a buffer). Recent results are cached.
-
-        Raises:
-            UserError: the image cannot be read.
-        """
+        """Process an encoded image (bytes or a buffer). Recent results are cached."""
         encoded = memoryview(encoded)
         key = hashlib.blake2b(encoded, digest_size=16).digest()
         if key in self._seen:
@@ -300,7 +290,8 @@ class Shown:
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Return whether `transformers` settings describe a model for images and text (`sees_images`)."""
+    """Return whether `transformers` settings describe a model for images and text
+    (`sees_images`)."""
     return sees_images({"model_type": settings.model_type})
 
 

@@ -58,12 +58,7 @@ def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
     """Check the settings that Weft reads directly; `transformers` checks all of them when it builds
-    the model.
-
-    Raises:
-        UserError: a setting has a wrong type; the message names file, setting, value and expected
-            type.
-    """
+    the model."""
     # Setting -> expected type for messages, and its check.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
@@ -110,10 +105,7 @@ def find_model_config(model: str | Path) -> Path:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read the index of a model with several weight files.
-
-    Returns:
-        File name of each tensor.
+    """Return the file name of each tensor from the index of a model with several weight files.
 
     Raises:
         UserError: the index is damaged; the message names it.
@@ -134,8 +126,8 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the ids that end a response, from the model's settings and from the end of
-    training texts."""
+    """Return the ids that end a response, from the model's settings and from the end of training
+    texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
@@ -183,10 +175,8 @@ def _end_tokens(model: str | Path) -> dict[int, str]:
 
 
 def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return `eos_token_id` of `generation_config.json`, or else of `config.json`.
-
-    Chat models name the end of a turn only in the former. Both may hold one id or several.
-    """
+    """Return `eos_token_id` of `generation_config.json`, which alone names the end of a turn of
+    chat models, or else of `config.json`: one id or several."""
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
         file = find_cached(model, file.name) or file
@@ -236,7 +226,6 @@ def context_of(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_heads(settings: Mapping[str, Any]) -> int | None:
-    """Return the attention heads of each layer, if the settings have them."""
     return _first(text_settings(settings), _HEADS_NAMES)
 
 
@@ -253,11 +242,8 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(settings: Any) -> int | None:
-    """Return the experts per layer, or None if the model is not a mixture of experts.
-
-    Args:
-        settings: text settings as `transformers` completes them (`complete_text_settings`).
-    """
+    """Return the experts per layer, or None if the model is not a mixture of experts. `settings`
+    are text settings as `transformers` completes them (`complete_text_settings`)."""
     counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
     return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
@@ -290,11 +276,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
 
 def complete_text_settings(model: str | Path) -> Any:
     """Return the text settings with the defaults and common names of `transformers`, which takes
-    seconds to import.
-
-    Raises:
-        UserError: `transformers` does not know the model.
-    """
+    seconds to import."""
     from transformers import AutoConfig
 
     with refusals_named(model, "cannot be read", find_model_config(model)):
@@ -305,11 +287,7 @@ def complete_text_settings(model: str | Path) -> Any:
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
     """Check that `transformers` has a causal language model of this type, and that it can be
-    trained.
-
-    Raises:
-        UserError: it cannot be trained; the message names the model and its type.
-    """
+    trained."""
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
     why = None
@@ -339,11 +317,8 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that a model of this type can have a scalar head in place of its own.
-
-    Raises:
-        UserError: the model reads images.
-    """
+    """Check that a model of this type can have a scalar head in place of its own: models that read
+    images cannot."""
     if sees_images(settings):
         raise UserError(
             f"model {str(model)!r} (type {settings['model_type']!r}) reads images, and such "

@@ -33,10 +33,10 @@ _LOOK_S = 2.0
 
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a lock that only one process of the node can hold. A process that dies releases it.
+    """Hold a lock file that only one process of the node can hold. A process that dies releases it.
+    The file is created with its folder, and several users may share it.
 
     Args:
-        lock: the lock file. It is created with its folder, and several users may share it.
         what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
         wait_s: longest wait for the holder of the lock.
 
@@ -108,7 +108,6 @@ def _open(lock: Path) -> int:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Return whether this process could take the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -166,19 +165,12 @@ class FolderListing:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether this is the folder of a model or a tokenizer."""
     return any((path / mark).is_file() for mark in MARKS)
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files that workers read in the folder of a model.
-
-    Args:
-        weights: whether to include weights; False for a tokenizer.
-
-    Raises:
-        OSError: the folder is missing or cannot be read.
-    """
+    """List the files that workers read in the folder of a model or, without `weights`, of a
+    tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}
@@ -227,7 +219,6 @@ def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of copies on this node."""
     given = os.environ.get("WEFT_CACHE")
     if given:
         return Path(given).expanduser() / "folders"
@@ -310,11 +301,6 @@ def _remove_old(cache: Path) -> None:
 
 
 def pieces_of(size: int) -> Iterator[int]:
-    """Yield the offsets of a file's pieces.
-
-    >>> list(pieces_of(PIECE_BYTES + 1)) == [0, PIECE_BYTES], list(pieces_of(0))
-    (True, [])
-    """
     return iter(range(0, size, PIECE_BYTES))
 
 
@@ -331,10 +317,8 @@ def node_folder(
     checked an id only on its own node.
 
     Args:
-        model: a folder or a Hugging Face id.
         wait_s: longest wait for another process that downloads the model.
-        advance: called whenever more has been downloaded, by whichever process of the node
-            (`Context.advance`).
+        advance: called whenever more has been downloaded, by whichever process of the node.
 
     Raises:
         UserError: the model does not exist or cannot be downloaded.
@@ -351,15 +335,7 @@ def node_folder(
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
     """Return the cached snapshot of a Hugging Face id on this node, or None if it is incomplete or
-    not an id.
-
-    Args:
-        name: id of a model or a tokenizer.
-        weights: whether the snapshot must hold a model with all of its weights.
-
-    Raises:
-        UserError: the index of the weights is damaged.
-    """
+    not an id. With `weights`, it must hold a model with all of its weights."""
     marks = (CONFIG_FILE,) if weights else MARKS
     found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
     return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
@@ -377,11 +353,7 @@ def _may_be_downloaded(model: str | Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all weight files are there, as safetensors or in torch's format.
-
-    Raises:
-        UserError: the index of the files is damaged.
-    """
+    """Return whether all weight files are there, as safetensors or in torch's format."""
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
         if index.is_file():
             return all((folder / name).is_file() for name in read_index(index).values())
@@ -405,12 +377,7 @@ def _download(model: str) -> Path:
 
 @contextmanager
 def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
-    """Let one process of the node at a time download a model.
-
-    Raises:
-        UserError: this user may not write to the cache.
-        RunError: the process with the lock did not finish in time.
-    """
+    """Let one process of the node at a time download a model."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.replace("/", "--")

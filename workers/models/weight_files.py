@@ -91,11 +91,7 @@ def _entry(file: Path, start: int, about: Any) -> TensorEntry:
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; empty if it has none.
-
-    Args:
-        model: the user's name for the model.
-        folder: folder of the model.
+    """Return the safetensors files of a model, which messages call `model`; empty if it has none.
 
     Raises:
         UserError: the index is damaged, or names a missing file.
@@ -141,10 +137,7 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
     """Find mistakes in the headers of a model's files. Models that workers will download are not
-    checked.
-
-    Args:
-        trained: whether `FsdpEngine` trains the model, which needs floating-point weights.
+    checked. `FsdpEngine` can only train (`trained`) floating-point weights.
 
     Raises:
         UserError: a file is wrong; the message names the file and the problem.
@@ -169,9 +162,8 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
 
 
 def _not_only_tensors(file: Path) -> str:
-    """Return why a file of `torch.save` does not hold only tensors, by the names in its pickle, or
-    "" if it does. The check executes no code from the file; `torch` reads such files with
-    `weights_only=True`."""
+    """Return why a file of `torch.save` does not hold only tensors, or "" if it does. Only the
+    names in its pickle are read; no code is executed."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
@@ -220,11 +212,7 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:
-    """Return the safetensors file of a model that holds this tensor, or None.
-
-    Raises:
-        UserError: the model does not exist, or a file is damaged.
-    """
+    """Return the safetensors file of a model that holds this tensor, or None."""
     return _files_of_tensors(model).get(name)
 
 

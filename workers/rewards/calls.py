@@ -58,14 +58,12 @@ class AsyncCalls:
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
-        """Start a call as soon as the limits of its function allow.
+        """Start a call as soon as the limits of its function allow. Return a future with the
+        result, or the exception of the last try.
 
         Args:
             call: creates a new awaitable for each try.
             deadline_s: timeout of each try in seconds.
-
-        Returns:
-            A future with the result, or the exception of the last try.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -174,12 +172,8 @@ Logged = list[tuple[str, float]]
 
 
 class Caller:
-    """Calls functions in this thread, or in a child process once they have set a signal handler
-    outside the main thread.
-
-    Args:
-        calls: awaits awaitables that a plain function returns.
-    """
+    """Calls plain functions in this thread, or in a child process once they have set a signal
+    handler outside the main thread. Awaitables that they return are awaited by `calls`."""
 
     def __init__(self, rewards: Sequence[Reward], calls: AsyncCalls) -> None:
         self._rewards = rewards
@@ -210,7 +204,6 @@ class Caller:
             raise
 
     def close(self) -> None:
-        """End the child process."""
         if self._child is not None:
             self._child.close()
 
@@ -298,15 +291,12 @@ _watch = _Watch()
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
-    block ends. None disables the deadline.
+    block ends. None disables the deadline. Messages call the block `what`.
 
     Code that catches the error still fails when it is done. The deadline uses another signal than
     `SIGALRM`, so the block may use `signal.alarm`; a handler and a timer that it leaves behind are
     removed. Deadlines work only on the main thread (other threads log a warning), and cannot
     interrupt C functions. A program stopped in a debugger is not interrupted.
-
-    Args:
-        what: name of the block, for the error.
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:

@@ -34,7 +34,8 @@ class Reward(Config):
 
     function: Callable[..., Any]
     """The reward function, or a grader. Its parameter names show whether it was written for Weft,
-    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no default."""
+    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no
+    default."""
     name: str = ""
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""
@@ -104,7 +105,6 @@ class Reward(Config):
 
     @property
     def title(self) -> str:
-        """Name of the metric and column."""
         return self.name or name_of(self.function).rpartition(".")[2].strip("<>") or "reward"
 
     @property
@@ -141,18 +141,15 @@ class Reward(Config):
 
     @property
     def takes_all(self) -> bool:
-        """Whether the function takes `**columns`."""
         return any(p.kind is p.VAR_KEYWORD for p in self._takes.parameters.values())
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the function requires."""
         needed = (p.name for p in self._columns if p.default is p.empty)
         return tuple(name for name in needed if self.signature is None or name not in ANSWERS)
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that the function gets if they exist."""
         if self.takes_all:
             return (ALL_COLUMNS,)
         optional = tuple(p.name for p in self._columns if p.name not in self.reads)
@@ -236,12 +233,8 @@ class Reward(Config):
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
     def call(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
-        """Call the function with the arguments of one sample or of all. An asynchronous function
-        returns an awaitable.
-
-        Args:
-            log: callbacks by name, for a function that takes them.
-        """
+        """Call the function with the arguments of one sample or of all, and callbacks by name
+        (`log`) if it takes them. An asynchronous function returns an awaitable."""
         named = dict(arguments)
         by_position = self.signature.by_position if self.signature else ()
         if "args" in by_position:
@@ -283,8 +276,8 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists into one dictionary for each sample. A single number applies to
-    the whole batch."""
+    """Split a dictionary of lists into one for each sample. A single number applies to the whole
+    batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -351,12 +344,6 @@ def score(reward: Reward, result: Any) -> SampleScore:
 
 
 def number_of(reward: Reward, result: Any) -> float:
-    """Return the number that a function returned.
-
-    Raises:
-        ResultError: the result is not a number.
-        SampleError: the number is not finite.
-    """
     number = _as_number(result)
     if number is None or not _is_finite(number):
         refused = ResultError if number is None else SampleError
@@ -383,8 +370,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _listed(values: Any) -> list[Any] | None:
-    """Return a list, tuple, array, series or tensor as a list, or None for anything else, such as a
-    single number."""
+    """Return a list, tuple, array, series or tensor as a list, or None for anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
 
@@ -460,7 +446,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calls return an awaitable. This depends on the callable itself, not on the
+    """Return whether calls return an awaitable. This depends on the callable itself, not on a
     function that it wraps."""
     if isinstance(function, functools.partial):
         return _is_async(function.func)

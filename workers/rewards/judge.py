@@ -91,24 +91,19 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets another
-        name, a weight, or limits."""
+        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets other
+        options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
-        """Check that the key is set.
-
-        Raises:
-            UserError: the environment lacks the key; the message names the variable.
-        """
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
         """Grade one response.
 
         Raises:
-            RuntimeError: no reply, a refusal, or a reply without a score. The message never
-                contains the key.
+            RuntimeError: no reply, a refusal, or a reply without a score. The message never has the
+            key.
         """
         values = {
             "prompt": prompt,
@@ -121,11 +116,7 @@ class Judge(Config):
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
-        """Return the reward in a reply, 0 to 1.
-
-        Raises:
-            RuntimeError: the reply has no score.
-        """
+        """Return the reward in a reply, 0 to 1. A reply without a score is a RuntimeError."""
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")

@@ -37,7 +37,8 @@ class Outcome:
     """One score from each function, in the functions' order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all numbers that make up the reward, by name, without functions that do not apply."""
+        """Return all numbers that make up the reward, by name, without functions that do not
+        apply."""
         several = len(rewards) > 1
         named = {
             r.title: s.value
@@ -52,13 +53,7 @@ class Outcome:
 
 
 class Scoring:
-    """The samples of one call.
-
-    Args:
-        caller: calls the plain functions.
-        calls: runs asynchronous functions.
-        deadline_s: timeout of each function call in seconds.
-    """
+    """The samples of one call. Each function call takes at most `deadline_s`."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class Scoring:
 
     @property
     def logged(self) -> Metrics:
-        """Metrics that the functions logged themselves."""
         return self._logged
 
     # Plain functions
@@ -134,7 +128,6 @@ class Scoring:
         self._context.advance()
 
     def _call_parts(self, f: int, reward: Reward, error: Exception) -> None:
-        """Find the samples that make a batch function fail."""
         if len(self._samples) == 1:
             self._fail(0, error)
             return
@@ -206,7 +199,8 @@ class Scoring:
 
     @contextmanager
     def _blaming(self, k: int) -> Iterator[None]:
-        """Record an exception raised inside as the failure of sample `k`, unless it ends the run."""
+        """Record an exception raised inside as the failure of sample `k`, unless it ends the
+        run."""
         try:
             yield
         except BdbQuit:  # the user left the debugger
@@ -283,8 +277,7 @@ class Scoring:
 
 
 def _result(future: Future[Any]) -> Any:
-    """Return the result of an asynchronous call. A `GeneratorExit` becomes an exception that fails
-    only its sample."""
+    """Return the result of an asynchronous call. A `GeneratorExit` fails only its sample."""
     try:
         return future.result()
     except GeneratorExit as error:

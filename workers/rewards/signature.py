@@ -47,11 +47,7 @@ _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MES
 
 
 class Samples:
-    """Rows in the form that reward functions read.
-
-    Args:
-        decode: decodes the token ids of many texts.
-    """
+    """Rows in the form that reward functions read. `decode` decodes the token ids of many texts."""
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.rows = rows
@@ -78,7 +74,6 @@ class Samples:
         return self._lists[name]
 
     def take(self, k: int) -> Samples:
-        """Return one sample."""
         return Samples(self.rows.take([k]), self._decode)
 
     @cached_property

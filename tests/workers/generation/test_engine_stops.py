@@ -94,12 +94,7 @@ def test_min_tokens_and_ignore_stop_hold_for_stop_strings(engine: GenerationEngi
 def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, with_tokenizer: Path):
     engine: Any = vllm_worker.engine
     responses_of(engine, Sampling(max_tokens=24, stop=STOPS))
-    assert (
-        engine.num_unfinished == 0
-        and not engine._watched
-        and not engine._finished
-        and not engine._request_ids
-    )
+    assert engine.num_unfinished == 0 and not engine._finished and not engine._requests
 
 
 def test_an_occurrence_before_min_tokens_ends_nothing_and_a_later_one_does():
