@@ -47,12 +47,10 @@ class Outcomes:
         """Create outcomes from tensors or lists. Without lengths, every response has one token."""
         values = torch.as_tensor(rewards)
         index = torch.as_tensor(groups, dtype=torch.int64)
-        counts = (
-            torch.ones_like(index) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
+        counts = torch.as_tensor(
+            torch.ones_like(index) if lengths is None else lengths, dtype=torch.int64
         )
-        return cls(
-            values, index, counts, {name: torch.as_tensor(column) for name, column in columns.items()}
-        )
+        return cls(values, index, counts, {n: torch.as_tensor(column) for n, column in columns.items()})
 
     def __getitem__(self, column: object) -> Tensor:
         name = str(column)
@@ -115,8 +113,7 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
     """
     centred, sizes = _centred(outcomes)
     lengths = outcomes.lengths.double()
-    # Avoid a division by 0 in groups of empty rows.
-    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)
+    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)  # all rows may be empty
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
     return (centred - offsets.index_select(0, outcomes.groups)).float()
 
@@ -134,7 +131,6 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
     """
     centred, sizes = _centred(outcomes)
     spread = _sums(centred.abs(), outcomes.groups, len(sizes))
-    # Only groups with different rewards have a gradient.
     num_valid = float(sizes[spread > 0].sum())
     return (centred * (len(centred) / max(num_valid, 1.0))).float()
 
@@ -164,8 +160,7 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
 
 
-@dataclass(frozen=True)
-class GreedyBaseline:
+def greedy_baseline(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
     The graph samples twice: `greedy = reward.score(rollout.generate(prompts,
@@ -175,19 +170,10 @@ class GreedyBaseline:
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
-
-    column: str = str(BASELINE_REWARD)
-    """[B] the greedy response's reward, on each row of its prompt."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def __call__(self, outcomes: Outcomes) -> Tensor:
-        return (outcomes.rewards.double() - outcomes[self.column].double()).float()
+    return (outcomes.rewards.double() - outcomes[BASELINE_REWARD].double()).float()
 
 
-greedy_baseline = GreedyBaseline()
+greedy_baseline.reads = (str(BASELINE_REWARD),)  # pyright: ignore[reportFunctionMemberAccess]
 
 GROUP_RELATIVE = (
     group_normalized,

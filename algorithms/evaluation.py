@@ -73,10 +73,9 @@ def score_prompts(
     solving = np.bincount(index, weights=is_solved, minlength=len(groups)).astype(np.int64)
     metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
     counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))
-    metrics |= {
-        f"pass@{one}": Estimate.of([pass_at_k(*count, one) for count in counts if count[0] >= one])
-        for one in k
-    }
+    for one in k:
+        solves = [pass_at_k(*count, one) for count in counts if count[0] >= one]
+        metrics[f"pass@{one}"] = Estimate.of(solves)
     return {**metrics, "prompts": Sum(float(len(groups)))}
 
 
@@ -116,26 +115,16 @@ def evaluate(
         raise UserError(
             f"evaluate(n={n}, k={tuple(k)}): pass@{wrong[0]} needs n of at least {wrong[0]}, and k of at least 1"
         )
-    samples = rollout.generate(prompts, n=n, sampling=sampling)
-    samples = reward.score(samples)
-    found = f"{REWARD}/{verdict}" if verdict is not None else _verdict_of(reward)
+    samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
+    # The column of the reward group's only grader, if it has one.
+    find = getattr(getattr(reward, "config", None), "verdict", lambda into: None)
+    found = f"{REWARD}/{verdict}" if verdict is not None else find(str(REWARD))
     # A single sample without a grader or threshold has no notion of a correct response.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
-    return score_prompts(
-        samples,
-        n=n,
-        k=tuple(dict.fromkeys(k or (1, n))),
-        solved=1.0 if solved is None else solved,
-        **which,
-    )
-
-
-def _verdict_of(reward: Rewarder) -> str | None:
-    """Return the verdict column of a reward group's grader, or None if it has no grader."""
-    find = getattr(getattr(reward, "config", None), "verdict", None)
-    return None if find is None else find(str(REWARD))
+    ks = tuple(dict.fromkeys(k or (1, n)))
+    return score_prompts(samples, n=n, k=ks, solved=1.0 if solved is None else solved, **which)
 
 
 Z = 1.959964

@@ -48,9 +48,8 @@ class PackedRows:
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
         """Create rows from their lengths and from columns given as tensors or lists."""
-        lengths_B = torch.as_tensor(
-            lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64
-        )
+        given = lengths if hasattr(lengths, "dtype") else list(lengths)
+        lengths_B = torch.as_tensor(given, dtype=torch.int64)
         # Prepend 0: row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
@@ -103,7 +102,7 @@ class PackedRows:
     def only_trained(self, values_T: Tensor) -> Tensor:
         """[T] the values of trained tokens, and 0 for other tokens, which may hold any value.
         Differentiable."""
-        # `where` rather than a product, because 0 * NaN is NaN.
+        # Not a product, because 0 * NaN is NaN, forwards and backwards.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
@@ -128,14 +127,11 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
     ([2, 1], [1.0, 0.0])
     """
     values, cu_seqlens = samples.ragged(ragged)
-    names = [*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])]
-    return PackedRows(
-        cu_seqlens.long(), {str(ragged): values} | {name: _tensor_of(samples, name) for name in names}
-    )
-
-
-def _tensor_of(samples: Batch, column: str) -> Tensor:
-    return samples.ragged(column)[0] if pa.types.is_list(samples[column].type) else samples.tensor(column)
+    found = {str(ragged): values}
+    for name in (*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])):
+        is_ragged = pa.types.is_list(samples[name].type)
+        found[name] = samples.ragged(name)[0] if is_ragged else samples.tensor(name)
+    return PackedRows(cu_seqlens.long(), found)
 
 
 @runtime_checkable
@@ -237,11 +233,8 @@ class Observed(Mapping[str, Metric]):
     """
 
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
-        """
-        Args:
-            pieces: [1 + names] the number of counted things, then one number per name; and the kind
-                of each metric by name.
-        """
+        # Each has [1 + names] the number of counted things, then one number per name; and the kind of
+        # each metric by name.
         self._pieces = pieces
 
     @cached_property

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from ..dataflow.column import (
@@ -28,7 +27,7 @@ from ..dataflow.column import (
     RESPONSE_MASK,
 )
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metric, Metrics
+from ..dataflow.metrics import Metrics
 from .aggregation import AggregatedLoss
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
@@ -36,7 +35,6 @@ from .protocols import Policy
 from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, token_ratio
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
     from torch import Tensor
 
 
@@ -88,7 +86,7 @@ class PolicyLoss(AggregatedLoss):
                 f"{weighing[0]} weighs with the ratio to the generator, which the clipped ratio already includes when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
-        if self._of_responses and self.old == str(RESPONSE_LOGPROBS):
+        if self.ratio is not token_ratio and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
                 f"a sequence ratio adds up the gaps between trainer and generator over all tokens, and clips "
                 f"on-policy rows when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
@@ -99,13 +97,9 @@ class PolicyLoss(AggregatedLoss):
     @property
     def reads(self) -> tuple[str, ...]:
         generator = str(RESPONSE_LOGPROBS)
-        compared = self.old or (None if self._compares_with_trainer else generator)
-        wanted = (
-            str(ADVANTAGES),
-            compared,
-            generator if self._corrections else None,
-            str(REFERENCE_LOGPROBS) if self.kl else None,
-        )
+        wanted = [str(ADVANTAGES), self.old or ("" if self._compares_with_trainer else generator)]
+        wanted += [generator] if self._corrections else []
+        wanted += [str(REFERENCE_LOGPROBS)] if self.kl else []
         return tuple(dict.fromkeys(filter(None, wanted)))
 
     @property
@@ -120,21 +114,10 @@ class PolicyLoss(AggregatedLoss):
         return self.correction if isinstance(self.correction, tuple) else (self.correction,)
 
     @property
-    def _weighs(self) -> bool:
-        return any(one.weighs for one in self._corrections)
-
-    @property
-    def _of_responses(self) -> bool:
-        return self.ratio is not token_ratio
-
-    @property
     def _compares_with_trainer(self) -> bool:
-        """Whether the ratio, without `old`, compares with the trainer and never with the generator.
-
-        Gaps between the engines add up over a response, and a weighing correction already includes
-        the generator.
-        """
-        return self._of_responses or self._weighs
+        # Gaps between the engines add up over a response, and a weighing correction already includes
+        # the generator.
+        return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:
         """Return the column that the ratio compares with; None for the current policy."""
@@ -173,12 +156,9 @@ class PolicyLoss(AggregatedLoss):
         # Masked tokens may hold NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
-        surrogated = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
-        losses = surrogated.losses
-        watched = {
-            "clip_fraction": surrogated.clipped,
-            "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio)),
-        }
+        losses, clipped = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
+        watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
@@ -192,10 +172,8 @@ class PolicyLoss(AggregatedLoss):
                 corrected = combined(self._corrections, off, rows)
                 losses = torch.where(corrected.masked, 0.0, losses * corrected.weights)
                 watched["mean_importance_weight"] = corrected.weights
-                watched |= {
-                    "truncated_fraction": corrected.truncated,
-                    "masked_fraction": corrected.masked,
-                }
+                watched["truncated_fraction"] = corrected.truncated
+                watched["masked_fraction"] = corrected.masked
                 counted["masked_tokens"] = trained & corrected.masked
                 left = rows.sums((trained & ~corrected.masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)
@@ -226,48 +204,6 @@ class NegativeLogLikelihood(AggregatedLoss):
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
 
 
-# Diagnostics: metrics of a step's training data, in addition to its loss.
-
-
-def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
-    """Measure whether trained responses are shorter than sampled ones.
-
-    Short responses finish first. A run that trains on the first finished responses, cancels the
-    slowest, or drops stale ones trains on short responses more often than it samples them. The
-    policy then learns to be short for no reason of the task.
-
-    `length_ratio` is the number of trained tokens over the number expected if as many responses
-    were drawn evenly from the finished ones (1: no bias). Stored as these two sums, it merges over
-    windows and ranks (an observed-to-expected ratio, as in indirect standardization). For an empty
-    window, each metric has weight 0 and value NaN.
-
-    Args:
-        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
-        step.
-        finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
-            including the trained ones.
-
-    Raises:
-        ValueError: a length is negative.
-
-    >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
-    {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
-    """
-    trained, finished = (
-        np.asarray(lengths, dtype=np.float64).ravel() for lengths in (trained_lengths, finished_lengths)
-    )
-    if min(trained.min(initial=0), finished.min(initial=0)) < 0:
-        raise ValueError("a response has a negative length")
-    total, number = float(trained.sum()), len(trained)
-    # Tokens that the same number of responses would have if drawn evenly from the finished ones.
-    expected = number * float(finished.mean()) if len(finished) else 0.0
-    return {
-        "length_ratio": Mean(total if expected else 0.0, expected),
-        "mean_trained_length": Mean(total, number),
-        "mean_finished_length": Mean(float(finished.sum()), len(finished)),
-    }
-
-
 # The old policy: the actor before its update, which the ratios of a loss compare with.
 
 
@@ -279,9 +215,9 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
     `grpo` and `ppo` include this node if their loss needs it. `entropies` also adds the entropy of
     each token's distribution.
     """
-    if entropies:
-        return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
-    return actor.logprobs(samples, into=str(OLD_LOGPROBS))
+    # `entropies` is left out if False: a policy of the user's own may not take it.
+    more = {"entropies": True} if entropies else {}
+    return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
 
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:

@@ -71,10 +71,8 @@ def pairs(preferences: Batch) -> Batch:
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
     """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
-    reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
-    return _two_of_each(
-        preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference}
-    )
+    ids, reference = (CHOSEN_IDS, REJECTED_IDS), (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
+    return _two_of_each(preferences, {RESPONSE_IDS: ids, REFERENCE_LOGPROBS: reference})
 
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
@@ -135,10 +133,10 @@ def mismatched(rows: Batch) -> Batch:
     )
     responses = rows.take(other)
     ids, cu_seqlens = responses.ragged_numpy(RESPONSE_IDS)
-    counts = (
+    mask = (
         responses[RESPONSE_MASK] if RESPONSE_MASK in rows else (np.ones(len(ids), np.uint8), cu_seqlens)
     )
-    return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=counts)
+    return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=mask)
 
 
 @node(
@@ -155,10 +153,9 @@ def reference_point(rows: Batch) -> Batch:
     >>> reference_point(rows)["reference_point"].to_pylist()
     [1.0, 1.0]
     """
-    ratios = _sums(rows, MISMATCHED_LOGPROBS, MISMATCHED_MASK) - _sums(
-        rows, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK
-    )
-    point = max(0.0, float(ratios.sum()) / max(1, len(rows)))
+    of_policy = _sums(rows, MISMATCHED_LOGPROBS, MISMATCHED_MASK)
+    of_reference = _sums(rows, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK)
+    point = max(0.0, float((of_policy - of_reference).sum()) / max(1, len(rows)))
     return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
 
 
@@ -181,11 +178,9 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     groups, index = rows.groups()
     signs = np.where(rows.numpy(PREFERRED) > 0, 1.0, -1.0)
     margins = np.bincount(index, weights=signs * totals, minlength=len(groups))
-    number = float(len(groups))
-    return {
-        "preference_accuracy": Estimate.of((margins > 0).astype(np.float64).tolist()),
-        "preference_margin": Mean(float(margins.sum()), number),
-    }
+    accuracy = Estimate.of((margins > 0).astype(np.float64).tolist())
+    margin = Mean(float(margins.sum()), float(len(groups)))
+    return {"preference_accuracy": accuracy, "preference_margin": margin}
 
 
 @graph
@@ -225,9 +220,7 @@ def online_dpo(
 ) -> Any:
     """Preference optimization on the policy's own samples: the best of n against the worst (online
     DPO, arXiv:2402.04792, with a reward instead of an annotator)."""
-    samples = rollout.generate(prompts, n=n, sampling=sampling)
-    samples = reward.score(samples)
-    samples = best_and_worst(samples)
+    samples = best_and_worst(reward.score(rollout.generate(prompts, n=n, sampling=sampling)))
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     return actor.update(samples, loss=loss)
@@ -275,11 +268,8 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
         for name, sides in columns.items()
     }
-    rows = Batch.of(
-        parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2),
-        preferred=np.tile(np.array([1, 0], np.uint8), number),
-        **made,
-    )
+    preferred = np.tile(np.array([1, 0], np.uint8), number)
+    rows = Batch.of(parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2), preferred=preferred, **made)
     if RESPONSE_MASK in rows:
         return rows
     ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)

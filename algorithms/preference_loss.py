@@ -19,7 +19,8 @@ and of the other response. Every loss on pairs is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -60,9 +61,7 @@ class LogRatio(Config):
     """Use the mean over trained tokens instead of the sum. Set it if long and short responses
     should weigh the same."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (str(REFERENCE_LOGPROBS),)
+    reads: ClassVar[tuple[str, ...]] = (str(REFERENCE_LOGPROBS),)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
@@ -81,9 +80,7 @@ class LogLikelihood(Config):
     """Use the mean over trained tokens instead of the sum (SimPO). Set it if longer responses win
     by length alone."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         return _of_rows(logprobs, rows, self.per_token)
@@ -98,9 +95,7 @@ class LogOdds(Config):
     [0.0]
     """
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         # At log P = 0 the odds are infinite.
@@ -108,13 +103,7 @@ class LogOdds(Config):
         return log_p - torch.log(-torch.expm1(log_p))
 
 
-@runtime_checkable
-class Comparison(Protocol):
-    """A loss per pair, from the lead of its preferred response."""
-
-    def __call__(self, ahead: Tensor) -> Tensor:
-        """[P] losses of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows."""
-        ...
+# Comparisons: losses [P] of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows.
 
 
 class Logistic(Config):
@@ -133,12 +122,8 @@ class Logistic(Config):
     """[share] e: assumed share of swapped labels. Raise it if annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
-        log_sigmoid = torch.nn.functional.logsigmoid
-        if not self.label_smoothing:
-            return -log_sigmoid(ahead)
-        return -(1 - self.label_smoothing) * log_sigmoid(ahead) - self.label_smoothing * log_sigmoid(
-            -ahead
-        )
+        e, loss = self.label_smoothing, -torch.nn.functional.logsigmoid(ahead)
+        return (1 - e) * loss - e * torch.nn.functional.logsigmoid(-ahead) if e else loss
 
 
 class RobustLogistic(Config):
@@ -155,11 +140,8 @@ class RobustLogistic(Config):
     """[share] e: share of swapped labels. Set it to the known error rate of the labels."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
-        log_sigmoid = torch.nn.functional.logsigmoid
-        right, wrong = -log_sigmoid(ahead), -log_sigmoid(-ahead)
-        return ((1 - self.label_smoothing) * right - self.label_smoothing * wrong) / (
-            1 - 2 * self.label_smoothing
-        )
+        e, log_sigmoid = self.label_smoothing, torch.nn.functional.logsigmoid
+        return ((1 - e) * -log_sigmoid(ahead) + e * log_sigmoid(-ahead)) / (1 - 2 * e)
 
 
 class Squared(Config):
@@ -230,11 +212,8 @@ class PairLoss(FrozenLoss):
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
-        return (
-            chosen,
-            rejected,
-            (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected],
-        )
+        paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
+        return chosen, rejected, paired
 
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
         ahead = chosen - rejected
@@ -260,9 +239,9 @@ class PreferenceLoss(PairLoss):
     score: Score = LogRatio()
     """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to
     train without a reference."""
-    comparison: Comparison = Logistic()
-    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy
-    labels, `Squared` for pairs that all agree."""
+    comparison: Callable[..., Any] = Logistic()
+    """(beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`, `Squared` or
+    `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all agree."""
     margin: float = 0.0
     """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push
     pairs further apart."""

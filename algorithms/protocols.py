@@ -57,16 +57,3 @@ class Critic(Trainable, Protocol):
     def values(self, batch: Any) -> Any:
         """Add `values`: the predicted future reward at each token of the responses."""
         ...
-
-
-class Penalty(Protocol):
-    """Subtracts a KL penalty with an adaptive coefficient from the reward
-    (`workers/adaptive_kl.py`)."""
-
-    def token_rewards(self, samples: Any, *, old: str) -> Any:
-        """Add `token_rewards`; `old` is the column with the sampling policy's log-probabilities."""
-        ...
-
-    def update(self, samples: Any, *, old: str) -> Any:
-        """Update the coefficient from the divergence of these samples."""
-        ...

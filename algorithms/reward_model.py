@@ -18,13 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import (
-    RESPONSE_IDS,
-    REWARD,
-    STEP_LABELS,
-    TOKEN_REWARDS,
-    TOKEN_SCORES,
-)
+from ..dataflow.column import RESPONSE_IDS, REWARD, STEP_LABELS, TOKEN_REWARDS, TOKEN_SCORES
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
@@ -106,9 +100,8 @@ class StepLoss(FrozenLoss):
         half).
         """
         ends = self._ends(rows)
-        logits, labels = (
-            torch.where(ends, values, 0.0) for values in (rewards, rows[STEP_LABELS].to(rewards.dtype))
-        )
+        logits = torch.where(ends, rewards, 0.0)
+        labels = torch.where(ends, rows[STEP_LABELS].to(rewards.dtype), 0.0)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         watched = {"step_reward": logits.sigmoid(), "step_accuracy": (logits > 0) == (labels > 0.5)}
         return torch.where(ends, losses, 0.0).sum(), observed(ends, watched)
@@ -139,8 +132,9 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
     steps = np.diff(np.concatenate([[0], np.cumsum(ends)])[cu_seqlens])
     wrong = np.flatnonzero(steps != np.diff(given_cu_seqlens))
     if len(wrong):
+        row = wrong[0]
         raise UserError(
-            f"row {wrong[0]} has {np.diff(given_cu_seqlens)[wrong[0]]} {labels} and {steps[wrong[0]]} steps, which end with token "
+            f"row {row} has {np.diff(given_cu_seqlens)[row]} {labels} and {steps[row]} steps, which end with token "
             f"{separator} or with the response"
         )
     out = np.full(len(ends), np.nan, np.float32)
@@ -159,9 +153,8 @@ def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCOR
     """
     logits, cu_seqlens = samples.ragged_numpy(scores)
     right = torch.sigmoid(torch.from_numpy(logits.astype(np.float32))).numpy()
-    return samples.with_columns(
-        token_rewards=(np.where(_step_ends(samples, separator), right, np.float32(0)), cu_seqlens)
-    )
+    rewards = np.where(_step_ends(samples, separator), right, np.float32(0))
+    return samples.with_columns(token_rewards=(rewards, cu_seqlens))
 
 
 @graph

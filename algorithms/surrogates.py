@@ -23,23 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Surrogated:
-    """The result of a surrogate for T tokens."""
-
-    losses: Tensor
-    """[T] gradient flows."""
-    clipped: Tensor
-    """[T] bool: whether the bound applied."""
-
-
 @runtime_checkable
 class Surrogate(Protocol):
     """A rule from ratios and advantages to losses. Instances are values: equal settings give equal
     losses."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses of these tokens.
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses of T tokens, and whether a bound applied to each ([T] bool).
 
         Args:
             ratio: [T] p / p_old, of the token or of its response; gradient flows.
@@ -58,8 +48,8 @@ class Clipped(Config):
     (arXiv:1912.09729).
 
     >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0, -1.0])
-    >>> made = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
+    >>> losses.tolist(), clipped.tolist()
     ([-1.25, 1.5, 0.800000..., 3.0], [True, False, True, True])
     """
 
@@ -78,7 +68,7 @@ class Clipped(Config):
             raise ValueError(f"dual must be above 1 + high, which is {1 + self.high}, not {self.dual}")
         return self
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         plain = -ratio * advantages
         bounded = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -86,7 +76,7 @@ class Clipped(Config):
             # Only negative advantages can make the loss unbounded.
             most = torch.where(advantages < 0, -self.dual * advantages, torch.inf)
             losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
-        return Surrogated(losses, clipped)
+        return losses, clipped
 
 
 class Cispo(Config):
@@ -95,8 +85,8 @@ class Cispo(Config):
     line of thought and that PPO's clip would drop.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
-    >>> made = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
+    >>> losses.tolist(), clipped.tolist()
     ([5.0, -1.0], [True, False])
     """
 
@@ -106,10 +96,10 @@ class Cispo(Config):
     high: float = Field(default=4.0, ge=0)
     """[ratio] Range of the weight above 1. Lower it if single tokens make the gradient jump."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
-        return Surrogated(-weight * advantages * logprobs, weight != ratio)
+        return -weight * advantages * logprobs, weight != ratio
 
 
 class Sapo(Config):
@@ -119,8 +109,8 @@ class Sapo(Config):
     gradients of negative advantages fade faster, because they raise the probability of every other
     token.
 
-    >>> made = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
+    >>> losses.tolist(), clipped.tolist()
     ([-2.0, 4.0], [False, False])
     """
 
@@ -130,23 +120,23 @@ class Sapo(Config):
     """[factor] tau for other advantages. Raise it if training is unstable: gradients of negative
     advantages then fade sooner."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
         # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
-        return Surrogated(-gates * advantages, torch.zeros_like(ratio, dtype=torch.bool))
+        return -gates * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class PlainPolicyGradient(Config):
     """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), which ignores the
     ratio.
 
-    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
+    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0]))[0].tolist()
     [3.0]
     """
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        return Surrogated(-logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool))
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return -logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool)
 
 
 # Importance ratios between the policy and the old policy, of tokens and of whole responses.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    Floats = NDArray[np.float32]
+
 _BLOCK = 32
 """Tokens per matrix product in `_discounted_sums`."""
 _PART = 2**18
@@ -58,9 +60,7 @@ def generalized_advantages(
         if not 0 <= value <= 1:
             raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
 
-    def of_part(
-        rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], ...]:
+    def of_part(rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]) -> tuple[Floats, ...]:
         # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
         # lam G_t+1.
         steps_N = np.empty_like(values_N)
@@ -90,9 +90,7 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     if not 0 <= gamma <= 1:
         raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
 
-    def of_part(
-        rewards_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], ...]:
+    def of_part(rewards_N: Floats, cu_seqlens: NDArray[np.int64]) -> tuple[Floats, ...]:
         return (_discounted_sums(rewards_N, cu_seqlens, gamma),)
 
     return _by_parts(of_part, rows, token_rewards, num_outputs=1)[0]
@@ -188,9 +186,8 @@ def critic_advantages(
         rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam
     )
     advantages = whitened(advantages, rows) if whiten else advantages
-    return samples.with_columns(
-        advantages=(advantages, rows.cu_seqlens), returns=(returns, rows.cu_seqlens)
-    )
+    cu_seqlens = rows.cu_seqlens
+    return samples.with_columns(advantages=(advantages, cu_seqlens), returns=(returns, cu_seqlens))
 
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
@@ -208,10 +205,7 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
 
 
 def _by_parts(
-    of_part: Callable[..., tuple[NDArray[np.float32], ...]],
-    rows: PackedRows,
-    *columns: Tensor,
-    num_outputs: int,
+    of_part: Callable[..., tuple[Floats, ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
 ) -> tuple[Tensor, ...]:
     """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
 
@@ -226,33 +220,27 @@ def _by_parts(
     while first < len(rows):
         # At least one row, even if it is longer than a part.
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
-        part, starts = (
-            slice(cu_seqlens[first], cu_seqlens[last]),
-            cu_seqlens[first : last + 1] - cu_seqlens[first],
-        )
+        part = slice(cu_seqlens[first], cu_seqlens[last])
+        starts = cu_seqlens[first : last + 1] - cu_seqlens[first]
+        columns_N = [column[part] for column in inputs]
         if mask is None:
-            for output, made in zip(
-                outputs, of_part(*(column[part] for column in inputs), starts), strict=True
-            ):
+            for output, made in zip(outputs, of_part(*columns_N, starts), strict=True):
                 output[part] = made
         else:
             kept = np.flatnonzero(mask[part] != 0)  # many times faster for bool than for integers
-            found = of_part(*(column[part].take(kept) for column in inputs), kept.searchsorted(starts))
+            found = of_part(*(column.take(kept) for column in columns_N), kept.searchsorted(starts))
             for output, made in zip(outputs, found, strict=True):
-                torch.from_numpy(output[part]).zero_().scatter_(
-                    0, torch.from_numpy(kept), torch.from_numpy(made)
-                )
+                target, places = torch.from_numpy(output[part]), torch.from_numpy(kept)
+                target.zero_().scatter_(0, places, torch.from_numpy(made))
         first = last
     return tuple(map(torch.from_numpy, outputs))
 
 
-def _float32(column: Tensor) -> NDArray[np.float32]:
+def _float32(column: Tensor) -> Floats:
     return column.detach().to(torch.float32).numpy()
 
 
-def _discounted_sums(
-    values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float
-) -> NDArray[np.float32]:
+def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
     """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
     Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks obeys the same recursion
@@ -271,9 +259,8 @@ def _discounted_sums(
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:
-        heads = _discounted_sums(
-            blocks @ powers.astype(np.float32), np.concatenate([[0], ends]), c**_BLOCK
-        )
+        sums, cuts = blocks @ powers.astype(np.float32), np.concatenate([[0], ends])
+        heads = _discounted_sums(sums, cuts, c**_BLOCK)
         handed_on = np.append(heads[1:], np.float32(0))
         handed_on[ends[filled] - 1] = 0  # nothing comes after a row's last block
         blocks[:, -1] += np.float32(c) * handed_on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -121,12 +120,14 @@ class ActorWorker(TrainedWorker):
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         for node in nodes:
-            if not node.arguments.get("adapter", True) and node.arguments.get("entropies"):
+            if node.arguments.get("adapter", True):
+                continue
+            if node.arguments.get("entropies"):
                 raise UserError(
                     f"node {node.name!r}: entropies=True needs the trained policy; leave "
                     "out adapter=False"
                 )
-            if not node.arguments.get("adapter", True) and config.lora is None:
+            if config.lora is None:
                 raise UserError(
                     f"node {node.name!r}: adapter=False, but the actor has no adapter; give "
                     "it lora=weft.Lora(...)"
@@ -156,17 +157,11 @@ class ActorWorker(TrainedWorker):
         rows = batch.with_columns(response_ids=batch[of])
         if entropies:
             logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
-            return batch.with_columns(
-                **{into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
-            )
+            made = {into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
+            return batch.with_columns(**made)
         return batch.with_columns(**{into: self.engine.logprobs(rows, adapter=adapter)})
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=loss_reads,
-        may_read=_may_read,
-        takes=training_batch,
-    )
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=loss_reads, may_read=_may_read, takes=training_batch)
     def update(
         self,
         batch: Batch,
@@ -199,24 +194,16 @@ class ActorWorker(TrainedWorker):
             self._publisher.finish()  # no receiver may get a mixture of two versions
             if compared := self._publisher.sent.compared:
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
-        staleness = self._staleness(batch)
+        staleness: Metrics = {}
+        versions: Any = batch.ragged_numpy(RESPONSE_VERSIONS)[0] if RESPONSE_VERSIONS in batch else ()
+        if len(versions):
+            lag = self.version - versions.astype(np.int64)
+            mean = Mean(float(lag.sum()), float(len(lag)))
+            staleness = {"mean_staleness": mean, "max_staleness": Max(float(lag.max()))}
         first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
-        made = self._updates.update(
-            batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first
-        )
+        steps = {"epochs": epochs, "minibatches": minibatches}
+        made = self._updates.update(batch, loss, **steps, last=last, first=first)
         return {**staleness, **published, **made}
-
-    def _staleness(self, batch: Batch) -> Metrics:
-        if RESPONSE_VERSIONS not in batch:
-            return {}
-        versions, _ = batch.ragged_numpy(RESPONSE_VERSIONS)
-        if not len(versions):
-            return {}
-        lag = self.version - versions.astype(np.int64)
-        return {
-            "mean_staleness": Mean(float(lag.sum()), float(len(lag))),
-            "max_staleness": Max(float(lag.max())),
-        }
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
@@ -280,30 +267,16 @@ class ActorWorker(TrainedWorker):
         super().close()
 
 
-@dataclass(frozen=True)
 class _WithGap:
     """Wraps a loss to compare log-probabilities of trainer and generator in the same pass."""
 
-    loss: Loss
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.loss.reads
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (*self.loss.may_read, str(RESPONSE_LOGPROBS), str(RESPONSE_MASK))
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.loss.needs_entropy
-
-    @property
-    def whole_groups(self) -> bool:
-        return self.loss.whole_groups
-
-    def count(self, rows: PackedRows) -> float:
-        return self.loss.count(rows)
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.reads = loss.reads
+        self.may_read = (*loss.may_read, str(RESPONSE_LOGPROBS), str(RESPONSE_MASK))
+        self.needs_entropy = loss.needs_entropy
+        self.whole_groups = loss.whole_groups
+        self.count = loss.count
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)

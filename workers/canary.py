@@ -52,11 +52,8 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
 
 def canary_rows(canary: Canary) -> Batch:
     """Return the canary as rows, for the trainer's log-probabilities."""
-    columns = {
-        str(PROMPT_IDS): list(map(list, canary.prompts)),
-        str(RESPONSE_IDS): list(map(list, canary.responses)),
-    }
-    return Batch.of(**columns)
+    prompts, responses = ([list(ids) for ids in rows] for rows in (canary.prompts, canary.responses))
+    return Batch.of(**{str(PROMPT_IDS): prompts, str(RESPONSE_IDS): responses})
 
 
 def check_canary(

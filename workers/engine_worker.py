@@ -72,9 +72,8 @@ class EngineWorker(Worker):
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
         # Report an incomplete engine here rather than in the middle of a run.
-        missing = [
-            name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)
-        ]
+        wanted = [name for name in vars(TrainingEngine) if name[0] != "_"]
+        missing = [name for name in wanted if not hasattr(self.engine, name)]
         if missing:
             made = type(self.engine).__name__
             raise UserError(
@@ -165,9 +164,8 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.tensor_parallel)
-            if (
-                config.lora.targets != "all-linear" or config.lora.dora
-            ):  # this check imports torch, which takes seconds
+            # This check imports torch, which takes seconds.
+            if config.lora.targets != "all-linear" or config.lora.dora:
                 from .training.adapter import check_layers
 
                 check_layers(config.model, config.lora)

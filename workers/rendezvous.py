@@ -131,15 +131,12 @@ class Rendezvous:
         attempt."""
         while True:
             try:
-                socket.create_connection(
-                    (self.host, self.port), max(POLL_S, deadline - time.monotonic())
-                ).close()
+                left_s = max(POLL_S, deadline - time.monotonic())
+                return socket.create_connection((self.host, self.port), left_s).close()
             except OSError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_S)
-            else:
-                return
 
 
 @dataclass(frozen=True)
@@ -152,16 +149,18 @@ class _Meeting:
     deadline: float
 
     def let_in(self, others: Sequence[int]) -> str:
-        """Check the proofs of the others and prove rank 0's identity to each. Return rank 0's
-        nonce."""
+        """Check the proofs of the others, prove rank 0's identity to each, and return its nonce."""
+
+        def missing() -> str:
+            late = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
+            return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+
         own = secrets.token_hex(16)
         self.store.set("nonce/0", own)
         for rank in others:
-            self._wait_for(f"proof/{rank}", lambda: self._missing(others))
+            self._wait_for(f"proof/{rank}", missing)
             nonce = self._read(f"nonce/{rank}")
-            if not hmac.compare_digest(
-                self._read(f"proof/{rank}"), self.rendezvous.proof(f"rank {rank}", own)
-            ):
+            if not self._is_proved(f"proof/{rank}", f"rank {rank}", own):
                 raise WorkerError(
                     f"a process without the secret of {self.group!r} connected to "
                     f"{self._where} as rank {rank}"
@@ -177,9 +176,7 @@ class _Meeting:
         self.store.set(f"nonce/{rank}", own)
         self.store.set(f"proof/{rank}", self.rendezvous.proof(f"rank {rank}", nonce))
         self._wait_for(f"proof/0/{rank}", lambda: "rank 0 (which admits ranks in order)")
-        if not hmac.compare_digest(
-            self._read(f"proof/0/{rank}"), self.rendezvous.proof(f"rank 0 to {rank}", own)
-        ):
+        if not self._is_proved(f"proof/0/{rank}", f"rank 0 to {rank}", own):
             raise WorkerError(
                 f"the process that serves {self._where} does not have the secret of {self.group!r}"
             )
@@ -189,9 +186,8 @@ class _Meeting:
     def _where(self) -> str:
         return f"{self.rendezvous.host}:{self.rendezvous.port}"
 
-    def _missing(self, others: Sequence[int]) -> str:
-        missing = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    def _is_proved(self, key: str, of: str, nonce: str) -> bool:
+        return hmac.compare_digest(self._read(key), self.rendezvous.proof(of, nonce))
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")

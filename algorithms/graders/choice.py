@@ -78,16 +78,15 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         return None
     for content in reversed(extraction.last_boxes(text)):
         inside = plain(content)
-        return _at_start(inside, patterns) or (
-            letter_of(inside, numbers=numbers) if inside != text else None
+        return (
+            _at_start(inside, patterns) or (inside != text and letter_of(inside, numbers=numbers)) or None
         )
     # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):
-        found = [match["key"] for match in patterns[name].finditer(text) if _is_key(match, text)]
-        if found:
-            return found[-1].upper()
+        if key := _last(name, text, patterns):
+            return key
     if (key := _at_start(text, patterns)) is not None:
         return key
     lines = [line for line in text.splitlines() if line.strip()]
@@ -98,12 +97,9 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
             return key
     if key := _last("its", text, patterns):
         return key
-    found = list(patterns["alone"].finditer(lines[-1])) if lines else []
-    alone = [
-        key
-        for match in found
-        if _is_key(match, lines[-1]) and (key := match["key"].upper()) not in denied
-    ]
+    found = patterns["alone"].finditer(lines[-1]) if lines else ()
+    alone = [match["key"].upper() for match in found if _is_key(match, lines[-1])]
+    alone = [key for key in alone if key not in denied]
     return alone[-1] if len(set(alone)) == 1 and alone[-1] not in "AI" else None
 
 
@@ -143,9 +139,9 @@ class MultipleChoice(Grader):
         >>> MultipleChoice()("The answer is (3).", "3")
         1.0
         """
-        right = letter_of(answer)
-        numbers = right is None
-        right = letter_of(answer, numbers=True) if numbers else right
+        right, numbers = letter_of(answer), False
+        if right is None:
+            right, numbers = letter_of(answer, numbers=True), True
         if right is None:
             raise SampleError(
                 f"the answer {answer[:100]!r} names no option: no letter from A to J and no number from 1 to 9"

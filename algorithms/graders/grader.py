@@ -51,11 +51,8 @@ def _take_any_answer(cls: type[Grader]) -> None:
     @functools.wraps(own)
     def graded(*arguments: Any, **named: Any) -> float:
         given = signature.bind(*arguments, **named)
-        if (
-            given.arguments.get("answer", "") is None
-            and signature.parameters["answer"].default is not inspect.Parameter.empty
-        ):
-            # A row without an answer falls back to the parameter's default.
+        has_default = signature.parameters["answer"].default is not inspect.Parameter.empty
+        if given.arguments.get("answer", "") is None and has_default:
             del given.arguments["answer"]
         if "answer" in given.arguments:
             given.arguments["answer"] = answer_text(given.arguments["answer"])
@@ -75,10 +72,4 @@ def answer_text(answer: object) -> str:
     """
     if answer is None:
         raise SampleError("the row has no answer")
-    return (
-        answer
-        if isinstance(answer, str)
-        else json.dumps(answer)
-        if isinstance(answer, list | dict)
-        else str(answer)
-    )
+    return json.dumps(answer) if isinstance(answer, list | dict) else str(answer)

@@ -27,7 +27,9 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setrecursionlimit(5000)
     equality.are_equal("x+1", "1+x")  # warm up imports and caches
-    _limit_memory()
+    with open("/proc/self/statm") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY_BYTES, present + MEMORY_BYTES))
     replies.write(b'{"ready": true}\n')
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -40,17 +42,10 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"right": equality.is_right(request["response"], request["answer"])}
     except (MemoryError, RecursionError) as error:
-        return {
-            "error": f"the comparison with {request['answer'][:80]!r} ended with {type(error).__name__}"
-        }
+        answer, what = request["answer"][:80], type(error).__name__
+        return {"error": f"the comparison with {answer!r} ended with {what}"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY_BYTES, present + MEMORY_BYTES))
 
 
 if __name__ == "__main__":

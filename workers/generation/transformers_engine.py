@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,11 +199,9 @@ class TransformersEngine:
         self._whole = adapter is None
         """Whether the engine holds one complete version of the weights."""
         self._max_num_seqs = max_num_seqs
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         shows_progress = logging.is_progress_bar_enabled()
@@ -232,6 +229,7 @@ class TransformersEngine:
         self._seeds = np.random.default_rng(seed)
         self._routers = self._find_routers(model) if routes else None
         self._images = images
+        self._names: CheckpointNames | None = None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         if not self._whole:
@@ -293,20 +291,16 @@ class TransformersEngine:
         tied: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
             tied.setdefault(id(parameter), []).append(name)
-        names, published = self._checkpoint_names, incoming.layout.tensors.keys()
-        chosen = [
-            name
-            for each in tied.values()
-            for name in ([n for n in each if published & set(names.of(n))] or each[:1])
-        ]
-        held = whole({name: parameters[name].data for name in chosen})
+        if self._names is None:
+            from ..training.stored_weights import CheckpointNames
+
+            self._names = CheckpointNames(self.model, parameters)
+        names, published = self._names, incoming.layout.tensors.keys()
+        held_names: list[str] = []
+        for each in tied.values():
+            held_names += [name for name in each if published & set(names.of(name))] or each[:1]
+        held = whole({name: parameters[name].data for name in held_names})
         return [part for tensor in held for part in names.parts(tensor)]
-
-    @cached_property
-    def _checkpoint_names(self) -> CheckpointNames:
-        from ..training.stored_weights import CheckpointNames
-
-        return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _read(self, request: GenerationRequest) -> SeenPrompt:
         """Return the prompt with the tokens of its images."""
@@ -383,13 +377,10 @@ class TransformersEngine:
             # `recompute` was called: prefill again with the current weights.
             if computed_under < self._oldest_keys:
                 computed_under = self.version
-                so_far = [
-                    replace(
-                        requests[row],
-                        prompt_ids=np.concatenate([requests[row].prompt_ids, token_ids[row, :position]]),
-                    )
-                    for row in alive.tolist()
-                ]
+                so_far: list[GenerationRequest] = []
+                for row in alive.tolist():
+                    ids = np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
+                    so_far.append(replace(requests[row], prompt_ids=ids))
                 batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
             for row, own in zip(alive.tolist(), taken, strict=False):
@@ -422,15 +413,15 @@ class TransformersEngine:
         cache = _new_cache(longest + max_tokens)
         columns = torch.arange(longest + max_tokens, device=self._device)
         inside = columns >= pads[:, None]
-        given: dict[str, Tensor] = {
-            "input_ids": torch.from_numpy(padded).to(self._device),
-            "position_ids": position_ids,
-        }
-        origin = pads
+        input_ids, origin = torch.from_numpy(padded).to(self._device), pads
+        given: dict[str, Tensor] = {"input_ids": input_ids, "position_ids": position_ids}
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             if images := [image for prompt in prompts for image in prompt.images]:
                 shown = ImageInputs.of(torch.from_numpy(is_image).to(self._device), images)
-                given = self._with_images(given, shown, inside[:, :longest])
+                backbone = self.model.base_model
+                own = positions(backbone, input_ids, shown, inside[:, :longest])
+                own = position_ids if own is None else own
+                given = {"inputs_embeds": embed(backbone, input_ids, shown), "position_ids": own}
                 origin = longest - 1 - given["position_ids"][..., -1].view(-1, len(prompts)).amax(0)
             logits = self.model(
                 **given,
@@ -451,16 +442,6 @@ class TransformersEngine:
                 rows.keep(index)
                 logits = logits[index]
         return rows, logits
-
-    def _with_images(
-        self, given: dict[str, Tensor], shown: ImageInputs, inside: Tensor
-    ) -> dict[str, Tensor]:
-        backbone, input_ids = self.model.base_model, given["input_ids"]
-        own = positions(backbone, input_ids, shown, inside)
-        return {
-            "inputs_embeds": embed(backbone, input_ids, shown),
-            "position_ids": given["position_ids"] if own is None else own,
-        }
 
     def _forward(self, batch: _DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
         """Append one token [B] to each row. Return logits [B, V] for the next token, and routes

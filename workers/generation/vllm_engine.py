@@ -192,11 +192,11 @@ class VllmEngine:
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
-        with self._as_weight_sync_error("stage weights", weights):
-            with threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext():
-                self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
-                while not all(self._engine.collective_rpc("weft_is_staged")):
-                    yield
+        threads = threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext()
+        with self._as_weight_sync_error("stage weights", weights), threads:
+            self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
+            while not all(self._engine.collective_rpc("weft_is_staged")):
+                yield
 
     def update_weights(self, weights: Weights) -> str:
         """See `GenerationEngine`. The parts of all ranks must add up to the version."""

@@ -63,7 +63,9 @@ def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> No
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),
-        **dict.fromkeys(_SIZES, ("a number of at least 1", _is_size)),
+        **dict.fromkeys(
+            _SIZES, ("a number of at least 1", lambda value: _is_integer(value) and value >= 1)
+        ),
         **dict.fromkeys(
             (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"),
             ("an integer", _is_integer),
@@ -83,10 +85,6 @@ def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> No
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_integer(value) and value >= 1
 
 
 def _is_token(value: Any) -> bool:
@@ -112,9 +110,7 @@ def read_index(file: Path) -> dict[str, str]:
     """
     try:
         files = read_json(file)["weight_map"]
-        if not (
-            isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
-        ):
+        if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
@@ -133,8 +129,8 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
 
 
 def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
-    """Return the ids that end a response in training data but are not in the model's settings, with
-    the writer of each."""
+    """Return the ids that end training texts but are not in the model's settings, with their
+    writers."""
     named = _named_stop_tokens(model)
     return {token: what for token, what in _end_tokens(model).items() if token not in named}
 
@@ -162,9 +158,8 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 def _end_tokens(model: str | Path) -> dict[int, str]:
     """Return the end tokens of the model's tokenizer; empty without a readable tokenizer, which is
     reported where texts are read."""
-    from ...dataflow.prompts.tokenizer import (
-        Tokenizer,
-    )  # imported late because commands import this module and must print help at once
+    # Imported late because commands import this module and must print help at once.
+    from ...dataflow.prompts.tokenizer import Tokenizer
 
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
@@ -198,9 +193,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = settings.get("text_config")
     rest = {name: value for name, value in settings.items() if name != "text_config"}
-    return (
-        {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
-    )
+    is_multimodal = isinstance(text, Mapping)
+    return {**rest, **text, "model_type": settings.get("model_type")} if is_multimodal else rest
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
@@ -279,10 +273,9 @@ def complete_text_settings(model: str | Path) -> Any:
     seconds to import."""
     from transformers import AutoConfig
 
-    with refusals_named(model, "cannot be read", find_model_config(model)):
-        return AutoConfig.from_pretrained(
-            find_model_config(model).parent, local_files_only=True
-        ).get_text_config()
+    file = find_model_config(model)
+    with refusals_named(model, "cannot be read", file):
+        return AutoConfig.from_pretrained(file.parent, local_files_only=True).get_text_config()
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
@@ -309,11 +302,8 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
     (True, False, False)
     """
     kind, causal = settings.get("model_type"), causal_lm_types()
-    return (
-        bool(causal)
-        and kind not in causal
-        and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-    )
+    with_images = _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    return bool(causal) and kind not in causal and kind in with_images
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
@@ -339,10 +329,9 @@ def _types(table: str) -> frozenset[str]:
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
+    file = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
     try:
-        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(
-            encoding="utf-8"
-        )
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return frozenset()
     content = re.search(rf"^{table} = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
@@ -384,11 +373,9 @@ def check_vocabulary(model: str | Path, source: Source) -> None:
 def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
     file = find_model_config(model)
     generation = file.with_name("generation_config.json")
-    for name, settings in (
-        (CONFIG_FILE, text_settings(read_model_config(model))),
-        (generation.name, _read(generation)),
-    ):
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    of_model = text_settings(read_model_config(model))
+    for name, settings in ((CONFIG_FILE, of_model), (generation.name, _read(generation))):
+        for key in _TOKEN_NAMES:
             ids = settings.get(key)
             for one in ids if isinstance(ids, list) else [ids]:
                 if isinstance(one, int):
@@ -405,10 +392,8 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
     stamp = file.stat()
     largest, ids = _tokenizer_ids(file, stamp.st_mtime_ns, stamp.st_size)
     yield f"the tokenizer in {model} has ids up to", largest
-    named = {
-        **_read(file.with_name("special_tokens_map.json")),
-        **_read(file.with_name("tokenizer_config.json")),
-    }
+    named = _read(file.with_name("special_tokens_map.json"))
+    named |= _read(file.with_name("tokenizer_config.json"))
     for name in _NAMED:
         token = named.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
@@ -438,10 +423,8 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
         for chunk in source.table.column(column).chunks:
             ids = chunk.flatten()
             if len(ids):
-                yield (
-                    f"{source.name}: column {column!r} has token id",
-                    int(ids.to_numpy(zero_copy_only=False).max()),
-                )
+                largest = int(ids.to_numpy(zero_copy_only=False).max())
+                yield f"{source.name}: column {column!r} has token id", largest
 
 
 def _read(file: Path) -> dict[str, Any]:

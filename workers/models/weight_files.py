@@ -166,30 +166,23 @@ def _not_only_tensors(file: Path) -> str:
     names in its pickle are read; no code is executed."""
     try:
         if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
-                found = _foreign_names(opened)
+            with zipfile.ZipFile(file) as archive:
+                name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
+                if name is None:
+                    raise ValueError("it holds no data.pkl")
+                with archive.open(name) as opened:
+                    found = _foreign_names(opened)
         else:  # files from before torch 1.6 are consecutive pickles
             with file.open("rb") as opened:
                 found = _foreign_names(opened)
                 with suppress(ValueError):
-                    # After the magic number: protocol, system information, tensors and storage
-                    # keys.
+                    # After the magic number: protocol, system information, tensors, storage keys.
                     for _ in range(4):
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         return f"is damaged or not a file of torch.save ({error})"
-    return (
-        f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}"
-        if found
-        else ""
-    )
-
-
-def _pickle_in(archive: zipfile.ZipFile) -> str:
-    for name in archive.namelist():
-        if name.endswith("data.pkl"):
-            return name
-    raise ValueError("it holds no data.pkl")
+    names = ", ".join(sorted(set(found))[:3])
+    return f"holds more than tensors: a pickle that calls {names}" if names else ""
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
@@ -204,22 +197,15 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
             named.append(".".join(texts[-2:]))
         elif isinstance(argument, str):
             texts.append(argument)
-    return [
-        name
-        for name in named
-        if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))
-    ]
+    of_tensors = ("torch.", "collections.OrderedDict", "numpy.", "_codecs.")
+    return [name for name in named if not name.startswith(of_tensors)]
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:
     """Return the safetensors file of a model that holds this tensor, or None."""
-    return _files_of_tensors(model).get(name)
-
-
-def _files_of_tensors(model: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor, from the index if there is one, because the files may not be
-    downloaded yet."""
     folder = find_model_config(model).parent
     if (folder / FILE).is_file() or not (folder / INDEX).is_file():
-        return {name: entry.file for name, entry in stored_tensors(model, folder).items()}
-    return {name: folder / file for name, file in read_index(folder / INDEX).items()}
+        entry = stored_tensors(model, folder).get(name)
+        return entry.file if entry else None
+    file = read_index(folder / INDEX).get(name)  # the files may not be downloaded yet
+    return folder / file if file else None

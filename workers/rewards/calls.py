@@ -25,7 +25,7 @@ from typing import Any
 
 from ...dataflow.errors import Cancelled, Ended, NeedsMainThread, Planned, Silent
 from .function import Reward, as_failure
-from .main_thread import Child, portable_result, signals_noticed
+from .main_thread import ForkedCaller, portable_result, signals_noticed
 
 CLOSE_S = 10.0
 """Longest wait for the thread to end."""
@@ -67,9 +67,8 @@ class AsyncCalls:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_turn, args=(self._loop,), name="reward calls", daemon=True
-            )
+            turning = (self._loop,)
+            self._thread = threading.Thread(target=_turn, args=turning, name="reward calls", daemon=True)
             self._thread.start()
         self._functions[id(reward.function)] = reward.function
         return asyncio.run_coroutine_threadsafe(self._carry_out(reward, call, deadline_s), self._loop)
@@ -80,13 +79,10 @@ class AsyncCalls:
 
     def is_alive(self) -> bool:
         """Return whether the loop responds. A function that blocks it stops all others."""
-        if self._beat is None or self._beat.done():
-            was_alive, self._beat = True, None
-        else:
-            was_alive = False
-        if self._loop is not None and self._beat is None:
+        is_alive = self._beat is None or self._beat.done()
+        if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        return was_alive
+        return is_alive
 
     def close(self) -> None:
         """Cancel calls in flight, close functions (`aclose`), and end the thread."""
@@ -102,26 +98,22 @@ class AsyncCalls:
         limits = self._limits.setdefault(id(reward), _Limits(asyncio.Semaphore(reward.concurrency)))
         async with limits.places:
             for attempt in range(reward.retries + 1):
-                await self._wait_for_turn(reward, limits)
+                if reward.per_second is not None:
+                    now = asyncio.get_running_loop().time()
+                    begins_s = max(now, limits.begins_s)
+                    limits.begins_s = begins_s + 1 / reward.per_second
+                    await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
-                        raise TimeoutError(
-                            str(error) or f"{reward.title} took longer than {deadline_s:g} s"
-                        ) from None
+                        why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
+                        raise TimeoutError(why) from None
                 except Exception:
                     if attempt == reward.retries:
                         raise
                 await asyncio.sleep(min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise AssertionError("a last attempt returns or raises")
-
-    async def _wait_for_turn(self, reward: Reward, limits: _Limits) -> None:
-        if reward.per_second is not None:
-            now = asyncio.get_running_loop().time()
-            begins = max(now, limits.begins_s)
-            limits.begins_s = begins + 1 / reward.per_second
-            await asyncio.sleep(begins - now)
 
     async def _end(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -164,9 +156,6 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
             loop.close()
 
 
-# Calls of plain reward functions
-
-
 Logged = list[tuple[str, float]]
 """Metrics that functions logged."""
 
@@ -175,14 +164,14 @@ class Caller:
     """Calls plain functions in this thread, or in a child process once they have set a signal
     handler outside the main thread. Awaitables that they return are awaited by `calls`."""
 
-    def __init__(self, rewards: Sequence[Reward], calls: AsyncCalls) -> None:
-        self._rewards = rewards
-        self._calls = calls
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self.rewards = rewards
+        self.calls = AsyncCalls()
         self._apart: set[int] = set()
         """Functions that need a main thread."""
-        self._child: Child | None = None
+        self._child: ForkedCaller | None = None
 
-    def call(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
+    def call_reward(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
         """Return the result of function number `f`, and the metrics that it logged.
 
         Raises:
@@ -191,26 +180,27 @@ class Caller:
         if f not in self._apart:
             try:
                 with signals_noticed():
-                    return _called(self._rewards[f], arguments, self._calls)
+                    return _called(self.rewards[f], arguments, self.calls)
             except NeedsMainThread:
                 self._apart.add(f)
         if self._child is None:
-            self._child = Child(self._call_in_child)
+            self._child = ForkedCaller(self._call_in_child)
         try:
-            return self._child.call(f, arguments)
+            return self._child.call_function(f, arguments)
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._child = None  # it was closed
             raise
 
     def close(self) -> None:
+        self.calls.close()
         if self._child is not None:
             self._child.close()
 
     def _call_in_child(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        if self._calls.is_started:
-            self._calls = AsyncCalls()  # a fork has no threads
-        result, logged = _called(self._rewards[f], arguments, self._calls)
+        if self.calls.is_started:
+            self.calls = AsyncCalls()  # a fork has no threads
+        result, logged = _called(self.rewards[f], arguments, self.calls)
         return portable_result(result), logged
 
 
@@ -221,9 +211,9 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> 
         "log_metric": lambda name, value: logged.append((name, float(value))),
     }
     try:
-        result = reward.call(arguments, log)
+        result = reward.call_function(arguments, log)
         if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
-            tries = itertools.chain([result], iter(lambda: reward.call(arguments, log), None))
+            tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
@@ -246,8 +236,6 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGVTALRM)
 """Interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such as
 math-verify set and clear them."""
-_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle")
-"""Modules of debuggers: Python's (and IPython's), and those of editors."""
 
 
 class _Watch:
@@ -328,13 +316,11 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
         finally:
             armed = False
             _watch.set(math.inf)
-            signal.signal(SIGNAL, before if before is not None and before != signal.SIG_DFL else _ignore)
+            # A signal may arrive just after its deadline was met.
+            is_set = before is not None and before != signal.SIG_DFL
+            signal.signal(SIGNAL, before if is_set else lambda number, frame: None)
         if rung:  # the code has caught it
             raise TimeoutError(too_late)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal that arrives just after its deadline was met."""
 
 
 @contextlib.contextmanager
@@ -355,8 +341,9 @@ def _own_alarm() -> Iterator[None]:
 
 
 def _in_debugger(frame: FrameType | None) -> bool:
+    debuggers = ("bdb", "pdb", "pydevd", "_pydevd_bundle")  # Python's (and IPython's), and of editors
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS:
+        if str(frame.f_globals.get("__name__")).split(".")[0] in debuggers:
             return True
         frame = frame.f_back
     return False

@@ -34,9 +34,6 @@ from ...dataflow.column import (
 )
 from ...dataflow.errors import UserError, nearest
 
-# Samples: columns as Python values, read once for all reward functions
-
-
 ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
 """Names of the ground truth in other libraries. If the rows lack such a column, Weft's `answer` is
 used."""
@@ -46,7 +43,7 @@ MESSAGES = "prompt_messages"
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
-class Samples:
+class RewardRows:
     """Rows in the form that reward functions read. `decode` decodes the token ids of many texts."""
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
@@ -73,8 +70,8 @@ class Samples:
             self._lists[name] = self.rows[source].to_pylist()
         return self._lists[name]
 
-    def take(self, k: int) -> Samples:
-        return Samples(self.rows.take([k]), self._decode)
+    def one(self, k: int) -> RewardRows:
+        return RewardRows(self.rows.take([k]), self._decode)
 
     @cached_property
     def responses(self) -> list[str]:
@@ -92,10 +89,9 @@ class Samples:
         """Prompts and responses as messages if the prompts were messages, otherwise as texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
-        prompts = [
-            [{k: v for k, v in m.items() if v is not None} for m in messages]
-            for messages in self[MESSAGES]
-        ]
+        prompts: list[Any] = []
+        for messages in self[MESSAGES]:
+            prompts.append([{k: v for k, v in m.items() if v is not None} for m in messages])
         return prompts, [[{"role": "assistant", "content": text}] for text in self.responses]
 
     @property
@@ -109,9 +105,6 @@ class Samples:
         return [default if value is None else value for value in values]
 
 
-# Signature
-
-
 @dataclass(frozen=True)
 class Signature:
     """The calling convention of a library."""
@@ -121,7 +114,7 @@ class Signature:
     """Parameters that identify a function of this library."""
     gives: tuple[str, ...]
     """Parameters that the library supplies; all others are columns."""
-    given: Callable[[Samples], Mapping[str, Sequence[Any]]]
+    given: Callable[[RewardRows], Mapping[str, Sequence[Any]]]
     """Return the supplied values of each sample, by parameter."""
     batch: bool = False
     """Whether a call takes all samples as lists and returns one result for each."""
@@ -152,12 +145,12 @@ def find_signature(names: Sequence[str]) -> Signature | None:
     return next((signature for signature in SIGNATURES if set(signature.marks) <= set(names)), None)
 
 
-def _of_trl(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_trl(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     prompts, completions = samples.dialogues
     return {"prompts": prompts, "completions": completions, "completion_ids": samples[str(RESPONSE_IDS)]}
 
 
-def _of_verifiers(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_verifiers(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     prompts, completions = samples.dialogues
     given = {
         "prompt": prompts,
@@ -169,14 +162,13 @@ def _of_verifiers(samples: Samples) -> Mapping[str, Sequence[Any]]:
     return {**given, "state": states}
 
 
-def _of_openrlhf(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    queries = [
-        prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)
-    ]
+def _of_openrlhf(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
+    texts = zip(samples.prompts, samples.responses, strict=True)
+    queries = [prompt + response for prompt, response in texts]
     return {"queries": queries, "prompts": samples.prompts, "labels": samples.or_else("label", None)}
 
 
-def _of_verl(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_verl(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     return {
         "data_source": samples.or_else("data_source", ""),
         "solution_str": samples.responses,
@@ -185,57 +177,38 @@ def _of_verl(samples: Samples) -> Mapping[str, Sequence[Any]]:
     }
 
 
-def _of_verl_batch(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    return {f"{name}s": values for name, values in _of_verl(samples).items()}
+def _plural(given: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+    return {f"{name}s": values for name, values in given.items()}
 
 
-class SlimeSample(SimpleNamespace):
+class _SlimeSample(SimpleNamespace):
     """A sample with the attributes of slime's samples during scoring."""
 
-    class Status(enum.Enum):
-        """How generation ended."""
-
-        PENDING = "pending"
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-        ABORTED = "aborted"
-        FAILED = "failed"
+    Status = enum.Enum(
+        "Status", {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")}
+    )
+    """How generation ended."""
 
 
-def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    status = SlimeSample.Status
+def _of_slime(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
+    status = _SlimeSample.Status
+    response_ids, reasons = samples[str(RESPONSE_IDS)], samples.or_else(str(FINISH_REASON), "stop")
+    tokens = zip(samples.or_else("prompt_ids", []), response_ids, strict=True)
     fields = {
         "prompt": samples.dialogues[0],
         "response": samples.responses,
-        "response_length": [len(ids) for ids in samples[str(RESPONSE_IDS)]],
-        "tokens": [
-            [*prompt, *response]
-            for prompt, response in zip(
-                samples.or_else("prompt_ids", []), samples[str(RESPONSE_IDS)], strict=True
-            )
-        ],
+        "response_length": [len(ids) for ids in response_ids],
+        "tokens": [[*prompt, *response] for prompt, response in tokens],
         "label": samples.or_else("label", None),
         "metadata": samples.or_else("metadata", {}),
         "index": samples[str(SAMPLE_ID)],
         "group_index": samples.or_else(str(GROUP_ID), None),
-        "status": [
-            status.TRUNCATED if reason == "length" else status.COMPLETED
-            for reason in samples.or_else(str(FINISH_REASON), "stop")
-        ],
+        "status": [status("truncated" if reason == "length" else "completed") for reason in reasons],
     }
     # Attributes that are None in slime's samples during scoring.
-    unset = dict.fromkeys(
-        ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
-    )
-    made = [
-        SlimeSample(**unset, **dict(zip(fields, row, strict=True)))
-        for row in zip(*fields.values(), strict=True)
-    ]
-    return {"sample": made}
-
-
-def _of_slime_batch(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    return {"samples": _of_slime(samples)["sample"]}
+    unset = ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
+    each = (dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True))
+    return {"sample": [_SlimeSample(**dict.fromkeys(unset), **sample) for sample in each]}
 
 
 _TEXTS = (str(PROMPT), str(PROMPT_IDS), MESSAGES)
@@ -257,7 +230,7 @@ SLIME_BATCH = replace(
     SLIME,
     marks=("args", "samples"),
     gives=("args", "samples"),
-    given=_of_slime_batch,
+    given=lambda samples: _plural(_of_slime(samples)),
     batch=True,
     by_position=("args", "samples"),
 )
@@ -266,7 +239,7 @@ VERL_BATCH = replace(
     VERL,
     marks=("solution_strs",),
     gives=tuple(f"{name}s" for name in _VERL),
-    given=_of_verl_batch,
+    given=lambda samples: _plural(_of_verl(samples)),
     batch=True,
 )
 OPENRLHF = Signature(

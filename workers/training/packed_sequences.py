@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..models.images import Shown
+    from ..models.images import ImageInputs
     from .routers import Routing
 
 
@@ -74,7 +74,7 @@ class PackedSequences:
     in half precision."""
     routing: Routing | None = None
     """Instructions for the routers of a mixture, if any."""
-    shown: Shown | None = None
+    shown: ImageInputs | None = None
     """Images of the rows, with places among the T tokens, if any."""
 
     @classmethod
