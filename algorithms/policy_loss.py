@@ -169,13 +169,12 @@ class PolicyLoss(AggregatedLoss):
             watched |= {"generator_kl_k1": -off, "generator_kl_k3": k3(-off, torch.zeros_like(off))}
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
-                corrected = combined(self._corrections, off, rows)
-                losses = torch.where(corrected.masked, 0.0, losses * corrected.weights)
-                watched["mean_importance_weight"] = corrected.weights
-                watched["truncated_fraction"] = corrected.truncated
-                watched["masked_fraction"] = corrected.masked
-                counted["masked_tokens"] = trained & corrected.masked
-                left = rows.sums((trained & ~corrected.masked).float())
+                weights, truncated, masked = combined(self._corrections, off, rows)
+                losses = torch.where(masked, 0.0, losses * weights)
+                watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
+                watched["masked_fraction"] = masked
+                counted["masked_tokens"] = trained & masked
+                left = rows.sums((trained & ~masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)
         if self.kl:
             kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))

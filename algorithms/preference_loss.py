@@ -179,13 +179,8 @@ class PairLoss(FrozenLoss):
     """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
     trained token in both responses."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (str(GROUP_ID), str(PREFERRED))
-
-    @property
-    def whole_groups(self) -> bool:
-        return True
+    reads: ClassVar[tuple[str, ...]] = (str(GROUP_ID), str(PREFERRED))
+    whole_groups: ClassVar[bool] = True
 
     def count(self, rows: PackedRows) -> float:
         groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
@@ -255,7 +250,7 @@ class PreferenceLoss(PairLoss):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.score.reads)
+        return (*PairLoss.reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and metrics.
@@ -305,9 +300,7 @@ class DesirabilityLoss(FrozenLoss):
     undesirable_weight: float = Field(default=1.0, gt=0)
     """[factor] w_U, weight of bad responses. Raise it if there are fewer of them."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
+    reads: ClassVar[tuple[str, ...]] = (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
     def count(self, rows: PackedRows) -> float:
         return float(rows.counted.sum())

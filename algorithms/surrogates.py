@@ -10,8 +10,7 @@ PlainPolicyGradient()           no ratio: REINFORCE, GPG
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -204,18 +203,6 @@ MAX_LOG_RATIO = 20.0
 """[nats] Ratios are capped at e^20, so that one impossible token does not make a mean infinite."""
 
 
-@dataclass(frozen=True)
-class Weighting:
-    """The result of a correction for T tokens."""
-
-    weights: Tensor
-    """[T] finite, no gradient: factor of each token's policy-gradient loss."""
-    truncated: Tensor
-    """[T] bool: whether the ratio was above the largest or below the smallest weight."""
-    masked: Tensor
-    """[T] bool: whether the token is left out."""
-
-
 @runtime_checkable
 class Correction(Protocol):
     """A rule from log-ratios to weights. Instances are values: equal settings give equal
@@ -226,9 +213,12 @@ class Correction(Protocol):
         """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
         ...
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights of these tokens. `log_ratio` is [T] nats, log trainer - log generator,
-        0 for tokens that are not trained; no gradient."""
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights of T tokens (finite, no gradient), whether the ratio was above the
+        largest or below the smallest weight, and whether the token is left out ([T] bool both).
+
+        `log_ratio` is [T] nats, log trainer - log generator, 0 for tokens that are not trained.
+        """
         ...
 
 
@@ -246,11 +236,11 @@ class TruncatedImportance(Config):
     "geometric" avoids that with another bias.
 
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
-    >>> TruncatedImportance(cap=1.5)(log_ratio, rows).weights.tolist()
+    >>> TruncatedImportance(cap=1.5)(log_ratio, rows)[0].tolist()
     [1.5, 0.5]
-    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows).weights.tolist()
+    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows)[0].tolist()
     [0.89..., 0.60...]
-    >>> [TruncatedImportance(level=level)(log_ratio, rows).weights.tolist() for level in ("sequence", "geometric")]
+    >>> [TruncatedImportance(level=level)(log_ratio, rows)[0].tolist() for level in ("sequence", "geometric")]
     [[1.0, 1.0], [1.0, 1.0]]
     """
 
@@ -271,14 +261,12 @@ class TruncatedImportance(Config):
             raise ValueError(f"floor must be at most cap, which is {self.cap:g}, not {self.floor:g}")
         return self
 
-    @property
-    def weighs(self) -> bool:
-        return True
+    weighs: ClassVar[bool] = True
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         weights = ratio.clamp(self.floor, self.cap)
-        return Weighting(weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        return weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class Rejection(Config):
@@ -290,9 +278,9 @@ class Rejection(Config):
     as a whole good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
-    >>> Rejection(low=0.5, high=2.0)(log_ratio, rows).weights.tolist()
+    >>> Rejection(low=0.5, high=2.0)(log_ratio, rows)[0].tolist()
     [0.0, 1.0, 1.0]
-    >>> Rejection(low=0.5, high=2.0, level="sequence")(log_ratio, rows).weights.tolist()
+    >>> Rejection(low=0.5, high=2.0, level="sequence")(log_ratio, rows)[0].tolist()
     [0.0, 0.0, 1.0]
     """
 
@@ -306,30 +294,30 @@ class Rejection(Config):
     """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
     response). Choose the level of the reward for an exact correction, "token" for less variance."""
 
-    @property
-    def weighs(self) -> bool:
-        return False
+    weighs: ClassVar[bool] = False
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         # NaN fails both comparisons, and is left out.
         inside = (ratio >= self.low) & (ratio <= self.high)
-        return Weighting(inside.to(ratio.dtype), torch.zeros_like(inside), ~inside)
+        return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
 
 
-def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows) -> Weighting:
+def combined(
+    corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
+) -> tuple[Tensor, Tensor, Tensor]:
     """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
 
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))
-    >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3])).weights.tolist()
+    >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()
     [4.0, 0.0, 0.0]
     """
     weights = torch.ones_like(log_ratio)
     truncated = masked = torch.zeros_like(log_ratio, dtype=torch.bool)
     for correction in corrections:
-        one = correction(log_ratio.detach(), rows)
-        weights, truncated, masked = weights * one.weights, truncated | one.truncated, masked | one.masked
-    return Weighting(torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked)
+        own_weights, own_truncated, own_masked = correction(log_ratio.detach(), rows)
+        weights, truncated, masked = weights * own_weights, truncated | own_truncated, masked | own_masked
+    return torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked
 
 
 _LEVELS: dict[Level, Callable[..., Any]] = {

@@ -152,48 +152,32 @@ _PERCENT = re.compile(r"(?:%|percent(?:age)?(?:\s+points)?\b|pct\b)\s*", re.IGNO
 _UNKNOWN_UNIT = re.compile(
     r"(?P<words>[$€£¥]|[^\W\d_]{2,}(?:(?:\s+|/)[^\W\d_]+){0,5}|[a-zA-Z])\s*(?:\^?\{?\s*[23²³]\s*\}?)?"
 )
-_BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
-    ("mm", "millimeter", "millimetre"): ("length", Fraction(1, 1000)),
-    ("cm", "centimeter", "centimetre"): ("length", Fraction(1, 100)),
-    ("m", "meter", "metre"): ("length", Fraction(1)),
-    ("km", "kilometer", "kilometre"): ("length", Fraction(1000)),
-    ("in", "inch", "inches"): ("length", Fraction(254, 10_000)),
-    ("ft", "foot", "feet"): ("length", Fraction(3048, 10_000)),
-    ("yd", "yard"): ("length", Fraction(9144, 10_000)),
-    ("mi", "mile"): ("length", Fraction(1_609_344, 1000)),
-    ("mg", "milligram"): ("mass", Fraction(1, 1000)),
-    ("g", "gram"): ("mass", Fraction(1)),
-    ("kg", "kilogram"): ("mass", Fraction(1000)),
-    ("lb", "pound"): ("weight", Fraction(1)),
-    ("oz", "ounce"): ("weight", Fraction(1, 16)),
-    ("ton", "tonne"): ("ton", Fraction(1)),
-    ("ms", "millisecond"): ("time", Fraction(1, 1000)),
-    ("s", "sec", "second"): ("time", Fraction(1)),
-    ("min", "minute"): ("time", Fraction(60)),
-    ("h", "hr", "hour"): ("time", Fraction(3600)),
-    ("day",): ("time", Fraction(86_400)),
-    ("week",): ("time", Fraction(604_800)),
-    ("month",): ("month", Fraction(1)),
-    ("year", "yr"): ("month", Fraction(12)),
-    ("cent",): ("dollar", Fraction(1, 100)),
-    ("$", "dollar", "usd"): ("dollar", Fraction(1)),
-    ("€", "euro", "eur"): ("euro", Fraction(1)),
-    ("ml", "milliliter", "millilitre"): ("volume", Fraction(1, 1000)),
-    ("L", "liter", "litre"): ("volume", Fraction(1)),
-    ("gallon",): ("gallon", Fraction(1)),
-    ("quart",): ("gallon", Fraction(1, 4)),
-    ("pint",): ("gallon", Fraction(1, 8)),
-    ("degree", "deg"): ("angle", Fraction(1)),
-    ("radian", "rad"): ("radian", Fraction(1)),
+_UNITS = {
+    "length": "1/1000 mm millimeter millimetre, 1/100 cm centimeter centimetre, 1 m meter metre, "
+    "1000 km kilometer kilometre, 254/10000 in inch inches, 3048/10000 ft foot feet, 9144/10000 yd yard, "
+    "1609344/1000 mi mile",
+    "mass": "1/1000 mg milligram, 1 g gram, 1000 kg kilogram",
+    "weight": "1 lb pound, 1/16 oz ounce",
+    "ton": "1 ton tonne",
+    "time": "1/1000 ms millisecond, 1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, 604800 week",
+    "month": "1 month, 12 year yr",
+    "dollar": "1/100 cent, 1 $ dollar usd",
+    "euro": "1 € euro eur",
+    "volume": "1/1000 ml milliliter millilitre, 1 L liter litre",
+    "gallon": "1 gallon, 1/4 quart, 1/8 pint",
+    "angle": "1 degree deg",
+    "radian": "1 radian rad",
     **{
-        (name,): (name, Fraction(1))
-        for name in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
+        n: f"1 {n}"
+        for n in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
     },
 }
-"""Names of a unit -> dimension and size. Pounds and months have no fixed size."""
-_UNIT_OF_NAME = {
-    form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")
-}
+"""Dimension -> sizes and names of its units. Pounds and months have no fixed size."""
+_UNIT_OF_NAME: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _units in _UNITS.items():
+    for _size, *_names in map(str.split, _units.split(", ")):
+        for _name in _names:
+            _UNIT_OF_NAME[_name] = _UNIT_OF_NAME[f"{_name}s"] = (_dimension, Fraction(_size))
 _RATES = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s"}
 _AMBIGUOUS = {
     "in",

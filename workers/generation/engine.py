@@ -129,7 +129,7 @@ class StopStrings:
     """The stop strings of a sampling, with the decoder of a model's tokens.
 
     >>> letters = StopStrings(("ab",), lambda ids: "".join("abc"[i] for i in ids))
-    >>> [letters.end([0, 1][:length]) for length in (1, 2)], letters.end([0, 1, 2]), letters.end([2, 0, 1, 0, 1])
+    >>> [letters.completes([0, 1][:length]) for length in (1, 2)], letters.completes([0, 1, 2]), letters.completes([2, 0, 1, 0, 1])
     ([False, True], False, True)
     """
 
@@ -139,7 +139,7 @@ class StopStrings:
         # A token of text has at least one byte.
         self._window = max(len(text.encode()) for text in stop) + MARGIN
 
-    def end(self, token_ids: Sequence[int] | np.ndarray) -> bool:
+    def completes(self, token_ids: Sequence[int] | np.ndarray) -> bool:
         """Return whether the last of these tokens completes a stop string."""
         tail = [int(token) for token in token_ids[-self._window :]]
         text = self._decode(tail)

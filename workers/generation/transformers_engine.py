@@ -351,7 +351,7 @@ class TransformersEngine:
             length = position + 1
             stopped = np.isin(tokens, stops)
             if strings is not None and length > sampling.min_tokens:
-                stopped |= [strings.end(token_ids[row, :length]) for row in alive.tolist()]
+                stopped |= [strings.completes(token_ids[row, :length]) for row in alive.tolist()]
             done = stopped | (length == sampling.max_tokens)
             sent = yield [
                 Response(

@@ -377,7 +377,7 @@ class VllmEngine:
             return
         token_ids = list(output.outputs[0].token_ids)
         request.versions += [self.version] * (len(token_ids) - len(request.versions))
-        if len(token_ids) <= request.min_tokens or not request.strings.end(token_ids):
+        if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
             return
         if output.finished:
             output.outputs[0].finish_reason = "stop"

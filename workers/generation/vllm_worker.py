@@ -86,7 +86,7 @@ class _RouteRecorder:
             noted.chunks.append(rows[begin:end].copy())
             noted.tokens += end - begin
 
-    def take(self, requests: Iterable[str]) -> list[np.ndarray | None]:
+    def take_routes(self, requests: Iterable[str]) -> list[np.ndarray | None]:
         """Return [tokens, layers, k] of each request by vLLM's name, or None for one without
         tokens, and forget these requests."""
         by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
@@ -153,7 +153,7 @@ class WorkerExtension:
 
     def weft_take_routes(self, requests: Sequence[str]) -> list[np.ndarray | None]:
         assert self._weft_routes is not None
-        return self._weft_routes.take(requests)
+        return self._weft_routes.take_routes(requests)
 
     def weft_weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())

@@ -1,4 +1,4 @@
-"""AsyncCalls: concurrent calls of asynchronous reward functions on one rank, with retries and a
+"""Concurrent calls of asynchronous reward functions on one rank, with retries and a
 rate limit.
 
 They run on a separate event loop in a separate thread. So a function can keep sessions open between
@@ -44,7 +44,7 @@ class _Limits:
 
 
 @dataclass
-class AsyncCalls:
+class _AsyncCalls:
     """Calls in flight."""
 
     _loop: asyncio.AbstractEventLoop | None = None
@@ -166,7 +166,7 @@ class Caller:
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = rewards
-        self.calls = AsyncCalls()
+        self.calls = _AsyncCalls()
         self._apart: set[int] = set()
         """Functions that need a main thread."""
         self._child: ForkedCaller | None = None
@@ -199,12 +199,12 @@ class Caller:
 
     def _call_in_child(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
         if self.calls.is_started:
-            self.calls = AsyncCalls()  # a fork has no threads
+            self.calls = _AsyncCalls()  # a fork has no threads
         result, logged = _called(self.rewards[f], arguments, self.calls)
         return portable_result(result), logged
 
 
-def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> tuple[Any, Logged]:
+def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) -> tuple[Any, Logged]:
     logged: Logged = []
     log = {
         "log_extra": lambda name, values: None,

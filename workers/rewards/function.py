@@ -178,7 +178,7 @@ class Reward(Config):
         parameters = self._takes.parameters.values()
         return [p for p in parameters if p.kind not in several and p.name not in self._fixed]
 
-    @property
+    @cached_property
     def _fixed(self) -> set[str]:
         """Names of keyword arguments with fixed values."""
         keywords = self.function.keywords if isinstance(self.function, functools.partial) else {}
@@ -200,7 +200,9 @@ class Reward(Config):
         wanted = [p.name for p in self._columns if p.name in samples or p.default is p.empty]
         columns |= {name: samples[name] for name in wanted}
         if self.signature is not None:
-            taken = {p.name for p in self._open} | set(self.signature.by_position)
+            taken = {p.name for p in self._open} | (
+                {*self.signature.gives} if self.signature.positional else set()
+            )
             given = self.signature.given(samples)
             return {**columns, **{n: v for n, v in given.items() if self.takes_all or n in taken}}
         if self.takes_all and RESPONSE_IDS in samples.rows:
@@ -213,7 +215,7 @@ class Reward(Config):
         """Call the function with the arguments of one sample or of all, and callbacks by name
         (`log`) if it takes them. An asynchronous function returns an awaitable."""
         named = dict(arguments)
-        by_position = self.signature.by_position if self.signature else ()
+        by_position = self.signature.gives if self.signature and self.signature.positional else ()
         if "args" in by_position:
             named["args"] = SimpleNamespace(**self.settings)
         else:

@@ -105,6 +105,9 @@ class RewardRows:
         return [default if value is None else value for value in values]
 
 
+Given = Callable[[RewardRows], Mapping[str, Sequence[Any]]]
+
+
 @dataclass(frozen=True)
 class Signature:
     """The calling convention of a library."""
@@ -114,11 +117,12 @@ class Signature:
     """Parameters that identify a function of this library."""
     gives: tuple[str, ...]
     """Parameters that the library supplies; all others are columns."""
-    given: Callable[[RewardRows], Mapping[str, Sequence[Any]]]
+    given: Given
     """Return the supplied values of each sample, by parameter."""
     batch: bool = False
     """Whether a call takes all samples as lists and returns one result for each."""
-    by_position: tuple[str, ...] = ()
+    positional: bool = False
+    """Whether the supplied parameters are passed by position."""
     reads: tuple[str, ...] = ()
     """Columns other than tokens that it uses if they exist."""
     returns_parts: bool = False
@@ -177,8 +181,8 @@ def _of_verl(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     }
 
 
-def _plural(given: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
-    return {f"{name}s": values for name, values in given.items()}
+def _plural(given: Given) -> Given:
+    return lambda samples: {f"{name}s": values for name, values in given(samples).items()}
 
 
 class _SlimeSample(SimpleNamespace):
@@ -212,74 +216,49 @@ def _of_slime(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
 
 
 _TEXTS = (str(PROMPT), str(PROMPT_IDS), MESSAGES)
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_VERL_READS = ("data_source", "ground_truth", "extra_info", "answer")
+_SLIME, _SLIME_BATCH = ("args", "sample"), ("args", "samples")
 _SLIME_READS = (*_TEXTS, "label", "answer", "metadata", str(FINISH_REASON))
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_BATCH = tuple(f"{name}s" for name in _VERL)
+_VERL_READS = ("data_source", "ground_truth", "extra_info", "answer")
+_OPENRLHF = ("queries", "prompts", "labels")
 _TRL = ("prompts", "completions", "completion_ids")
+_TRL_MISSING = ("trainer_state", "environments")
+_VERIFIERS = ("prompt", "completion", "answer", "info", "state")
+_VERIFIERS_MISSING = ("parser", "judge", "client")
 
 SLIME = Signature(
-    "slime",
-    ("args", "sample"),
-    ("args", "sample"),
-    _of_slime,
-    by_position=("args", "sample"),
-    reads=_SLIME_READS,
-    returns_parts=True,
-)
-SLIME_BATCH = replace(
-    SLIME,
-    marks=("args", "samples"),
-    gives=("args", "samples"),
-    given=lambda samples: _plural(_of_slime(samples)),
-    batch=True,
-    by_position=("args", "samples"),
+    "slime", _SLIME, _SLIME, _of_slime, positional=True, reads=_SLIME_READS, returns_parts=True
 )
 VERL = Signature("verl", ("solution_str",), _VERL, _of_verl, reads=_VERL_READS, returns_parts=True)
-VERL_BATCH = replace(
-    VERL,
-    marks=("solution_strs",),
-    gives=tuple(f"{name}s" for name in _VERL),
-    given=lambda samples: _plural(_of_verl(samples)),
-    batch=True,
-)
 OPENRLHF = Signature(
     "OpenRLHF",
     ("queries", "prompts"),
-    ("queries", "prompts", "labels"),
+    _OPENRLHF,
     _of_openrlhf,
     batch=True,
-    by_position=("queries", "prompts", "labels"),
+    positional=True,
     reads=(*_TEXTS, "label", "answer"),
     returns_parts=True,
 )
 TRL = Signature(
-    "TRL",
-    ("completions",),
-    _TRL,
-    _of_trl,
-    batch=True,
-    reads=_TEXTS,
-    logs=True,
-    missing=("trainer_state", "environments"),
-)
-VERIFIERS = Signature(
-    "verifiers",
-    ("completion",),
-    ("prompt", "completion", "answer", "info", "state"),
-    _of_verifiers,
-    reads=(*_TEXTS, "answer", "info"),
-    missing=("parser", "judge", "client"),
+    "TRL", ("completions",), _TRL, _of_trl, batch=True, reads=_TEXTS, logs=True, missing=_TRL_MISSING
 )
 # OpenRLHF's marks include one of TRL's, so the order matters.
 SIGNATURES = (
     SLIME,
-    SLIME_BATCH,
+    replace(SLIME, marks=_SLIME_BATCH, gives=_SLIME_BATCH, given=_plural(_of_slime), batch=True),
     VERL,
-    VERL_BATCH,
+    replace(VERL, marks=("solution_strs",), gives=_VERL_BATCH, given=_plural(_of_verl), batch=True),
     OPENRLHF,
-    TRL,
-    replace(TRL, marks=("completion_ids",)),
-    replace(TRL, marks=("prompts",)),
-    VERIFIERS,
+    *(replace(TRL, marks=(name,)) for name in ("completions", "completion_ids", "prompts")),
+    Signature(
+        "verifiers",
+        ("completion",),
+        _VERIFIERS,
+        _of_verifiers,
+        reads=(*_TEXTS, "answer", "info"),
+        missing=_VERIFIERS_MISSING,
+    ),
 )
 """Signatures of other libraries, in the order of matching."""

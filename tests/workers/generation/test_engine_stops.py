@@ -99,7 +99,7 @@ def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, w
 
 def test_an_occurrence_before_min_tokens_ends_nothing_and_a_later_one_does():
     strings = StopStrings(("ab",), lambda ids: "".join("ab"[i] for i in ids))
-    assert [strings.end([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
+    assert [strings.completes([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
 
 
 def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
@@ -113,7 +113,7 @@ def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
     strings = stop_strings(Sampling(stop=("🙂 ends",)), str(tmp_path))
     ids = tokenizer.encode("x" * 50 + "🙂 ends here").ids
     assert strings is not None
-    assert [n for n in range(1, len(ids) + 1) if strings.end(ids[:n])] == [59]
+    assert [n for n in range(1, len(ids) + 1) if strings.completes(ids[:n])] == [59]
     assert stop_strings(Sampling(stop=("x",), ignore_stop=True), str(tmp_path)) is None
 
 
