@@ -160,7 +160,8 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
 
 
-def greedy_baseline(outcomes: Outcomes) -> Tensor:
+@dataclass(frozen=True)
+class GreedyBaseline:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
     The graph samples twice: `greedy = reward.score(rollout.generate(prompts,
@@ -170,10 +171,19 @@ def greedy_baseline(outcomes: Outcomes) -> Tensor:
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
-    return (outcomes.rewards.double() - outcomes[BASELINE_REWARD].double()).float()
+
+    column: str = str(BASELINE_REWARD)
+    """[B] the greedy response's reward, on each row of its prompt."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def __call__(self, outcomes: Outcomes) -> Tensor:
+        return (outcomes.rewards.double() - outcomes[self.column].double()).float()
 
 
-greedy_baseline.reads = (str(BASELINE_REWARD),)  # pyright: ignore[reportFunctionMemberAccess]
+greedy_baseline = GreedyBaseline()
 
 GROUP_RELATIVE = (
     group_normalized,

@@ -221,18 +221,13 @@ def check_updates(nodes: Iterable[Node]) -> None:
                 raise UserError(
                     f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}"
                 )
-        _check_old_policy(node, loss)
-
-
-def _check_old_policy(node: Node, loss: Loss | None) -> None:
-    """Check that a loss with a ratio has the log-probabilities from before the update, which the
-    engine loses after the first of several steps."""
-    steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
-    if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
-        given = ", ".join(f"{name}={value}" for name, value in steps.items())
-        raise UserError(
-            f"node {node.name!r} takes several optimizer steps ({given}), but after the "
-            "first its loss has no old policy to compare with unless the rows have "
-            f"{str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
-            "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
-        )
+        # Without these, the engine loses the old policy after the first of several steps.
+        steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
+        if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+            given = ", ".join(f"{name}={value}" for name, value in steps.items())
+            raise UserError(
+                f"node {node.name!r} takes several optimizer steps ({given}), but after the "
+                "first its loss has no old policy to compare with unless the rows have "
+                f"{str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+                "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
+            )

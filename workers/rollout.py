@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -335,8 +335,7 @@ class RolloutWorker(Worker):
         images: list[list[Any]] = [[] for _ in range(len(prompts))]
         if IMAGES in prompts:
             images = [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]
-        self._check_lengths(self._lengths(prompt_ids, images, sample_ids), sample_ids, sampling)
-        self._check_ids(prompt_ids, sample_ids)
+        self._check_prompts(prompt_ids, images, sample_ids, sampling.max_tokens)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
         requests: list[GenerationRequest] = []
@@ -349,17 +348,22 @@ class RolloutWorker(Worker):
         given_up: list[int] = []
         steps = self.engine.generate(requests, sampling)
         # send() raises StopIteration when the engine has finished
-        with self._counted(), contextlib.closing(steps), contextlib.suppress(StopIteration):
-            while True:
-                responses = sorted(steps.send(given_up or None), key=lambda response: response.request_id)
-                self.context.advance()
-                left.subtract(response.request_id // n for response in responses)
-                if responses:
-                    sent = yield _children(responses, sample_ids, left, n, sampling), _metrics(responses)
-                else:
-                    sent = yield None
-                rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
-                given_up = [row * n + index for row in rows for index in range(n)]
+        self._generating += 1
+        try:
+            with contextlib.closing(steps), contextlib.suppress(StopIteration):
+                while True:
+                    responses = sorted(steps.send(given_up or None), key=lambda one: one.request_id)
+                    self.context.advance()
+                    left.subtract(response.request_id // n for response in responses)
+                    if responses:
+                        children = _children(responses, sample_ids, left, n, sampling)
+                        sent = yield children, _metrics(responses)
+                    else:
+                        sent = yield None
+                    rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
+                    given_up = [row * n + index for row in rows for index in range(n)]
+        finally:
+            self._generating -= 1
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
@@ -404,14 +408,6 @@ class RolloutWorker(Worker):
         checksum = self._take(weights, recompute)
         return checksum, {"weights_pause_s": Max(time.perf_counter() - started)}
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._generating += 1
-        try:
-            yield
-        finally:
-            self._generating -= 1
-
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
         """Sample a few responses to random prompts, for the trainer to compare
@@ -445,40 +441,38 @@ class RolloutWorker(Worker):
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
 
-    def _lengths(
-        self, prompt_ids: Sequence[np.ndarray], images: Sequence[Sequence[Any]], sample_ids: np.ndarray
-    ) -> np.ndarray:
-        """Return the tokens of each prompt, [rows], including image tokens."""
-        lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
+    def _check_prompts(
+        self,
+        prompt_ids: Sequence[np.ndarray],
+        images: Sequence[Sequence[Any]],
+        sample_ids: np.ndarray,
+        max_tokens: int,
+    ) -> None:
+        size = np.inf if self._vocabulary is None else self._vocabulary
         problems: dict[int, str] = {}
-        for row in (row for row, own in enumerate(images) if own):
-            if self._images is None:
+        for row, ids in enumerate(prompt_ids):
+            length = len(ids)
+            if images[row] and self._images is None:
                 problems[row] = f"it has images, but the model in {self.config.model} reads text alone"
                 continue
-            try:
-                lengths[row] = len(self._images.read(prompt_ids[row], images[row]).ids)
-            except UserError as error:
-                problems[row] = str(error)
+            if images[row] and self._images is not None:
+                try:
+                    length = len(self._images.read(ids, images[row]).ids)
+                except UserError as error:
+                    problems[row] = str(error)
+                    continue
+            if not length:
+                problems[row] = "the prompt has no tokens"
+            elif length + max_tokens > self.max_context:
+                both = f"{length} prompt tokens and max_tokens={max_tokens}"
+                problems[row] = f"{both} exceed the context of {self.max_context}"
+            elif (largest := ids.max()) >= size:
+                problems[row] = (
+                    f"the prompt has token id {largest}, and the model has ids 0 to {size - 1}"
+                )
         if problems:
             row, problem = next(iter(problems.items()))
             raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist())
-        return lengths
-
-    def _check_lengths(self, lengths: np.ndarray, sample_ids: np.ndarray, sampling: Sampling) -> None:
-        bad = np.flatnonzero((lengths == 0) | (lengths + sampling.max_tokens > self.max_context))
-        if len(bad):
-            row, problem = int(bad[0]), "the prompt has no tokens"
-            if lengths[row]:
-                both = f"{lengths[row]} prompt tokens and max_tokens={sampling.max_tokens}"
-                problem = f"{both} exceed the context of {self.max_context}"
-            raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[bad].tolist())
-
-    def _check_ids(self, prompt_ids: Sequence[np.ndarray], sample_ids: np.ndarray) -> None:
-        size = np.inf if self._vocabulary is None else self._vocabulary
-        bad = [row for row, ids in enumerate(prompt_ids) if ids.max() >= size]
-        if bad:
-            problem = f"the prompt has token id {prompt_ids[bad[0]].max()}, and the model has ids 0 to {size - 1}"
-            raise SampleError(f"sample {sample_ids[bad[0]]}: {problem}", sample_ids[bad].tolist())
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
