@@ -130,25 +130,13 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
+        """Return the undivided loss, a scalar, and metrics (`docs/metrics.md`). Args as for `Loss`.
 
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Ratios
-            are capped at e^20, without a gradient beyond, so that one token of probability 0 does
-            not make the loss infinite.
+        The loss is 0 with a gradient of 0 if every token is masked. Ratios are capped at e^20,
+        without a gradient beyond, so that one token of probability 0 does not make it infinite.
 
-            Means over trained tokens: `clip_fraction`; `approx_kl` (k3 from the old policy); with a
-            penalty `kl`; and `entropy`, if the rows have it (nats).
-
-            If the rows have `response_logprobs`, the generator is compared with the trainer: the
-            old policy, or the current policy if the old one is missing or is the generator.
-            `generator_kl_k1` and `generator_kl_k3` (nats) estimate KL(generator || trainer).
-            `mean_generator_ratio` and `max_generator_ratio` are trainer / generator, of single
-            tokens.
-
-            With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`,
-            and the counts `masked_tokens` and `masked_rows` (rows without a remaining trained
-            token).
+        If the rows have `response_logprobs`, metrics compare the generator with the trainer: the
+        old policy, or the current policy if the old one is missing or is the generator.
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)

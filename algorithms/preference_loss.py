@@ -253,12 +253,8 @@ class PreferenceLoss(PairLoss):
         return (*PairLoss.reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and metrics.
-
-        Means over pairs: `chosen_reward` and `rejected_reward` (beta times score), `reward_margin`
-        (their difference), `preference_accuracy` (share of positive margins), `chosen_logprob` and
-        `rejected_logprob` (nats per response), and with `likelihood` `chosen_nll` (nats per token).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
+        pairs."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
@@ -306,12 +302,8 @@ class DesirabilityLoss(FrozenLoss):
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a trained token, and metrics.
-
-        Means over good and over bad responses: `chosen_reward` and `rejected_reward` (beta times
-        log-ratio);
-        over all: `reference_point` (nats).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a trained token, and means over
+        good and over bad responses."""
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)

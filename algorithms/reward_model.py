@@ -60,12 +60,8 @@ class RewardLoss(PairLoss):
         return (*PairLoss.reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and metrics. `rewards`
-        are [T], of the sequence up to each token; gradient flows from the last token of each row.
-
-        Means over pairs: `chosen_reward`, `rejected_reward`, `reward_margin` (their difference) and
-        `preference_accuracy` (share of positive margins).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
+        `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
         chosen, rejected, paired = self._sides(rows)
         last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # arbitrary for an empty row
         above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
@@ -90,13 +86,8 @@ class StepLoss(FrozenLoss):
         return float(self._ends(rows).sum())
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss of logits [T], 0 with a gradient of 0 without a step, and
-        metrics.
-
-        Means over steps: `step_reward` (predicted probability that a step is correct) and
-        `step_accuracy` (share of steps whose probability and label are on the same side of one
-        half).
-        """
+        """Return the undivided loss of logits [T], 0 with a gradient of 0 without a step, and means
+        over steps."""
         ends = self._ends(rows)
         logits = torch.where(ends, rewards, 0.0)
         labels = torch.where(ends, rows[STEP_LABELS].to(rewards.dtype), 0.0)

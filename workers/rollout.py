@@ -37,7 +37,6 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
-from .device import rank_device
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
@@ -61,7 +60,7 @@ from .models.node_folder import node_folder
 from .models.weight_files import check_weights
 from .node_memory import node_memory
 from .training.lora import Lora
-from .worker import Children, Context, Worker, remote
+from .worker import Children, Context, Worker, rank_device, remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node

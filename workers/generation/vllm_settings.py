@@ -195,10 +195,9 @@ memory free; lower it below 4
         room = int(self.kv_cache_gib * GIB) // token_bytes
         if room < max_context:
             raise UserError(
-                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} "
-                f"tokens, but one response with its prompt may have {max_context:,}; raise "
-                f"it to {token_bytes * (max_context + 128) / GIB:.2g} or more, or lower "
-                "max_context"
+                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} tokens, "
+                f"but one response with its prompt may have {max_context:,}; raise it to "
+                f"{token_bytes * (max_context + 128) / GIB:.2g} or more, or lower max_context"
             )
 
     def compiles(self, on_gpu: bool) -> bool:

@@ -114,9 +114,8 @@ def read_index(file: Path) -> dict[str, str]:
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"the index of a model's weights, {file}, is damaged ({error}): restore the "
-            "file; in the cache of the Hugging Face hub, remove it and the file that it "
-            "links to"
+            f"the index of a model's weights, {file}, is damaged ({error}): restore the file; in "
+            "the cache of the Hugging Face hub, remove it and the file that it links to"
         ) from None
     return files
 
@@ -149,9 +148,8 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
     texts = ", ".join(f"{backend.id_to_token(token)!r} ({what})" for token, what in unnamed.items())
     others = ", ".join(repr(backend.id_to_token(token) or token) for token in named) or "none"
     return (
-        f"model {str(model)!r}: training texts end with {texts}, and its settings name "
-        f"{others} as end of a response; rollouts stop at all of them, and saved models "
-        "name all",
+        f"model {str(model)!r}: training texts end with {texts}, and its settings name {others} as "
+        "end of a response; rollouts stop at all of them, and saved models name all",
     )
 
 

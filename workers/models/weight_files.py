@@ -75,9 +75,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         taken = math.prod(entry.shape) * DTYPES.get(entry.dtype, 0)
         if taken != entry.end - entry.start and entry.dtype in DTYPES:
             raise ValueError(
-                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype "
-                f"{entry.dtype} needs {taken} bytes, but the header gives it "
-                f"{entry.end - entry.start}"
+                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} "
+                f"needs {taken} bytes, but the header gives it {entry.end - entry.start}"
             )
     return entries, metadata
 

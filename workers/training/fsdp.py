@@ -28,10 +28,9 @@ from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
 from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
-from ..device import rank_device
 from ..dispatch import Coordinates, row_cost_of
 from ..models.model_folder import context_of, num_experts
-from ..worker import Context
+from ..worker import Context, rank_device
 from .adapter import is_trained
 from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .loading import load_model
