@@ -24,10 +24,8 @@ from .sampling import Sampling
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Estimate the probability that one of k samples solves a prompt: 1 - C(n - c, k) / C(n, k),
-    which is unbiased, for c of n samples that solve it (arXiv:2107.03374, eq. 1).
-
-    Raises:
-        ValueError: k is not between 1 and n, or c not between 0 and n.
+    which is unbiased, for c of n samples that solve it (arXiv:2107.03374, eq. 1). Raises a
+    ValueError if k is not between 1 and n, or c not between 0 and n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4), pass_at_k(4, 0, 4)
     (0.25, 0.5, 1.0, 0.0)

@@ -137,10 +137,8 @@ class AdaptiveCoefficient(Config):
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
-
-        Raises:
-            UserError: the new coefficient would be below 0 (more than five horizons at once).
-        """
+        Raises a UserError if the new coefficient would be below 0 (more than five horizons at
+        once)."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_steps / self.horizon)
         return AdaptiveCoefficient(value=value, target=self.target, horizon=self.horizon)

@@ -74,10 +74,8 @@ class Method:
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """Return the method with a penalty for leaving the reference.
-
-        Raises:
-            UserError: the method has no such penalty, or the coefficient is not allowed.
+        """Return the method with a penalty for leaving the reference. Raises a UserError if the
+        method has no such penalty, or the coefficient is not allowed.
 
         >>> METHODS["rloo"].with_kl(0.04).groups
         ('rollout', 'reward', 'actor', 'reference')
@@ -132,10 +130,8 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name.
-
-    Raises:
-        UserError: no method has this name. The message suggests the nearest one.
+    """Return a method by its name. Raises a UserError if no method has this name. The message
+    suggests the nearest one.
 
     >>> method_of("grop")
     Traceback (most recent call last):

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
     """Return a penalty for lengths [B] that falls linearly from 0 at the start of a buffer to -1 at
-    the limit (DAPO, arXiv:2503.14476, eq. 13).
-
-    Raises:
-        UserError: the buffer is not 1 to `max_tokens` long.
+    the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError if the buffer is not 1 to
+    `max_tokens` long.
 
     >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]

@@ -79,10 +79,7 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     masked tokens.
 
     Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
-    (arXiv:2501.03262).
-
-    Raises:
-        UserError: gamma is outside 0 to 1.
+    (arXiv:2501.03262). Raises a UserError if gamma is outside 0 to 1.
 
     >>> discounted_returns(torch.tensor([0.0, 1.0, 2.0]), PackedRows.of([2, 1]), gamma=0.5).tolist()
     [0.5, 1.0, 2.0]

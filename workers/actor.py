@@ -235,11 +235,8 @@ class ActorWorker(TrainedWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
         """End the publication of a version that all receivers have; the weights may change again.
-        Return the record of what this rank sent; the records of all ranks add up.
-
-        Raises:
-            WeightSyncError: the weights could not be read, or changed during the transfer.
-        """
+        Return the record of what this rank sent; the records of all ranks add up. Raises a
+        WeightSyncError if the weights could not be read, or changed during the transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:
@@ -252,11 +249,8 @@ class ActorWorker(TrainedWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
         """Compare the canaries of followers, by name such as "rollout[0]", with this group's
-        log-probabilities under the same version.
-
-        Raises:
-            WeightSyncError: they differ; the message names the rank, the version and the distance.
-        """
+        log-probabilities under the same version. Raises a WeightSyncError if they differ; the
+        message names the rank, the version and the distance."""
         for receiver, canary in canaries.items():
             found, _ = self.engine.logprobs(canary_rows(canary))
             check_canary(receiver, version, canary, found, exact=self.config.dtype == "float32")
@@ -292,10 +286,7 @@ class _WithGap:
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
     """Decide for each followed group with an adapter whether it publishes the adapter alone or
     merged weights (`Lora.published`), and set the `config` of all involved handles accordingly.
-
-    Raises:
-        UserError: an adapter is to be published alone, but a follower cannot take it.
-    """
+    Raises a UserError if an adapter is to be published alone, but a follower cannot take it."""
     handles = list(handles)
     for handle in handles:
         handle.config = handle.given

@@ -60,11 +60,8 @@ def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
     """Compare a rank's log-probabilities with the trainer's, [tokens] response after response.
-
-    Raises:
-        WeightSyncError: the mean difference is too large or nan; the message names group, rank and
-            version.
-    """
+    Raises a WeightSyncError if the mean difference is too large or nan; the message names group,
+    rank and version."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP

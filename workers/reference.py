@@ -70,11 +70,8 @@ class ReferenceWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Load a published version and return its checksum.
-
-        Raises:
-            WeightSyncError: the weights do not fit the model, or differ from the published ones.
-        """
+        """Load a published version and return its checksum. Raises a WeightSyncError if the weights
+        do not fit the model, or differ from the published ones."""
         from ..resharding.incoming import open_weights
 
         # Stays False if the update fails.

@@ -87,12 +87,8 @@ class Rendezvous:
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
         """Meet the other ranks of a group. Return the shared store once all ranks have proved that
-        they have the secret.
-
-        Raises:
-            WorkerError: ranks did not join in time (the message names them), or a process does not
-                have the secret.
-        """
+        they have the secret. Raises a WorkerError if ranks did not join in time (the message names
+        them), or a process does not have the secret."""
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         deadline = time.monotonic() + self.timeout_s

@@ -372,10 +372,8 @@ class RolloutWorker(Worker):
 
         With a double buffer, during sampling, this is a generator: it yields while the version
         arrives, and returns the checksum with the metric `weights_pause_s`. `recompute` rebuilds
-        the KV cache of unfinished responses.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones, or do not fit the model.
+        the KV cache of unfinished responses. Raises a WeightSyncError if the bytes differ from the
+        published ones, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage.

@@ -62,10 +62,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
 
 
 def answer_text(answer: object) -> str:
-    """Return an answer as text.
-
-    Raises:
-        SampleError: the answer is missing.
+    """Return an answer as text. Raises a SampleError if the answer is missing.
 
     >>> answer_text(5), answer_text(0.5), answer_text(True), answer_text({"a": [1]})
     ('5', '0.5', 'True', '{"a": [1]}')

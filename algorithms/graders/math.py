@@ -37,11 +37,8 @@ class _MathProcess:
         self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Compare the final answer of a response with the answer, by `equality.is_right`.
-
-        Raises:
-            SampleError: the comparison took too long or failed, or the process ended.
-        """
+        """Compare the final answer of a response with the answer, by `equality.is_right`. Raises a
+        SampleError if the comparison took too long or failed, or the process ended."""
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
             child = self._child or self._start()
@@ -116,12 +113,8 @@ class Math(Grader):
         PROCESS.compare("1", "1", START_S)
 
     def __call__(self, response: str, answer: str) -> float:
-        r"""Grade a response.
-
-        Raises:
-            SampleError: the comparison took too long, its process ended, or the answer is empty. A
-                reward worker then counts a failed sample.
-        """
+        r"""Grade a response. Raises a SampleError if the comparison took too long, its process
+        ended, or the answer is empty. A reward worker then counts a failed sample."""
         return float(PROCESS.compare(response, answer, self.deadline_s))
 
 
@@ -141,10 +134,7 @@ class Gsm8k(Grader):
     """Only count a number after `####`, as in the data set. Set it to teach the format as well."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the two numbers.
-
-        Raises:
-            SampleError: the answer has no number.
+        """Compare the two numbers. Raises a SampleError if the answer has no number.
 
         >>> Gsm8k()("18 - 5 = 13, so she has $13.00.", "She has 18 - 5 = 13\\n#### 13")
         1.0

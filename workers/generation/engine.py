@@ -86,20 +86,13 @@ class GenerationEngine(Protocol):
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """Receive a version into separate memory while requests continue, so that `update_weights`
         only swaps it. Yields until the version has arrived; an engine without staging yields
-        nothing.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones.
-        """
+        nothing. Raises a WeightSyncError if the bytes differ from the published ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:
-        """Load these weights and return the checksum of the loaded bytes.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones, or do not fit the model. The
-                engine then rejects requests until a complete version has arrived.
-        """
+        """Load these weights and return the checksum of the loaded bytes. Raises a WeightSyncError
+        if the bytes differ from the published ones, or do not fit the model. The engine then
+        rejects requests until a complete version has arrived."""
         ...
 
     def recompute(self) -> None:

@@ -74,10 +74,7 @@ class SleepingEngine:
 class VllmEngine:
     """`GenerationEngine` on vLLM's `LLMEngine`. The arguments are those of `TransformersEngine`,
     with `VllmSettings`; the tokens of images are compared with those of vLLM's own processor.
-
-    Raises:
-        GenerationError: vLLM could not start, or cannot record routes.
-    """
+    Raises a GenerationError if vLLM could not start, or cannot record routes."""
 
     def __init__(
         self,

@@ -148,10 +148,8 @@ class VllmSettings(Config):
         return arguments
 
     def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
-        """Check that the KV cache of a number of engines (`ranks`) fits into free memory.
-
-        Raises:
-            UserError: it does not fit. The message calls the memory `where`.
+        """Check that the KV cache of a number of engines (`ranks`) fits into free memory. Raises a
+        UserError if it does not fit. The message calls the memory `where`.
 
         >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
         Traceback (most recent call last):

@@ -36,11 +36,8 @@ _CACHED_BYTES = 256 << 20
 
 def check_images(model: str | Path, source: Source) -> None:
     """Check the images of a source against the model and against the placeholders of their prompts.
-
-    Raises:
-        UserError: the model does not read images, or a prompt's placeholders and images differ in
-            number.
-    """
+    Raises a UserError if the model does not read images, or a prompt's placeholders and images
+    differ in number."""
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
@@ -115,11 +112,8 @@ class SeenPrompt:
 
 
 class ImageReader:
-    """Reads images with the processor in a model's folder. Messages call the model `model`.
-
-    Raises:
-        UserError: the folder has no processor that `transformers` can load.
-    """
+    """Reads images with the processor in a model's folder. Messages call the model `model`. Raises
+    a UserError if the folder has no processor that `transformers` can load."""
 
     def __init__(self, model: str | Path, folder: Path) -> None:
         self._model = model

@@ -33,11 +33,8 @@ EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
-    """Read the `config.json` of a model's folder or cached Hugging Face id.
-
-    Raises:
-        UserError: the model was not found; the message names the path, its contents and the nearest
-            model folder.
+    """Read the `config.json` of a model's folder or cached Hugging Face id. Raises a UserError if
+    the model was not found; the message names the path, its contents and the nearest model folder.
 
     >>> read_model_config("/no/such/folder")
     Traceback (most recent call last):
@@ -104,10 +101,7 @@ def find_model_config(model: str | Path) -> Path:
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the file name of each tensor from the index of a model with several weight files.
-
-    Raises:
-        UserError: the index is damaged; the message names it.
-    """
+    Raises a UserError if the index is damaged; the message names it."""
     try:
         files = read_json(file)["weight_map"]
         if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
@@ -353,11 +347,8 @@ def read_vocabulary(model: str | Path) -> int | None:
 
 
 def check_vocabulary(model: str | Path, source: Source) -> None:
-    """Check that the largest ids in use are in the model's vocabulary.
-
-    Raises:
-        UserError: an id is too large; the message names the id and the vocabulary.
-    """
+    """Check that the largest ids in use are in the model's vocabulary. Raises a UserError if an id
+    is too large; the message names the id and the vocabulary."""
     size = read_vocabulary(model)
     if size is None:
         return

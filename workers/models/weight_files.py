@@ -91,10 +91,7 @@ def _entry(file: Path, start: int, about: Any) -> TensorEntry:
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
     """Return the safetensors files of a model, which messages call `model`; empty if it has none.
-
-    Raises:
-        UserError: the index is damaged, or names a missing file.
-    """
+    Raises a UserError if the index is damaged, or names a missing file."""
     if (folder / FILE).is_file():
         return [folder / FILE]
     if not (folder / INDEX).is_file():
@@ -109,11 +106,8 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
 
 
 def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors in a model's safetensors files by name; empty if it has none.
-
-    Raises:
-        UserError: a file is damaged, missing, or lacks a tensor of the index.
-    """
+    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
+    UserError if a file is damaged, missing, or lacks a tensor of the index."""
     files = weight_files(model, folder)
     found: dict[str, TensorEntry] = {}
     try:
@@ -136,11 +130,8 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
     """Find mistakes in the headers of a model's files. Models that workers will download are not
-    checked. `FsdpEngine` can only train (`trained`) floating-point weights.
-
-    Raises:
-        UserError: a file is wrong; the message names the file and the problem.
-    """
+    checked. `FsdpEngine` can only train (`trained`) floating-point weights. Raises a UserError if a
+    file is wrong; the message names the file and the problem."""
     if not Path(model).expanduser().is_dir():
         return
     folder = find_model_config(model).parent

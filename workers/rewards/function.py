@@ -237,12 +237,8 @@ class SampleScore:
 
 
 def results(reward: Reward, result: Any, number: int) -> list[Any]:
-    """Split the result of a batch call into one result per sample.
-
-    Raises:
-        ResultError: the result is neither a list with one entry for each sample nor a dictionary of
-            such lists.
-    """
+    """Split the result of a batch call into one result per sample. Raises a ResultError if the
+    result is neither a list with one entry for each sample nor a dictionary of such lists."""
     if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)

@@ -58,11 +58,8 @@ class RewardRows:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column by name; a ground truth also by its names in other libraries.
-
-        Raises:
-            UserError: the rows have no such column.
-        """
+        """Return a column by name; a ground truth also by its names in other libraries. Raises a
+        UserError if the rows have no such column."""
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
             if source not in self.rows:
