@@ -183,7 +183,6 @@ class VllmEngine:
         spin while they wait for each other, so a thread on every core would more than double the
         time.
         """
-
         from ...resharding.memory import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
