@@ -223,8 +223,8 @@ class Observed(Mapping[str, Metric]):
     """
 
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
-        # Each has [1 + names] the number of counted things, then one number per name; and the kind of
-        # each metric by name.
+        # Each has [1 + names] the number of counted things, then one number per name; and the kind
+        # of each metric by name.
         self._pieces = pieces
 
     @cached_property

@@ -115,8 +115,8 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def _compares_with_trainer(self) -> bool:
-        # Gaps between the engines add up over a response, and a weighing correction already includes
-        # the generator.
+        # Gaps between the engines add up over a response, and a weighing correction already
+        # includes the generator.
         return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:

@@ -455,8 +455,8 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     """Start vLLM's engine, then restore the process state that this changed."""
     import torch
 
-    # vLLM may read these at any time, so they stay set. A user's own values win, except for the first,
-    # which runs the engine in this process, so that it ends with it.
+    # vLLM may read these at any time, so they stay set. The first makes the engine run in this
+    # process, and end with it. For the others, a user's own values win.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
