@@ -214,7 +214,7 @@ class FrozenLoss(Config):
         return self
 
 
-class Observed(Mapping[str, Metric]):
+class _Observed(Mapping[str, Metric]):
     """Metrics that stay on the device until first read, so that the backward pass does not wait.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
@@ -245,8 +245,8 @@ class Observed(Mapping[str, Metric]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __or__(self, other: Observed) -> Observed:
-        return Observed(*self._pieces, *other._pieces)
+    def __or__(self, other: _Observed) -> _Observed:
+        return _Observed(*self._pieces, *other._pieces)
 
     def __repr__(self) -> str:
         return repr(self._read)
@@ -258,7 +258,7 @@ def observed(
     *,
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
-) -> Observed:
+) -> _Observed:
     """Create a loss's metrics over N things (tokens, rows, pairs), without a gradient.
 
     Args:
@@ -278,4 +278,4 @@ def observed(
         # One tensor, so that reading all metrics takes one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
-    return Observed((numbers, kinds))
+    return _Observed((numbers, kinds))

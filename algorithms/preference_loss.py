@@ -29,7 +29,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
-from .loss import FrozenLoss, Observed, PackedRows, observed
+from .loss import FrozenLoss, PackedRows, observed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,7 +210,7 @@ class PairLoss(FrozenLoss):
         paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
         return chosen, rejected, paired
 
-    def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
+    def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Metrics:
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
         return observed(paired, {**watched, "preference_accuracy": ahead > 0, **more})
