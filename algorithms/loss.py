@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 from pydantic import model_validator
@@ -192,12 +192,6 @@ class FrozenLoss(Config):
     (True, (), -2.0)
     """
 
-    # Properties may override these.
-    reads: ClassVar[tuple[str, ...]] = ()
-    may_read: ClassVar[tuple[str, ...]] = (str(RESPONSE_MASK),)
-    needs_entropy: ClassVar[bool] = False
-    whole_groups: ClassVar[bool] = False
-
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         refusing_rows(cls)
@@ -212,6 +206,22 @@ class FrozenLoss(Config):
                         f"{name}={part.__name__} is a class; make a value of it: {part.__name__}()"
                     )
         return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (str(RESPONSE_MASK),)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def whole_groups(self) -> bool:
+        return False
 
 
 class _Observed(Mapping[str, Metric]):

@@ -203,7 +203,7 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
     each token's distribution.
     """
     # `entropies` is left out if False: a policy of the user's own may not take it.
-    more = {"entropies": True} if entropies else {}
+    more: dict[str, Any] = {"entropies": True} if entropies else {}
     return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
 

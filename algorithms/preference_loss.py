@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 class Score(Protocol):
     """A score per response; the preferred response should have the higher one."""
 
-    @property
-    def reads(self) -> tuple[str, ...]: ...
+    reads: ClassVar[tuple[str, ...]]
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""
@@ -179,8 +178,13 @@ class PairLoss(FrozenLoss):
     """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
     trained token in both responses."""
 
-    reads: ClassVar[tuple[str, ...]] = (str(GROUP_ID), str(PREFERRED))
-    whole_groups: ClassVar[bool] = True
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(GROUP_ID), str(PREFERRED))
+
+    @property
+    def whole_groups(self) -> bool:
+        return True
 
     def count(self, rows: PackedRows) -> float:
         groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
@@ -250,7 +254,7 @@ class PreferenceLoss(PairLoss):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*PairLoss.reads, *self.score.reads)
+        return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
@@ -296,7 +300,9 @@ class DesirabilityLoss(FrozenLoss):
     undesirable_weight: float = Field(default=1.0, gt=0)
     """[factor] w_U, weight of bad responses. Raise it if there are fewer of them."""
 
-    reads: ClassVar[tuple[str, ...]] = (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
     def count(self, rows: PackedRows) -> float:
         return float(rows.counted.sum())

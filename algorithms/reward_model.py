@@ -12,7 +12,7 @@ logits of the probability that the step is correct.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -57,7 +57,7 @@ class RewardLoss(PairLoss):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*PairLoss.reads, *((self.margin,) if isinstance(self.margin, str) else ()))
+        return (*super().reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
@@ -80,7 +80,9 @@ class StepLoss(FrozenLoss):
     (1.3863, 2.0, 0.5)
     """
 
-    reads: ClassVar[tuple[str, ...]] = (str(STEP_LABELS),)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(STEP_LABELS),)
 
     def count(self, rows: PackedRows) -> float:
         return float(self._ends(rows).sum())

@@ -208,10 +208,8 @@ class Correction(Protocol):
     """A rule from log-ratios to weights. Instances are values: equal settings give equal
     weights."""
 
-    @property
-    def weighs(self) -> bool:
-        """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
-        ...
+    weighs: ClassVar[bool]
+    """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of T tokens (finite, no gradient), whether the ratio was above the

@@ -299,12 +299,8 @@ def _working_directory_kept() -> Iterator[None]:
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
     """Return metrics of rewards: mean, standard deviation, number (`scored`) and, if there are any,
     the largest."""
-    metrics: Metrics = {
-        "mean": Mean.of(rewards),
-        "std": Std.of(rewards),
-        "scored": Sum(float(len(rewards))),
-    }
-    return {**metrics, "max": Max(max(rewards))} if rewards else metrics
+    metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
+    return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:

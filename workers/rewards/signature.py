@@ -185,7 +185,7 @@ def _plural(given: Given) -> Given:
 class _SlimeSample(SimpleNamespace):
     """A sample with the attributes of slime's samples during scoring."""
 
-    Status = enum.Enum(
+    Status: Any = enum.Enum(
         "Status", {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")}
     )
     """How generation ended."""
