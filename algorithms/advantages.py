@@ -47,12 +47,10 @@ class Outcomes:
         """Create outcomes from tensors or lists. Without lengths, every response has one token."""
         values = torch.as_tensor(rewards)
         index = torch.as_tensor(groups, dtype=torch.int64)
-        counts = (
-            torch.ones_like(index) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
+        counts = torch.as_tensor(
+            torch.ones_like(index) if lengths is None else lengths, dtype=torch.int64
         )
-        return cls(
-            values, index, counts, {name: torch.as_tensor(column) for name, column in columns.items()}
-        )
+        return cls(values, index, counts, {n: torch.as_tensor(column) for n, column in columns.items()})
 
     def __getitem__(self, column: object) -> Tensor:
         name = str(column)
@@ -70,15 +68,10 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
     std is the sample deviation (division by n - 1), as in the implementations that followed the
-    paper.
-
-    Args:
-        outcomes: B rows.
-        epsilon: keeps a group of nearly equal rewards from exploding.
+    paper. `epsilon` keeps a group of nearly equal rewards from exploding.
 
     Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards, never NaN; empty for no
-        rows.
+        [B] float32; exactly 0 for a group of one row or of equal rewards, never NaN.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]
@@ -89,10 +82,7 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
 
 
 def group_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1).
-
-    Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards; empty for no rows.
+    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1). Exactly 0 as above.
 
     >>> group_centred(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.5, -0.5, 0.0, 0.0]
@@ -102,11 +92,7 @@ def group_centred(outcomes: Outcomes) -> Tensor:
 
 def leave_one_out(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
-    arXiv:2402.14740, eq. 7).
-
-    Returns:
-        [B] float32; exactly 0 for a group of one row (it has no others) or of equal rewards; empty
-        for no rows.
+    arXiv:2402.14740, eq. 7). Exactly 0 as above; a group of one row has no others.
 
     >>> leave_one_out(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.75, -0.75, 0.0, 0.0]
@@ -120,19 +106,14 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
     arXiv:2505.23585).
 
     This baseline minimizes the variance if the squared norm of a response's gradient is
-    proportional to its length.
-
-    Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards; r_i minus a plain mean in
-        a group of empty rows; empty for no rows.
+    proportional to its length. Exactly 0 as above; r_i minus a plain mean in a group of empty rows.
 
     >>> length_weighted(Outcomes.of([1.0, 0.0], groups=[0, 0], lengths=[3, 1])).tolist()
     [0.25, -0.75]
     """
     centred, sizes = _centred(outcomes)
     lengths = outcomes.lengths.double()
-    # Avoid a division by 0 in groups of empty rows.
-    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)
+    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)  # all rows may be empty
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
     return (centred - offsets.index_select(0, outcomes.groups)).float()
 
@@ -143,17 +124,13 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
 
     Rows in groups of equal rewards have no gradient but count in the mean of the loss; the factor
     compensates for them. It covers all rows of one call: the whole step under `Synchronous`, or the
-    groups that are ready under other schedules.
-
-    Returns:
-        [B] float32; all 0 if no group has unequal rewards; empty for no rows.
+    groups that are ready under other schedules. All 0 if no group has unequal rewards.
 
     >>> valid_groups_centred(Outcomes.of([1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
     centred, sizes = _centred(outcomes)
     spread = _sums(centred.abs(), outcomes.groups, len(sizes))
-    # Only groups with different rewards have a gradient.
     num_valid = float(sizes[spread > 0].sum())
     return (centred * (len(centred) / max(num_valid, 1.0))).float()
 
@@ -163,11 +140,8 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
     1; arXiv:2503.19595).
 
     The group size is k. The objective is the best reward of k samples, so only a unique best row
-    has an advantage: its lead.
-
-    Returns:
-        [B] float32, never negative; exactly 0 for a group of one row (it has no others) or with
-        several best rows; empty for no rows.
+    has an advantage: its lead. Never negative; exactly 0 for a group of one row, or with several
+    best rows.
 
     >>> best_of_group(Outcomes.of([1.0, 0.25, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [0.75, 0.0, 0.0, 0.0]
@@ -206,7 +180,6 @@ class GreedyBaseline:
         return (self.column,)
 
     def __call__(self, outcomes: Outcomes) -> Tensor:
-        """[B] float32; empty for no rows."""
         return (outcomes.rewards.double() - outcomes[self.column].double()).float()
 
 
@@ -224,12 +197,7 @@ GROUP_RELATIVE = (
 
 
 def is_group_relative(estimator: object) -> bool:
-    """Whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound.
-
-    >>> import functools
-    >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)), is_group_relative(greedy_baseline)
-    (True, False)
-    """
+    """Whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound."""
     # `functools.partial` keeps the estimator in `func`.
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
 
@@ -247,17 +215,14 @@ def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
 
 
 def _columns_of(estimator: Estimator) -> tuple[str, ...]:
-    """Columns that an estimator reads besides the rewards."""
     return getattr(estimator, "reads", ())
 
 
 def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
-    """Measure the share of groups with equal rewards, whose advantages are all 0.
-
-    Empty if the estimator reads other columns, since equal rewards then do not imply zero
-    advantages.
+    """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
+    estimator reads other columns, since equal rewards then do not imply zero advantages.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
@@ -286,14 +251,13 @@ def group_advantages(
     """Compute advantages relative to the rest of the group, equal for all tokens of a response.
 
     Args:
-        samples: whole groups. A run reports the share of groups without signal
-            (`groups_without_signal`).
+        samples: whole groups. A run reports the share without signal (`groups_without_signal`).
         estimator: computes the advantages of rows from their outcomes.
         reward: column to compare.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
             1. With `estimator=group_centred` this is REINFORCE++'s baseline form
             (arXiv:2501.03262). One call covers the step under `Synchronous`, and the groups that
-            are ready under other schedules.
+            are ready otherwise.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
@@ -315,9 +279,8 @@ def group_advantages(
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
     """Return rewards minus their group's mean [B], and group sizes [groups], in float64.
 
-    Sums of equal float32 numbers are exact in float64, and so are their means, so equal rewards
-    give exact zeros. Otherwise, rounding errors divided by a deviation of the same size would
-    become an advantage.
+    Sums of equal float32 numbers are exact in float64, so equal rewards give exact zeros.
+    Otherwise, rounding errors divided by a deviation of the same size would become an advantage.
     """
     rewards, groups = outcomes.rewards.float().double(), outcomes.groups
     sizes = torch.bincount(groups).double()

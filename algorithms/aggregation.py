@@ -1,8 +1,5 @@
-"""Aggregation: reduces per-token losses to one number, loss = sum_t w_t l_t / sum of counts.
-
-An aggregation gives the weight of each token and a count. The result does not depend on
-microbatches or ranks.
-"""
+"""Aggregation: reduces per-token losses to one number, loss = sum_t w_t l_t / sum of counts. The
+result does not depend on microbatches or ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +28,6 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8).
-
-    >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
-    >>> token_mean.weights(rows).tolist(), token_mean.count(rows)
-    ([1.0, 1.0, 0.0, 1.0], 3.0)
-    """
-
     def weights(self, rows: PackedRows) -> Tensor:
         return rows.trained
 
@@ -66,10 +56,8 @@ class SequenceMean:
 @dataclass(frozen=True)
 class FixedLength:
     """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO,
-    arXiv:2503.20783, §3.1).
-
-    Unlike `SequenceMean`, it does not favor short correct and long wrong responses. Rows without a
-    trained token are not counted.
+    arXiv:2503.20783, §3.1). Unlike `SequenceMean`, it does not favor short correct and long wrong
+    responses. Rows without a trained token are not counted.
 
     >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
     ([0.125, 0.125], 1.0)

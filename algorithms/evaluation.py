@@ -23,20 +23,9 @@ from .sampling import Sampling
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Estimate the probability that one of k samples solves a prompt (arXiv:2107.03374, eq. 1).
-
-    pass@k = 1 - C(n - c, k) / C(n, k), which is unbiased.
-
-    Args:
-        num_samples: n, samples of the prompt.
-        num_solved: c, the number of samples that solve it.
-        k: at most n.
-
-    Returns:
-        0 if no sample solves the prompt; 1 if fewer than k samples fail.
-
-    Raises:
-        ValueError: k is not between 1 and n, or c not between 0 and n.
+    """Estimate the probability that one of k samples solves a prompt: 1 - C(n - c, k) / C(n, k),
+    which is unbiased, for c of n samples that solve it (arXiv:2107.03374, eq. 1). Raises a
+    ValueError if k is not between 1 and n, or c not between 0 and n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4), pass_at_k(4, 0, 4)
     (0.25, 0.5, 1.0, 0.0)
@@ -65,14 +54,10 @@ def score_prompts(
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
         n: requested samples per prompt. A prompt with dropped samples counts with the remaining
-            ones.
+        ones.
         k: the k of each pass@k. Prompts with fewer samples are excluded from it.
         solved: lowest verdict of a solving sample.
-        reward: column of the reward.
         verdict: column that marks correct samples, possibly one component of the reward.
-
-    Returns:
-        `avg@N` and `pass@K` (estimates over prompts), and `prompts`.
 
     >>> samples = Batch.of(group_id=[3, 3, 7, 7], reward=[1.0, 0.0, 0.0, 0.0])
     >>> {name: metric.value for name, metric in score_prompts(samples, n=2, k=(1, 2)).items()}
@@ -86,10 +71,9 @@ def score_prompts(
     solving = np.bincount(index, weights=is_solved, minlength=len(groups)).astype(np.int64)
     metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
     counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))
-    metrics |= {
-        f"pass@{one}": Estimate.of([pass_at_k(*count, one) for count in counts if count[0] >= one])
-        for one in k
-    }
+    for one in k:
+        solves = [pass_at_k(*count, one) for count in counts if count[0] >= one]
+        metrics[f"pass@{one}"] = Estimate.of(solves)
     return {**metrics, "prompts": Sum(float(len(groups)))}
 
 
@@ -120,8 +104,7 @@ def evaluate(
         n: responses to each prompt.
         k: the k of each pass@k, at most n; default: 1 and n.
         solved: lowest verdict of a correct response; default: 1.
-        verdict: name of the reward function that marks correct responses; default: the only grader
-            among them.
+        verdict: name of the reward function that marks correct responses; default: the only grader.
 
     Raises:
         UserError: a k is below 1 or above n.
@@ -130,26 +113,16 @@ def evaluate(
         raise UserError(
             f"evaluate(n={n}, k={tuple(k)}): pass@{wrong[0]} needs n of at least {wrong[0]}, and k of at least 1"
         )
-    samples = rollout.generate(prompts, n=n, sampling=sampling)
-    samples = reward.score(samples)
-    found = f"{REWARD}/{verdict}" if verdict is not None else _verdict_of(reward)
+    samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
+    # The column of the reward group's only grader, if it has one.
+    find = getattr(getattr(reward, "config", None), "verdict", lambda into: None)
+    found = f"{REWARD}/{verdict}" if verdict is not None else find(str(REWARD))
     # A single sample without a grader or threshold has no notion of a correct response.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
-    return score_prompts(
-        samples,
-        n=n,
-        k=tuple(dict.fromkeys(k or (1, n))),
-        solved=1.0 if solved is None else solved,
-        **which,
-    )
-
-
-def _verdict_of(reward: Rewarder) -> str | None:
-    """Return the verdict column of a reward group's grader, or None if it has no grader."""
-    find = getattr(getattr(reward, "config", None), "verdict", None)
-    return None if find is None else find(str(REWARD))
+    ks = tuple(dict.fromkeys(k or (1, n)))
+    return score_prompts(samples, n=n, k=ks, solved=1.0 if solved is None else solved, **which)
 
 
 Z = 1.959964
@@ -157,7 +130,8 @@ Z = 1.959964
 
 
 def interval(mean: float, std: float, number: float) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean over independent values, such as prompts.
+    """Return the 95 % interval of a mean over independent values, such as prompts; None for fewer
+    than two.
 
     For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide
     even if all values are equal. For other values it is Student's t interval. The two cases are
@@ -165,15 +139,8 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     mean).
 
     With several samples per prompt, pass the means of the prompts. An interval over all samples
-    would be too narrow (clustered errors, arXiv:2411.00640).
-
-    Args:
-        mean: mean of the values.
-        std: their population standard deviation.
-        number: number of values.
-
-    Returns:
-        Lower and upper end; None for fewer than two values.
+    would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard
+    deviation.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])
@@ -196,9 +163,6 @@ def student_t(freedom: float) -> float:
 
     Uses the expansion around the normal distribution (Abramowitz and Stegun, 26.7.5): within 0.2 %
     from 3 degrees of freedom, and exact for 1 and 2.
-
-    Args:
-        freedom: degrees of freedom, at least 1.
 
     >>> [round(student_t(freedom), 3) for freedom in (1, 2, 4, 30, 1e9)]
     [12.706, 4.303, 2.776, 2.042, 1.96]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import BASELINE_REWARD, REFERENCE_LOGPROBS
-from ..dataflow.metrics import Metrics, Sum
+from ..dataflow.metrics import Mean, Metric, Metrics, Sum
 from ..dataflow.operation import GROUPS, Quorum, Shape, node
 from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized, have_equal_rewards
@@ -17,7 +17,8 @@ from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer
 from .sampling import Sampling
 
-# ReMax's baseline: the reward of the greedy response to the same prompt.
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @graph
@@ -25,15 +26,10 @@ def greedy_baselines(
     prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
 ) -> Any:
     """Sample greedy responses, with their reward as `baseline_reward` (ReMax, arXiv:2310.10505).
-
-    Responses generated from these rows inherit the column, and the estimator `greedy_baseline`
-    subtracts it from their reward. `grpo` includes this node if its estimator reads the column.
-    """
+    Responses generated from these rows inherit the column, which the estimator `greedy_baseline`
+    subtracts."""
     greedy = rollout.generate(prompts, n=1, sampling=sampling.greedy)
     return reward.score(greedy, into=str(BASELINE_REWARD))
-
-
-# Grpo
 
 
 @graph
@@ -88,7 +84,6 @@ def first_of_group(
 
     Args:
         n: rows to keep of each group; fewer if the group has fewer.
-        by: column that marks a row as finished.
         deadline_s: seconds after a group's first finished row when the group continues with the
             rows it has; None waits for `n`.
 
@@ -101,18 +96,12 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
+    groups of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped
+    groups.
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.
-
-    Args:
-        samples: whole groups.
-        by: column to compare, exactly.
-
-    Returns:
-        The remaining groups, and `zero_variance_groups`, the number of dropped groups. Groups of
-        one row are dropped; groups with a NaN reward are kept.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> kept, metrics = drop_zero_variance(samples)
@@ -121,3 +110,42 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
     """
     equal, (_, index) = have_equal_rewards(samples, by), samples.groups()
     return samples.take(np.flatnonzero(~equal[index])), {"zero_variance_groups": Sum(float(equal.sum()))}
+
+
+def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
+    """Measure whether trained responses are shorter than sampled ones.
+
+    Short responses finish first. A run that trains on the first finished responses, cancels the
+    slowest, or drops stale ones trains on short responses more often than it samples them. The
+    policy then learns to be short for no reason of the task.
+
+    `length_ratio` is the number of trained tokens over the number expected if as many responses
+    were drawn evenly from the finished ones (1: no bias). Stored as these two sums, it merges over
+    windows and ranks (an observed-to-expected ratio, as in indirect standardization). For an empty
+    window, each metric has weight 0 and value NaN.
+
+    Args:
+        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
+        step.
+        finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
+            including the trained ones.
+
+    Raises:
+        ValueError: a length is negative.
+
+    >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
+    {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
+    """
+    trained, finished = (
+        np.asarray(lengths, dtype=np.float64).ravel() for lengths in (trained_lengths, finished_lengths)
+    )
+    if min(trained.min(initial=0), finished.min(initial=0)) < 0:
+        raise ValueError("a response has a negative length")
+    total, number = float(trained.sum()), len(trained)
+    # Tokens that the same number of responses would have if drawn evenly from the finished ones.
+    expected = number * float(finished.mean()) if len(finished) else 0.0
+    return {
+        "length_ratio": Mean(total if expected else 0.0, expected),
+        "mean_trained_length": Mean(total, number),
+        "mean_finished_length": Mean(float(finished.sum()), len(finished)),
+    }

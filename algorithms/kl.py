@@ -33,12 +33,9 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     As a loss, its gradient is grad log p, which is zero in expectation and does *not* pull towards
     the reference. Use k1 in the reward, and `k2` or `k3` in a loss.
 
-    Args:
+    Args, here and below:
         logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
         reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
-
-    Returns:
-        [T]; empty for no tokens.
 
     >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, -1.0]
@@ -48,11 +45,8 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k2 = d^2 / 2, with d = log p - log q (Schulman 2020). Never negative, low variance, biased by
-    O(d^3).
-
-    As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p || q).
-
-    Args and Returns as for `k1`.
+    O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p
+    || q).
 
     >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.125, 0.5]
@@ -68,8 +62,6 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     direction KL(q || p). It grows without bound where q/p is huge, so d is clamped at -20, with no
     gradient below.
 
-    Args and Returns as for `k1`.
-
     >>> k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - 0.6931472])).tolist()
     [0.0, 0.19314...]
     """
@@ -79,11 +71,8 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|d|, with d = log p - log q. On average an upper bound of the KL divergence.
-
-    As a loss, its gradient is sign(d) grad log p, whose size does not depend on d.
-
-    Args and Returns as for `k1`. The gradient at d = 0 is 0.
+    """|d|, with d = log p - log q. On average an upper bound of the KL divergence. As a loss, its
+    gradient is sign(d) grad log p, whose size does not depend on d; 0 at d = 0.
 
     >>> absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, 1.0]
@@ -92,15 +81,9 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact. Needs the whole vocabulary in memory.
-
-    Args:
-        logits: [T, V] of the policy, at any scale; gradient flows.
-        reference_logits: [T, V] of the reference; no gradient. Swap the two (and detach) for the
-            other direction.
-
-    Returns:
-        [T] nats, never negative beyond rounding; empty for no tokens.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact, of logits [T, V] at any scale. Gradient
+    flows to `logits`; swap the two (and detach) for the other direction. Needs the whole vocabulary
+    in memory.
 
     >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2 from 3/4, 1/4
     [0.1438...]
@@ -127,7 +110,6 @@ class StraightThrough:
     """Same signature: the differentiated value."""
 
     def __call__(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-        """[T]; empty for no tokens."""
         # `pull - pull.detach()` is 0 in value, but carries the gradient.
         pull = self.gradient(logprobs, reference_logprobs)
         return self.value(logprobs, reference_logprobs).detach() + (pull - pull.detach())
@@ -155,21 +137,16 @@ class AdaptiveCoefficient(Config):
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
-
-        Raises:
-            UserError: the new coefficient would be below 0 (more than five horizons at once).
-        """
+        Raises a UserError if the new coefficient would be below 0 (more than five horizons at
+        once)."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_steps / self.horizon)
         return AdaptiveCoefficient(value=value, target=self.target, horizon=self.horizon)
 
 
 class KlPenalty(Config):
-    """A penalty of coefficient * estimator(policy || reference) on the loss of every trained token.
-
-    >>> KlPenalty(coefficient=0.04).estimator is k3
-    True
-    """
+    """A penalty of coefficient * estimator(policy || reference) on the loss of every trained
+    token."""
 
     coefficient: float = Field(gt=0)
     """[loss/nat] Penalty per nat of divergence; 0.04 in the GRPO paper. Raise it if responses drift

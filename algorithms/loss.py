@@ -48,9 +48,8 @@ class PackedRows:
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
         """Create rows from their lengths and from columns given as tensors or lists."""
-        lengths_B = torch.as_tensor(
-            lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64
-        )
+        given = lengths if hasattr(lengths, "dtype") else list(lengths)
+        lengths_B = torch.as_tensor(given, dtype=torch.int64)
         # Prepend 0: row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
@@ -101,12 +100,9 @@ class PackedRows:
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """[T] the values of trained tokens, and 0 for other tokens. Differentiable.
-
-        Other tokens may hold any value: multiplying NaN by a weight of 0 would keep it, forwards
-        and backwards.
-        """
-        # `where` rather than a product, because 0 * NaN is NaN.
+        """[T] the values of trained tokens, and 0 for other tokens, which may hold any value.
+        Differentiable."""
+        # Not a product, because 0 * NaN is NaN, forwards and backwards.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
@@ -123,7 +119,6 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
     """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
 
     Args:
-        samples: B rows.
         ragged: column that determines the lengths of the rows.
         columns: more columns, ragged with the same lengths or with one value per row.
 
@@ -132,23 +127,17 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
     ([2, 1], [1.0, 0.0])
     """
     values, cu_seqlens = samples.ragged(ragged)
-    names = [*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])]
-    return PackedRows(
-        cu_seqlens.long(), {str(ragged): values} | {name: _tensor_of(samples, name) for name in names}
-    )
-
-
-def _tensor_of(samples: Batch, column: str) -> Tensor:
-    return samples.ragged(column)[0] if pa.types.is_list(samples[column].type) else samples.tensor(column)
+    found = {str(ragged): values}
+    for name in (*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])):
+        is_ragged = pa.types.is_list(samples[name].type)
+        found[name] = samples.ragged(name)[0] if is_ragged else samples.tensor(name)
+    return PackedRows(cu_seqlens.long(), found)
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. Losses with equal settings are equal.
-
-    Custom losses can inherit from `FrozenLoss`, which has default answers, but need not: engines
-    only use this protocol.
-    """
+    """A loss over response tokens. Losses with equal settings are equal. Custom losses can inherit
+    from `FrozenLoss`, which has default answers, but need not: engines only use this protocol."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -235,7 +224,7 @@ class FrozenLoss(Config):
         return False
 
 
-class Observed(Mapping[str, Metric]):
+class _Observed(Mapping[str, Metric]):
     """Metrics that stay on the device until first read, so that the backward pass does not wait.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
@@ -244,11 +233,8 @@ class Observed(Mapping[str, Metric]):
     """
 
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
-        """
-        Args:
-            pieces: [1 + names] the number of counted things, then one number per name; and the kind
-                of each metric by name.
-        """
+        # Each has [1 + names] the number of counted things, then one number per name; and the kind
+        # of each metric by name.
         self._pieces = pieces
 
     @cached_property
@@ -269,8 +255,8 @@ class Observed(Mapping[str, Metric]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __or__(self, other: Observed) -> Observed:
-        return Observed(*self._pieces, *other._pieces)
+    def __or__(self, other: _Observed) -> _Observed:
+        return _Observed(*self._pieces, *other._pieces)
 
     def __repr__(self) -> str:
         return repr(self._read)
@@ -282,7 +268,7 @@ def observed(
     *,
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
-) -> Observed:
+) -> _Observed:
     """Create a loss's metrics over N things (tokens, rows, pairs), without a gradient.
 
     Args:
@@ -302,4 +288,4 @@ def observed(
         # One tensor, so that reading all metrics takes one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
-    return Observed((numbers, kinds))
+    return _Observed((numbers, kinds))

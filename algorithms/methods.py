@@ -30,16 +30,11 @@ from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, S
 from .protocols import Trainable
 from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
 
-# Supervised fine-tuning: one node.
-
 
 @graph
 def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
     """Train on given responses (`prompt_ids`, `response_ids`), making them more likely."""
     return actor.update(rows, loss=loss)
-
-
-# Methods
 
 
 @dataclass(frozen=True)
@@ -61,14 +56,16 @@ class Method:
         """
         parameters = inspect.signature(self.graph).parameters
         needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
-        loss = self.settings.get("loss", parameters["loss"].default)
         # A reference group is needed only if a loss or a KL penalty reads its log-probabilities.
-        compares = str(REFERENCE_LOGPROBS) in loss.reads or bool(self.settings.get("kl"))
+        compares = str(REFERENCE_LOGPROBS) in self._loss.reads or bool(self.settings.get("kl"))
         return (*needed, "reference") if compares else tuple(needed)
 
     @property
+    def _loss(self) -> Any:
+        return self.settings.get("loss", inspect.signature(self.graph).parameters["loss"].default)
+
+    @property
     def samples(self) -> bool:
-        """Whether it trains on the model's own rewarded responses."""
         return "rollout" in self.groups
 
     @property
@@ -77,80 +74,55 @@ class Method:
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """Return the method with a penalty for leaving the reference.
-
-        Raises:
-            UserError: the method has no such penalty, or the coefficient is not allowed.
+        """Return the method with a penalty for leaving the reference. Raises a UserError if the
+        method has no such penalty, or the coefficient is not allowed.
 
         >>> METHODS["rloo"].with_kl(0.04).groups
         ('rollout', 'reward', 'actor', 'reference')
         """
-        loss = self.settings.get("loss", inspect.signature(self.graph).parameters["loss"].default)
+        loss = self._loss
         if not isinstance(loss, PolicyLoss):
             raise UserError(
                 f"kl={coefficient}: only policy-gradient methods have a KL penalty; preference methods have "
                 "`beta` of their loss instead; set it in a program (explain=True prints one)"
             )
-        penalty = KlPenalty(coefficient=coefficient)
-        added = (
-            {"kl": coefficient}
-            # PPO takes the penalty as an argument of its graph; other methods take it in the loss.
-            if self.graph is ppo
-            else {"loss": loss.model_copy(update={"kl": penalty})}
-        )
-        return replace(self, settings={**self.settings, **added})
+        if self.graph is ppo:  # it takes the penalty as an argument of its graph
+            return replace(self, settings={**self.settings, "kl": coefficient})
+        with_kl = loss.model_copy(update={"kl": KlPenalty(coefficient=coefficient)})
+        return replace(self, settings={**self.settings, "loss": with_kl})
 
 
 PAIRED = 5e-7
 """Learning rate of methods on pairs."""
 
+_PLAIN = PolicyLoss(surrogate=PlainPolicyGradient())
+_DR_GRPO = PolicyLoss(aggregation=FixedLength(1024))
+_GSPO = PolicyLoss(
+    surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
+)
+_RLOO = PolicyLoss(ratio=sequence_product, aggregation=sequence_mean)
+_IPO = PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))
+_SIMPO = PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)
+_ORPO = PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)
+
 METHODS: Mapping[str, Method] = {
     "grpo": Method(grpo),
-    "dr_grpo": Method(
-        grpo, {"advantages": group_centred, "loss": PolicyLoss(aggregation=FixedLength(1024))}
-    ),
+    "dr_grpo": Method(grpo, {"advantages": group_centred, "loss": _DR_GRPO}),
     "dapo": Method(grpo, {"loss": PolicyLoss(surrogate=Clipped(high=0.28))}),
-    "gspo": Method(
-        grpo,
-        {
-            "loss": PolicyLoss(
-                surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
-            )
-        },
-    ),
+    "gspo": Method(grpo, {"loss": _GSPO}),
     "cispo": Method(grpo, {"loss": PolicyLoss(surrogate=Cispo(high=4.0))}),
-    "rloo": Method(
-        grpo,
-        {
-            "advantages": leave_one_out,
-            "loss": PolicyLoss(ratio=sequence_product, aggregation=sequence_mean),
-        },
-    ),
-    "remax": Method(
-        grpo, {"advantages": greedy_baseline, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
-    ),
-    "opo": Method(
-        grpo, {"advantages": length_weighted, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
-    ),
-    "gpg": Method(
-        grpo, {"advantages": valid_groups_centred, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
-    ),
+    "rloo": Method(grpo, {"advantages": leave_one_out, "loss": _RLOO}),
+    "remax": Method(grpo, {"advantages": greedy_baseline, "loss": _PLAIN}),
+    "opo": Method(grpo, {"advantages": length_weighted, "loss": _PLAIN}),
+    "gpg": Method(grpo, {"advantages": valid_groups_centred, "loss": _PLAIN}),
     "pass_at_k": Method(grpo, {"advantages": best_of_group}),
     "ppo": Method(ppo),
     "online_dpo": Method(online_dpo, learning_rate=PAIRED),
     "dpo": Method(dpo, learning_rate=PAIRED),
     "rpo": Method(dpo, {"loss": PreferenceLoss(likelihood=1)}, PAIRED),
-    "ipo": Method(
-        dpo,
-        {"loss": PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))},
-        PAIRED,
-    ),
-    "simpo": Method(
-        dpo, {"loss": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)}, PAIRED
-    ),
-    "orpo": Method(
-        dpo, {"loss": PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)}, PAIRED
-    ),
+    "ipo": Method(dpo, {"loss": _IPO}, PAIRED),
+    "simpo": Method(dpo, {"loss": _SIMPO}, PAIRED),
+    "orpo": Method(dpo, {"loss": _ORPO}, PAIRED),
     "kto": Method(kto, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }
@@ -158,10 +130,8 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name.
-
-    Raises:
-        UserError: no method has this name. The message suggests the nearest one.
+    """Return a method by its name. Raises a UserError if no method has this name. The message
+    suggests the nearest one.
 
     >>> method_of("grop")
     Traceback (most recent call last):

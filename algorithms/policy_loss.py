@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from ..dataflow.column import (
@@ -28,7 +27,7 @@ from ..dataflow.column import (
     RESPONSE_MASK,
 )
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metric, Metrics
+from ..dataflow.metrics import Metrics
 from .aggregation import AggregatedLoss
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
@@ -36,7 +35,6 @@ from .protocols import Policy
 from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, token_ratio
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
     from torch import Tensor
 
 
@@ -88,7 +86,7 @@ class PolicyLoss(AggregatedLoss):
                 f"{weighing[0]} weighs with the ratio to the generator, which the clipped ratio already includes when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
-        if self._of_responses and self.old == str(RESPONSE_LOGPROBS):
+        if self.ratio is not token_ratio and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
                 f"a sequence ratio adds up the gaps between trainer and generator over all tokens, and clips "
                 f"on-policy rows when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
@@ -99,13 +97,9 @@ class PolicyLoss(AggregatedLoss):
     @property
     def reads(self) -> tuple[str, ...]:
         generator = str(RESPONSE_LOGPROBS)
-        compared = self.old or (None if self._compares_with_trainer else generator)
-        wanted = (
-            str(ADVANTAGES),
-            compared,
-            generator if self._corrections else None,
-            str(REFERENCE_LOGPROBS) if self.kl else None,
-        )
+        wanted = [str(ADVANTAGES), self.old or ("" if self._compares_with_trainer else generator)]
+        wanted += [generator] if self._corrections else []
+        wanted += [str(REFERENCE_LOGPROBS)] if self.kl else []
         return tuple(dict.fromkeys(filter(None, wanted)))
 
     @property
@@ -120,21 +114,10 @@ class PolicyLoss(AggregatedLoss):
         return self.correction if isinstance(self.correction, tuple) else (self.correction,)
 
     @property
-    def _weighs(self) -> bool:
-        return any(one.weighs for one in self._corrections)
-
-    @property
-    def _of_responses(self) -> bool:
-        return self.ratio is not token_ratio
-
-    @property
     def _compares_with_trainer(self) -> bool:
-        """Whether the ratio, without `old`, compares with the trainer and never with the generator.
-
-        Gaps between the engines add up over a response, and a weighing correction already includes
-        the generator.
-        """
-        return self._of_responses or self._weighs
+        # Gaps between the engines add up over a response, and a weighing correction already
+        # includes the generator.
+        return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:
         """Return the column that the ratio compares with; None for the current policy."""
@@ -147,26 +130,13 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
+        """Return the undivided loss, a scalar, and metrics (`docs/metrics.md`). Args as for `Loss`.
 
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Ratios
-            are capped at e^20, without a gradient beyond, so that one token of probability 0 does
-            not make the loss infinite.
+        The loss is 0 with a gradient of 0 if every token is masked. Ratios are capped at e^20,
+        without a gradient beyond, so that one token of probability 0 does not make it infinite.
 
-            Means over trained tokens: `clip_fraction`; `approx_kl` (k3 from the old policy); with a
-                penalty `kl`; and `entropy`, if the rows have it (nats, -sum_v p_v log p_v of the
-                distribution that predicts the token, at its temperature).
-
-            If the rows have `response_logprobs`, the generator is compared with the trainer: the
-            old policy, or the current policy if the old one is missing or is the generator.
-            `generator_kl_k1` and `generator_kl_k3` (nats) estimate KL(generator || trainer).
-            `mean_generator_ratio` and `max_generator_ratio` are trainer / generator, of single
-            tokens.
-
-            With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`,
-                and the counts `masked_tokens` and `masked_rows` (rows without a remaining trained
-                token).
+        If the rows have `response_logprobs`, metrics compare the generator with the trainer: the
+        old policy, or the current policy if the old one is missing or is the generator.
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
@@ -174,12 +144,9 @@ class PolicyLoss(AggregatedLoss):
         # Masked tokens may hold NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
-        surrogated = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
-        losses = surrogated.losses
-        watched = {
-            "clip_fraction": surrogated.clipped,
-            "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio)),
-        }
+        losses, clipped = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
+        watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
@@ -190,15 +157,12 @@ class PolicyLoss(AggregatedLoss):
             watched |= {"generator_kl_k1": -off, "generator_kl_k3": k3(-off, torch.zeros_like(off))}
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
-                corrected = combined(self._corrections, off, rows)
-                losses = torch.where(corrected.masked, 0.0, losses * corrected.weights)
-                watched["mean_importance_weight"] = corrected.weights
-                watched |= {
-                    "truncated_fraction": corrected.truncated,
-                    "masked_fraction": corrected.masked,
-                }
-                counted["masked_tokens"] = trained & corrected.masked
-                left = rows.sums((trained & ~corrected.masked).float())
+                weights, truncated, masked = combined(self._corrections, off, rows)
+                losses = torch.where(masked, 0.0, losses * weights)
+                watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
+                watched["masked_fraction"] = masked
+                counted["masked_tokens"] = trained & masked
+                left = rows.sums((trained & ~masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)
         if self.kl:
             kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))
@@ -227,53 +191,6 @@ class NegativeLogLikelihood(AggregatedLoss):
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
 
 
-# Diagnostics: metrics of a step's training data, in addition to its loss.
-
-
-def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
-    """Measure whether trained responses are shorter than sampled ones.
-
-    Short responses finish first. A run that trains on the first finished responses, cancels the
-    slowest, or drops stale ones trains on short responses more often than it samples them. The
-    policy then learns to be short for no reason of the task.
-
-    `length_ratio` is the number of trained tokens over the number expected if as many responses
-    were drawn evenly from the finished ones. Stored as these two sums, it merges over windows and
-    ranks without mixing windows with different prompts (an observed-to-expected ratio, as in
-    indirect standardization).
-
-    Args:
-        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
-            step.
-        finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
-            including the trained ones.
-
-    Returns:
-        `length_ratio` (1: no bias; below 1: short responses are favored), `mean_trained_length` and
-        `mean_finished_length` (tokens). For an empty window, each has weight 0 and value NaN, and
-        changes nothing when merged.
-
-    Raises:
-        ValueError: a length is negative.
-
-    >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
-    {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
-    """
-    trained, finished = (
-        np.asarray(lengths, dtype=np.float64).ravel() for lengths in (trained_lengths, finished_lengths)
-    )
-    if min(trained.min(initial=0), finished.min(initial=0)) < 0:
-        raise ValueError("a response has a negative length")
-    total, number = float(trained.sum()), len(trained)
-    # Tokens that the same number of responses would have if drawn evenly from the finished ones.
-    expected = number * float(finished.mean()) if len(finished) else 0.0
-    return {
-        "length_ratio": Mean(total if expected else 0.0, expected),
-        "mean_trained_length": Mean(total, number),
-        "mean_finished_length": Mean(float(finished.sum()), len(finished)),
-    }
-
-
 # The old policy: the actor before its update, which the ratios of a loss compare with.
 
 
@@ -282,25 +199,20 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
 
     It costs a forward pass. `PolicyLoss` uses the column for sequence ratios, next to a correction
     that weighs, and with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641).
-    `grpo` and `ppo` include this node if their loss needs it.
-
-    Args:
-        samples: rows with `prompt_ids` and `response_ids`.
-        actor: the policy.
-        entropies: also add `entropies`, the entropy of each token's distribution (shown in the
-            dashboard).
+    `grpo` and `ppo` include this node if their loss needs it. `entropies` also adds the entropy of
+    each token's distribution.
     """
-    if entropies:
-        return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
-    return actor.logprobs(samples, into=str(OLD_LOGPROBS))
+    # `entropies` is left out if False: a policy of the user's own may not take it.
+    more: dict[str, Any] = {"entropies": True} if entropies else {}
+    return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
 
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
     """Whether an update with this loss needs `old_logprobs`.
 
-    It does if the loss reads the column. It also does if the loss may read it and the update takes
-    several optimizer steps: without it, the loss compares with the current policy, which is no
-    longer the old one after the first step.
+    It does if the loss reads the column, or if the loss may read it and the update takes several
+    optimizer steps: without it, the loss compares with the current policy, which is no longer the
+    old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio

@@ -8,7 +8,7 @@ from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROB
 from ..dataflow.tracing import graph
 from .loss import Loss
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
-from .protocols import Critic, Penalty, Policy, Rewarder, Rollout, Scorer
+from .protocols import Critic, Policy, Rewarder, Rollout, Scorer
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling
 from .values import ValueLoss, critic_advantages
@@ -25,7 +25,7 @@ def ppo(
     reference: Scorer | None = None,
     n: int = 1,
     sampling: Sampling = Sampling(),
-    kl: float | Penalty = 0.0,
+    kl: float | Any = 0.0,
     gamma: float = 1.0,
     lam: float = 0.95,
     whiten: bool = True,

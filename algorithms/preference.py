@@ -71,19 +71,15 @@ def pairs(preferences: Batch) -> Batch:
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
     """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
-    reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
-    return _two_of_each(
-        preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference}
-    )
+    ids, reference = (CHOSEN_IDS, REJECTED_IDS), (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
+    return _two_of_each(preferences, {RESPONSE_IDS: ids, REFERENCE_LOGPROBS: reference})
 
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     """Keep the best and the worst sample of each group, and drop groups of equal rewards.
 
-    Returns:
-        The kept rows, and `tied_groups`, the number of groups without a best sample. This includes
-        groups with a NaN reward.
+    `tied_groups` counts groups without a best sample, including groups with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -117,9 +113,9 @@ def mismatched(rows: Batch) -> Batch:
     """Add to each row the response to another prompt, and its mask.
 
     The N rows of this call are ordered by group. A row gets the response m places further,
-    cyclically, where m is the size of the largest group, so the response belongs to another group.
-    Each response is used once. A group with more than half of the rows reuses the responses of the
-    others; a single group keeps its responses.
+    cyclically, where m is the size of the largest group, so it belongs to another group, and each
+    is used once. A group with more than half of the rows reuses the responses of the others; a
+    single group keeps its own.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
@@ -137,10 +133,10 @@ def mismatched(rows: Batch) -> Batch:
     )
     responses = rows.take(other)
     ids, cu_seqlens = responses.ragged_numpy(RESPONSE_IDS)
-    counts = (
+    mask = (
         responses[RESPONSE_MASK] if RESPONSE_MASK in rows else (np.ones(len(ids), np.uint8), cu_seqlens)
     )
-    return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=counts)
+    return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=mask)
 
 
 @node(
@@ -157,10 +153,9 @@ def reference_point(rows: Batch) -> Batch:
     >>> reference_point(rows)["reference_point"].to_pylist()
     [1.0, 1.0]
     """
-    ratios = _sums(rows, MISMATCHED_LOGPROBS, MISMATCHED_MASK) - _sums(
-        rows, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK
-    )
-    point = max(0.0, float(ratios.sum()) / max(1, len(rows)))
+    of_policy = _sums(rows, MISMATCHED_LOGPROBS, MISMATCHED_MASK)
+    of_reference = _sums(rows, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK)
+    point = max(0.0, float((of_policy - of_reference).sum()) / max(1, len(rows)))
     return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
 
 
@@ -183,11 +178,9 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     groups, index = rows.groups()
     signs = np.where(rows.numpy(PREFERRED) > 0, 1.0, -1.0)
     margins = np.bincount(index, weights=signs * totals, minlength=len(groups))
-    number = float(len(groups))
-    return {
-        "preference_accuracy": Estimate.of((margins > 0).astype(np.float64).tolist()),
-        "preference_margin": Mean(float(margins.sum()), number),
-    }
+    accuracy = Estimate.of((margins > 0).astype(np.float64).tolist())
+    margin = Mean(float(margins.sum()), float(len(groups)))
+    return {"preference_accuracy": accuracy, "preference_margin": margin}
 
 
 @graph
@@ -197,8 +190,7 @@ def dpo(
     """Preference optimization on given pairs; by default DPO (arXiv:2305.18290).
 
     The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
-    log-probabilities for the rows of each step, unless the source has them
-    (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`).
+    log-probabilities for the rows of each step, unless the source has them (`reference_of_pairs`).
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -226,13 +218,9 @@ def online_dpo(
     sampling: Sampling = Sampling(),
     loss: Loss = PreferenceLoss(),
 ) -> Any:
-    """Preference optimization on the policy's own samples: the best of n against the worst.
-
-    This is online DPO (arXiv:2402.04792) with a reward instead of an annotator.
-    """
-    samples = rollout.generate(prompts, n=n, sampling=sampling)
-    samples = reward.score(samples)
-    samples = best_and_worst(samples)
+    """Preference optimization on the policy's own samples: the best of n against the worst (online
+    DPO, arXiv:2402.04792, with a reward instead of an annotator)."""
+    samples = best_and_worst(reward.score(rollout.generate(prompts, n=n, sampling=sampling)))
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     return actor.update(samples, loss=loss)
@@ -242,12 +230,12 @@ def online_dpo(
 def kto(
     responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
 ) -> Any:
-    """KTO (arXiv:2402.01306) on single labeled responses, or on pairs as single responses.
+    """KTO (arXiv:2402.01306) on single labeled responses (`prompt_ids`, `response_ids` and a
+    label), or on pairs as single responses.
 
-    Single responses have `prompt_ids`, `response_ids` and a label column. The reference point is
-    estimated over the rows of a step, before its update, from responses to other prompts. This
-    takes two extra forward passes. A schedule that runs nodes on parts of a step estimates it for
-    each part.
+    The reference point is estimated over the rows of a step, before its update, from responses to
+    other prompts. This takes two extra forward passes. A schedule that runs nodes on parts of a
+    step estimates it for each part.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -259,11 +247,9 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response.
-
-    It compares likelihoods, or implicit rewards if there is a reference. Its metrics are
-    `preference_accuracy` and `preference_margin` (nats).
-    """
+    """Evaluate how often the actor prefers the preferred response, by likelihood, or by implicit
+    rewards if there is a reference. Its metrics are `preference_accuracy` and `preference_margin`
+    (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")
@@ -282,11 +268,8 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
         for name, sides in columns.items()
     }
-    rows = Batch.of(
-        parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2),
-        preferred=np.tile(np.array([1, 0], np.uint8), number),
-        **made,
-    )
+    preferred = np.tile(np.array([1, 0], np.uint8), number)
+    rows = Batch.of(parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2), preferred=preferred, **made)
     if RESPONSE_MASK in rows:
         return rows
     ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)
@@ -295,7 +278,7 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
     """[rows] float64: sums over the unmasked tokens of a per-token column, or the values of a
-    per-row column. Masked tokens may hold any value."""
+    per-row one."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

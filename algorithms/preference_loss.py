@@ -19,7 +19,8 @@ and of the other response. Every loss on pairs is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -28,7 +29,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
-from .loss import FrozenLoss, Observed, PackedRows, observed
+from .loss import FrozenLoss, PackedRows, observed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 class Score(Protocol):
     """A score per response; the preferred response should have the higher one."""
 
-    @property
-    def reads(self) -> tuple[str, ...]: ...
+    reads: ClassVar[tuple[str, ...]]
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""
@@ -60,12 +60,9 @@ class LogRatio(Config):
     """Use the mean over trained tokens instead of the sum. Set it if long and short responses
     should weigh the same."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (str(REFERENCE_LOGPROBS),)
+    reads: ClassVar[tuple[str, ...]] = (str(REFERENCE_LOGPROBS),)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; 0 for a row without a trained token."""
         return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
 
 
@@ -82,43 +79,30 @@ class LogLikelihood(Config):
     """Use the mean over trained tokens instead of the sum (SimPO). Set it if longer responses win
     by length alone."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; 0 for a row without a trained token."""
         return _of_rows(logprobs, rows, self.per_token)
 
 
 class LogOdds(Config):
     """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO,
-    arXiv:2403.07691, eq. 3 and 4).
-
-    P is capped at 1 - 1e-6, without a gradient beyond, because the odds of P = 1 are infinite.
+    arXiv:2403.07691, eq. 3 and 4). P is capped at 1 - 1e-6, without a gradient beyond, because the
+    odds of P = 1 are infinite.
 
     >>> LogOdds()(torch.tensor([0.5]).log(), PackedRows.of([1])).tolist()
     [0.0]
     """
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B]; the value for P = 1 - 1e-6 for a row without a trained token."""
         # At log P = 0 the odds are infinite.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
 
 
-@runtime_checkable
-class Comparison(Protocol):
-    """A loss per pair, from the lead of its preferred response."""
-
-    def __call__(self, ahead: Tensor) -> Tensor:
-        """[P] losses of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows."""
-        ...
+# Comparisons: losses [P] of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows.
 
 
 class Logistic(Config):
@@ -137,12 +121,8 @@ class Logistic(Config):
     """[share] e: assumed share of swapped labels. Raise it if annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
-        log_sigmoid = torch.nn.functional.logsigmoid
-        if not self.label_smoothing:
-            return -log_sigmoid(ahead)
-        return -(1 - self.label_smoothing) * log_sigmoid(ahead) - self.label_smoothing * log_sigmoid(
-            -ahead
-        )
+        e, loss = self.label_smoothing, -torch.nn.functional.logsigmoid(ahead)
+        return (1 - e) * loss - e * torch.nn.functional.logsigmoid(-ahead) if e else loss
 
 
 class RobustLogistic(Config):
@@ -159,11 +139,8 @@ class RobustLogistic(Config):
     """[share] e: share of swapped labels. Set it to the known error rate of the labels."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
-        log_sigmoid = torch.nn.functional.logsigmoid
-        right, wrong = -log_sigmoid(ahead), -log_sigmoid(-ahead)
-        return ((1 - self.label_smoothing) * right - self.label_smoothing * wrong) / (
-            1 - 2 * self.label_smoothing
-        )
+        e, log_sigmoid = self.label_smoothing, torch.nn.functional.logsigmoid
+        return ((1 - e) * -log_sigmoid(ahead) + e * log_sigmoid(-ahead)) / (1 - 2 * e)
 
 
 class Squared(Config):
@@ -198,7 +175,8 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one `preferred`. Masked responses do not count."""
+    """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
+    trained token in both responses."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -209,11 +187,6 @@ class PairLoss(FrozenLoss):
         return True
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number of pairs with a trained token in both responses.
-
-        Raises:
-            UserError: a group is not a pair.
-        """
         groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
         sizes = torch.bincount(index, minlength=len(groups))
         preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
@@ -227,9 +200,8 @@ class PairLoss(FrozenLoss):
         return float(self._sides(rows)[2].sum())
 
     def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row indices of preferred and other responses, and whether they form pairs.
-
-        All have the shape [max(0, B - 1)].
+        """Return row indices of preferred and other responses, and whether they form pairs, [max(0,
+        B - 1)].
 
         Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
         not pairs are masked. No shape depends on a value, which would make the host wait for the
@@ -239,14 +211,10 @@ class PairLoss(FrozenLoss):
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
-        return (
-            chosen,
-            rejected,
-            (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected],
-        )
+        paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
+        return chosen, rejected, paired
 
-    def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
-        """Return metrics over pairs: means of their rewards, leads, and `more`."""
+    def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Metrics:
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
         return observed(paired, {**watched, "preference_accuracy": ahead > 0, **more})
@@ -270,9 +238,9 @@ class PreferenceLoss(PairLoss):
     score: Score = LogRatio()
     """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to
     train without a reference."""
-    comparison: Comparison = Logistic()
-    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy
-    labels, `Squared` for pairs that all agree."""
+    comparison: Callable[..., Any] = Logistic()
+    """(beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`, `Squared` or
+    `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all agree."""
     margin: float = 0.0
     """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push
     pairs further apart."""
@@ -289,15 +257,8 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
-            pairs: `chosen_reward` and `rejected_reward` (beta times score), `reward_margin` (their
-            difference), `preference_accuracy` (share of positive margins), `chosen_logprob` and
-            `rejected_logprob` (nats per response), and with `likelihood` `chosen_nll` (nats per
-            token).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
+        pairs."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
@@ -344,17 +305,11 @@ class DesirabilityLoss(FrozenLoss):
         return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number of responses with a trained token."""
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics. Args as for `Loss`.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a trained token. Means
-            over good and over bad responses: `chosen_reward` and `rejected_reward` (beta times
-            log-ratio); over all: `reference_point` (nats).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a trained token, and means over
+        good and over bad responses."""
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
@@ -376,12 +331,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
-        chosen: [P] rewards of the preferred responses; gradient flows.
-        rejected: [P] rewards of the others; gradient flows.
+        chosen, rejected: [P] rewards of the preferred and of the other responses; gradient flows.
         margin: [P] or a number; the required lead of the preferred response. No gradient.
-
-    Returns:
-        [P] losses; never infinite for finite rewards; empty for no pairs.
 
     >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
     [0.6931..., 3.0485...]

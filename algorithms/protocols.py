@@ -1,9 +1,5 @@
-"""Roles: interfaces of the worker handles that the graphs use.
-
-Graphs are a layer below the workers and cannot import them. Any worker class with these methods
-works. The standard ones are in `workers/`: `actor.py`, `critic.py`, `reference.py`, `reward.py`,
-`reward_model.py`, `rollout.py` and `adaptive_kl.py`.
-"""
+"""Roles: interfaces of the worker handles that the graphs use. Any worker class with these methods
+works; the standard ones are in `workers/`."""
 
 from __future__ import annotations
 
@@ -60,17 +56,4 @@ class Critic(Trainable, Protocol):
 
     def values(self, batch: Any) -> Any:
         """Add `values`: the predicted future reward at each token of the responses."""
-        ...
-
-
-class Penalty(Protocol):
-    """Subtracts a KL penalty with an adaptive coefficient from the reward
-    (`workers/adaptive_kl.py`)."""
-
-    def token_rewards(self, samples: Any, *, old: str) -> Any:
-        """Add `token_rewards`; `old` is the column with the sampling policy's log-probabilities."""
-        ...
-
-    def update(self, samples: Any, *, old: str) -> Any:
-        """Update the coefficient from the divergence of these samples."""
         ...

@@ -18,13 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import (
-    RESPONSE_IDS,
-    REWARD,
-    STEP_LABELS,
-    TOKEN_REWARDS,
-    TOKEN_SCORES,
-)
+from ..dataflow.column import RESPONSE_IDS, REWARD, STEP_LABELS, TOKEN_REWARDS, TOKEN_SCORES
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
@@ -43,12 +37,11 @@ class RewardLoss(PairLoss):
     """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, mean over pairs.
 
     The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq.
-    2), which depends only on differences. The optional second term keeps the rewards around 0
-    (arXiv:2312.09244).
+    2). The optional second term keeps the rewards around 0 (arXiv:2312.09244).
 
     The pairs are the groups of the rows: two rows each, one of them `preferred`. The reward of a
-    row is the one at its last token, masked or not. Pairs with a response without trained tokens
-    are not counted.
+    row is the one at its last token, masked or not. Pairs with a response without trained tokens do
+    not count.
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1
@@ -67,18 +60,8 @@ class RewardLoss(PairLoss):
         return (*super().reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            rewards: [T] reward of the sequence up to each token; gradient flows from the last token
-                of each row.
-            rows: as for `Loss`.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
-            pairs: `chosen_reward`, `rejected_reward`, `reward_margin` (their difference) and
-            `preference_accuracy` (share of positive margins).
-        """
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
+        `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
         chosen, rejected, paired = self._sides(rows)
         last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # arbitrary for an empty row
         above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
@@ -88,10 +71,8 @@ class RewardLoss(PairLoss):
 
 
 class StepLoss(FrozenLoss):
-    """A process reward model's loss at the end of each step: l_t = -y_t log sigmoid(r_t) - (1 -
-    y_t) log sigmoid(-r_t) (arXiv:2305.20050).
-
-    y_t is the label of the step. The loss is the mean over steps.
+    """A process reward model's loss at the end of each step, the mean over steps: l_t = -y_t log
+    sigmoid(r_t) - (1 - y_t) log sigmoid(-r_t), with the step's label y_t (arXiv:2305.20050).
 
     >>> rows = PackedRows.of([3], step_labels=[float("nan"), 1.0, 0.0])
     >>> loss_sum, metrics = StepLoss()(torch.tensor([9.0, 0.0, 0.0]), rows)
@@ -104,25 +85,14 @@ class StepLoss(FrozenLoss):
         return (str(STEP_LABELS),)
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number of steps that end with a trained token."""
         return float(self._ends(rows).sum())
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            rewards: [T] logits; gradient flows.
-            rows: rows with `step_labels`, which get no gradient.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 without a step. Means over
-            steps: `step_reward` (predicted probability that a step is correct) and `step_accuracy`
-            (share of steps whose probability and label are on the same side of one half).
-        """
+        """Return the undivided loss of logits [T], 0 with a gradient of 0 without a step, and means
+        over steps."""
         ends = self._ends(rows)
-        logits, labels = (
-            torch.where(ends, values, 0.0) for values in (rewards, rows[STEP_LABELS].to(rewards.dtype))
-        )
+        logits = torch.where(ends, rewards, 0.0)
+        labels = torch.where(ends, rows[STEP_LABELS].to(rewards.dtype), 0.0)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         watched = {"step_reward": logits.sigmoid(), "step_accuracy": (logits > 0) == (labels > 0.5)}
         return torch.where(ends, losses, 0.0).sum(), observed(ends, watched)
@@ -137,9 +107,7 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
     """Place the labels of each response's steps at the last tokens of the steps.
 
     Args:
-        rows: any rows.
-        separator: token id that ends a step. The last step ends with the response, whatever its
-            last token is.
+        separator: token id that ends a step. The last step ends with the response.
         labels: column with a list of labels per row, 0 to 1.
 
     Raises:
@@ -155,8 +123,9 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
     steps = np.diff(np.concatenate([[0], np.cumsum(ends)])[cu_seqlens])
     wrong = np.flatnonzero(steps != np.diff(given_cu_seqlens))
     if len(wrong):
+        row = wrong[0]
         raise UserError(
-            f"row {wrong[0]} has {np.diff(given_cu_seqlens)[wrong[0]]} {labels} and {steps[wrong[0]]} steps, which end with token "
+            f"row {row} has {np.diff(given_cu_seqlens)[row]} {labels} and {steps[row]} steps, which end with token "
             f"{separator} or with the response"
         )
     out = np.full(len(ends), np.nan, np.float32)
@@ -166,12 +135,8 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
 
 @node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
-    """Compute token rewards: the probability of a correct step at its last token, 0 elsewhere.
-
-    Args:
-        samples: any rows.
-        separator: as for `label_steps`.
-        scores: column with the model's logits.
+    """Compute token rewards from logits: the probability of a correct step at its last token, 0
+    elsewhere.
 
     >>> samples = Batch.of(response_ids=[[5, 9, 6]], token_scores=[[7.0, 0.0, 0.0]])
     >>> step_rewards(samples, separator=9)["token_rewards"].to_pylist()
@@ -179,9 +144,8 @@ def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCOR
     """
     logits, cu_seqlens = samples.ragged_numpy(scores)
     right = torch.sigmoid(torch.from_numpy(logits.astype(np.float32))).numpy()
-    return samples.with_columns(
-        token_rewards=(np.where(_step_ends(samples, separator), right, np.float32(0)), cu_seqlens)
-    )
+    rewards = np.where(_step_ends(samples, separator), right, np.float32(0))
+    return samples.with_columns(token_rewards=(rewards, cu_seqlens))
 
 
 @graph
@@ -200,10 +164,8 @@ def process_reward_model(
 
 @graph
 def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
-    """Evaluate how often a reward model gives the preferred response the higher reward.
-
-    Its metrics are `preference_accuracy` and `preference_margin`.
-    """
+    """Evaluate how often a reward model gives the preferred response the higher reward, as
+    `preference_accuracy` and `preference_margin`."""
     return compare(model.score(pairs(preferences)), score=str(REWARD))
 
 

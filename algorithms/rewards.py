@@ -25,19 +25,9 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return a penalty that falls linearly from 0 at the start of the buffer to -1 at the limit
-    (DAPO, arXiv:2503.14476, eq. 13).
-
-    Args:
-        lengths: [B] tokens of each response.
-        max_tokens: limit, with a penalty of -1, the lowest value.
-        buffer_tokens: length of the buffer before the limit, 1 to `max_tokens`.
-
-    Returns:
-        [B] float32, -1 to 0; empty for no rows.
-
-    Raises:
-        UserError: the buffer has another length.
+    """Return a penalty for lengths [B] that falls linearly from 0 at the start of a buffer to -1 at
+    the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError if the buffer is not 1 to
+    `max_tokens` long.
 
     >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -50,14 +40,12 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
 
 def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
-    """r_t = -coefficient KL_t, plus the response's reward at its last trained token.
-
-    This is the shaped reward of arXiv:1909.08593, §2, eq. 2.
+    """r_t = -coefficient KL_t, plus the response's reward at its last trained token (the shaped
+    reward of arXiv:1909.08593, §2, eq. 2).
 
     Args:
         rewards: [B] of the responses; no gradient.
         kl: [T] nats per token, such as `k1` of the sampling policy and the reference; no gradient.
-        rows: rows of the tokens.
         coefficient: reward lost per nat.
 
     Returns:
@@ -94,11 +82,9 @@ def penalize_overlong(
     """Subtract a penalty for approaching the length limit, before `group_advantages`.
 
     Args:
-        samples: any rows.
         max_tokens: longest response that sampling allows.
         buffer_tokens: length of the buffer before the limit.
         factor: reward lost at the limit.
-        reward: column with the reward.
         into: column to write.
 
     >>> samples = Batch.of(response_ids=[[1, 2], [1, 2, 3, 4]], reward=[1.0, 1.0])
@@ -126,10 +112,8 @@ def token_rewards(
     """Compute token rewards: the response's reward at its end, minus a KL penalty per token.
 
     Args:
-        samples: any rows.
         coefficient: reward lost per nat; for an `AdaptiveCoefficient`, its current value.
         estimator: `k1`, `k2`, `k3` or `absolute`.
-        reward: column with the reward of the response.
         old: column with the log-probabilities of the sampling policy.
 
     >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]], reference_logprobs=[[-1.5, -1.0]])
@@ -147,10 +131,6 @@ def token_rewards(
 @node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
     """Compute token rewards: the response's reward at its last trained token, 0 elsewhere.
-
-    Args:
-        samples: any rows.
-        reward: column with the reward of the response.
 
     >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
     >>> outcome_rewards(samples)["token_rewards"].to_pylist()

@@ -70,11 +70,7 @@ class Sampling(Config):
 
     @property
     def greedy(self) -> Sampling:
-        """The same settings with greedy decoding.
-
-        >>> Sampling(max_tokens=8, top_p=0.9).greedy
-        Sampling(max_tokens=8, temperature=0.0, top_p=0.9, top_k=0, min_tokens=0, stop=(), ignore_stop=False)
-        """
+        """The same settings with greedy decoding."""
         return self.model_copy(update={"temperature": 0.0})
 
     @property

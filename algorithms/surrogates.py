@@ -10,8 +10,7 @@ PlainPolicyGradient()           no ratio: REINFORCE, GPG
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -23,23 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Surrogated:
-    """The result of a surrogate for T tokens."""
-
-    losses: Tensor
-    """[T] gradient flows."""
-    clipped: Tensor
-    """[T] bool: whether the bound applied."""
-
-
 @runtime_checkable
 class Surrogate(Protocol):
     """A rule from ratios and advantages to losses. Instances are values: equal settings give equal
     losses."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses of these tokens.
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses of T tokens, and whether a bound applied to each ([T] bool).
 
         Args:
             ratio: [T] p / p_old, of the token or of its response; gradient flows.
@@ -50,15 +39,16 @@ class Surrogate(Protocol):
 
 
 class Clipped(Config):
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7).
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7). A clipped token has
+    no gradient.
 
     `high` above `low` is DAPO's clip-higher (arXiv:2503.14476, eq. 10). `dual` limits the loss of a
     token with negative advantage to -dual A, since a huge ratio would make it unbounded
     (arXiv:1912.09729).
 
     >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0, -1.0])
-    >>> made = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
+    >>> losses.tolist(), clipped.tolist()
     ([-1.25, 1.5, 0.800000..., 3.0], [True, False, True, True])
     """
 
@@ -77,8 +67,7 @@ class Clipped(Config):
             raise ValueError(f"dual must be above 1 + high, which is {1 + self.high}, not {self.dual}")
         return self
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. A clipped token has no gradient."""
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         plain = -ratio * advantages
         bounded = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -86,19 +75,17 @@ class Clipped(Config):
             # Only negative advantages can make the loss unbounded.
             most = torch.where(advantages < 0, -self.dual * advantages, torch.inf)
             losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
-        return Surrogated(losses, clipped)
+        return losses, clipped
 
 
 class Cispo(Config):
     """-sg(clip(r, 1 - low, 1 + high)) A log p, sg stopping gradients (CISPO, arXiv:2506.13585,
-    §3.1).
-
-    Every token keeps a gradient, including rare tokens that change a line of thought and that PPO's
-    clip would drop.
+    §3.1). Every token keeps the gradient of its bounded weight, including rare tokens that change a
+    line of thought and that PPO's clip would drop.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
-    >>> made = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
+    >>> losses.tolist(), clipped.tolist()
     ([5.0, -1.0], [True, False])
     """
 
@@ -108,11 +95,10 @@ class Cispo(Config):
     high: float = Field(default=4.0, ge=0)
     """[ratio] Range of the weight above 1. Lower it if single tokens make the gradient jump."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. A clipped token keeps the gradient of its bounded weight."""
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
-        return Surrogated(-weight * advantages * logprobs, weight != ratio)
+        return -weight * advantages * logprobs, weight != ratio
 
 
 class Sapo(Config):
@@ -122,8 +108,8 @@ class Sapo(Config):
     gradients of negative advantages fade faster, because they raise the probability of every other
     token.
 
-    >>> made = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
-    >>> made.losses.tolist(), made.clipped.tolist()
+    >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
+    >>> losses.tolist(), clipped.tolist()
     ([-2.0, 4.0], [False, False])
     """
 
@@ -133,24 +119,23 @@ class Sapo(Config):
     """[factor] tau for other advantages. Raise it if training is unstable: gradients of negative
     advantages then fade sooner."""
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses. No token is clipped."""
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
         # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
-        return Surrogated(-gates * advantages, torch.zeros_like(ratio, dtype=torch.bool))
+        return -gates * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class PlainPolicyGradient(Config):
-    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546).
+    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), which ignores the
+    ratio.
 
-    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
+    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0]))[0].tolist()
     [3.0]
     """
 
-    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
-        """Return the losses, which ignore the ratio. No token is clipped."""
-        return Surrogated(-logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool))
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return -logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool)
 
 
 # Importance ratios between the policy and the old policy, of tokens and of whole responses.
@@ -161,14 +146,8 @@ class PlainPolicyGradient(Config):
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of each token, r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3).
-
-    Args:
-        log_ratio: [T] log p - log p_old; gradient flows.
-        rows: rows of the tokens.
-
-    Returns:
-        [T] log-ratio.
+    """The log-ratio [T] of each token, log r_t = log p(y_t) - log p_old(y_t), as in PPO
+    (arXiv:1707.06347, §3). Gradient flows.
 
     >>> import torch
     >>> token_ratio(torch.tensor([0.5, -0.5]), PackedRows.of([2])).tolist()
@@ -178,15 +157,11 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7), as
+    a log-ratio [T], equal over the tokens of a row. Masked tokens do not count.
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
-
-    Args as for `token_ratio`; masked tokens do not count in the mean.
-
-    Returns:
-        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
 
     >>> import torch
     >>> sequence_ratio(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
@@ -197,9 +172,8 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740).
-
-    Args and Returns as for `sequence_ratio`.
+    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740),
+    as a log-ratio [T].
 
     >>> import torch
     >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
@@ -229,34 +203,19 @@ MAX_LOG_RATIO = 20.0
 """[nats] Ratios are capped at e^20, so that one impossible token does not make a mean infinite."""
 
 
-@dataclass(frozen=True)
-class Weighting:
-    """The result of a correction for T tokens."""
-
-    weights: Tensor
-    """[T] finite, no gradient: factor of each token's policy-gradient loss."""
-    truncated: Tensor
-    """[T] bool: whether the ratio was above the largest or below the smallest weight."""
-    masked: Tensor
-    """[T] bool: whether the token is left out."""
-
-
 @runtime_checkable
 class Correction(Protocol):
-    """A rule from log-ratios to weights. Instances are values: equal settings give equal weights."""
+    """A rule from log-ratios to weights. Instances are values: equal settings give equal
+    weights."""
 
-    @property
-    def weighs(self) -> bool:
-        """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
-        ...
+    weighs: ClassVar[bool]
+    """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights of these tokens.
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights of T tokens (finite, no gradient), whether the ratio was above the
+        largest or below the smallest weight, and whether the token is left out ([T] bool both).
 
-        Args:
-            log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
-                gradient.
-            rows: rows of the tokens.
+        `log_ratio` is [T] nats, log trainer - log generator, 0 for tokens that are not trained.
         """
         ...
 
@@ -275,11 +234,11 @@ class TruncatedImportance(Config):
     "geometric" avoids that with another bias.
 
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
-    >>> TruncatedImportance(cap=1.5)(log_ratio, rows).weights.tolist()
+    >>> TruncatedImportance(cap=1.5)(log_ratio, rows)[0].tolist()
     [1.5, 0.5]
-    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows).weights.tolist()
+    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows)[0].tolist()
     [0.89..., 0.60...]
-    >>> [TruncatedImportance(level=level)(log_ratio, rows).weights.tolist() for level in ("sequence", "geometric")]
+    >>> [TruncatedImportance(level=level)(log_ratio, rows)[0].tolist() for level in ("sequence", "geometric")]
     [[1.0, 1.0], [1.0, 1.0]]
     """
 
@@ -300,15 +259,12 @@ class TruncatedImportance(Config):
             raise ValueError(f"floor must be at most cap, which is {self.cap:g}, not {self.floor:g}")
         return self
 
-    @property
-    def weighs(self) -> bool:
-        return True
+    weighs: ClassVar[bool] = True
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights; 1 in a row without a trained token, none for no tokens."""
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         weights = ratio.clamp(self.floor, self.cap)
-        return Weighting(weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        return weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class Rejection(Config):
@@ -320,9 +276,9 @@ class Rejection(Config):
     as a whole good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
-    >>> Rejection(low=0.5, high=2.0)(log_ratio, rows).weights.tolist()
+    >>> Rejection(low=0.5, high=2.0)(log_ratio, rows)[0].tolist()
     [0.0, 1.0, 1.0]
-    >>> Rejection(low=0.5, high=2.0, level="sequence")(log_ratio, rows).weights.tolist()
+    >>> Rejection(low=0.5, high=2.0, level="sequence")(log_ratio, rows)[0].tolist()
     [0.0, 0.0, 1.0]
     """
 
@@ -336,37 +292,30 @@ class Rejection(Config):
     """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
     response). Choose the level of the reward for an exact correction, "token" for less variance."""
 
-    @property
-    def weighs(self) -> bool:
-        return False
+    weighs: ClassVar[bool] = False
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
-        """Return the weights. A NaN ratio is outside; a row without a trained token is inside."""
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
         # NaN fails both comparisons, and is left out.
         inside = (ratio >= self.low) & (ratio <= self.high)
-        return Weighting(inside.to(ratio.dtype), torch.zeros_like(inside), ~inside)
+        return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
 
 
-def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows) -> Weighting:
+def combined(
+    corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
+) -> tuple[Tensor, Tensor, Tensor]:
     """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
 
-    Args:
-        corrections: in any order; none gives weights of 1.
-        log_ratio: [T] nats, log trainer - log generator, 0 for tokens that are not trained; no
-            gradient.
-        rows: rows of the tokens.
-
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))
-    >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3])).weights.tolist()
+    >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()
     [4.0, 0.0, 0.0]
     """
     weights = torch.ones_like(log_ratio)
     truncated = masked = torch.zeros_like(log_ratio, dtype=torch.bool)
     for correction in corrections:
-        one = correction(log_ratio.detach(), rows)
-        weights, truncated, masked = weights * one.weights, truncated | one.truncated, masked | one.masked
-    return Weighting(torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked)
+        own_weights, own_truncated, own_masked = correction(log_ratio.detach(), rows)
+        weights, truncated, masked = weights * own_weights, truncated | own_truncated, masked | own_masked
+    return torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked
 
 
 _LEVELS: dict[Level, Callable[..., Any]] = {

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    Floats = NDArray[np.float32]
+
 _BLOCK = 32
 """Tokens per matrix product in `_discounted_sums`."""
 _PART = 2**18
@@ -34,21 +36,18 @@ _PART = 2**18
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32
+    each.
 
     A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
-    trained token; after the last one, V and A are 0. The returns are A_t + V_t.
+    trained token; after the last one, V and A are 0. The returns are A_t + V_t. Both are 0 at
+    masked tokens, whatever they hold.
 
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        rows: rows of the tokens.
         gamma: discount per token, 0 to 1.
         lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
-
-    Returns:
-        ([T] float32 advantages, [T] float32 returns); 0 at masked tokens, whatever they hold; empty
-        for no tokens.
 
     Raises:
         UserError: gamma or lam is outside 0 to 1.
@@ -61,9 +60,7 @@ def generalized_advantages(
         if not 0 <= value <= 1:
             raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
 
-    def of_part(
-        rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], ...]:
+    def of_part(rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]) -> tuple[Floats, ...]:
         # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
         # lam G_t+1.
         steps_N = np.empty_like(values_N)
@@ -78,21 +75,11 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens.
+    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens. 0 at
+    masked tokens.
 
     Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
-    (arXiv:2501.03262).
-
-    Args:
-        token_rewards: [T] reward of each token, in CPU memory; no gradient.
-        rows: rows of the tokens.
-        gamma: discount per token, 0 to 1.
-
-    Returns:
-        [T] float32; 0 at masked tokens, whatever they hold; empty for no tokens.
-
-    Raises:
-        UserError: gamma is outside 0 to 1.
+    (arXiv:2501.03262). Raises a UserError if gamma is outside 0 to 1.
 
     >>> discounted_returns(torch.tensor([0.0, 1.0, 2.0]), PackedRows.of([2, 1]), gamma=0.5).tolist()
     [0.5, 1.0, 2.0]
@@ -100,24 +87,15 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     if not 0 <= gamma <= 1:
         raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
 
-    def of_part(
-        rewards_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], ...]:
+    def of_part(rewards_N: Floats, cu_seqlens: NDArray[np.int64]) -> tuple[Floats, ...]:
         return (_discounted_sums(rewards_N, cu_seqlens, gamma),)
 
     return _by_parts(of_part, rows, token_rewards, num_outputs=1)[0]
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows.
-
-    The variance is the sample variance (division by n - 1).
-
-    Args:
-        values: [T], in CPU memory; no gradient.
-        rows: rows of the tokens.
-        shift: False keeps the mean and scales around it, as some implementations do with rewards.
-        epsilon: keeps values that are nearly equal from exploding.
+    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows, with the
+    sample variance (division by n - 1). `shift=False` keeps the mean and scales around it.
 
     Returns:
         [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0
@@ -169,17 +147,9 @@ class ValueLoss(AggregatedLoss):
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            values: [T] the critic's predictions; gradient flows.
-            rows: as for `Loss`.
-
-        Returns:
-            (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Means
-            over trained tokens: `value`, `return` and, with a clip, `clip_fraction` (share of
-            tokens with the clipped value).
-        """
+        """Return the undivided loss of predictions [T], 0 with a gradient of 0 if every token is
+        masked, and metrics: means over trained tokens of `value`, `return` and, with a clip,
+        `clip_fraction` (share of tokens with the clipped value)."""
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:
@@ -198,7 +168,6 @@ def critic_advantages(
     """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
-        samples: any rows.
         gamma: discount per token.
         lam: 0 for one step, 1 for all future rewards.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
@@ -214,19 +183,13 @@ def critic_advantages(
         rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam
     )
     advantages = whitened(advantages, rows) if whiten else advantages
-    return samples.with_columns(
-        advantages=(advantages, rows.cu_seqlens), returns=(returns, rows.cu_seqlens)
-    )
+    cu_seqlens = rows.cu_seqlens
+    return samples.with_columns(advantages=(advantages, cu_seqlens), returns=(returns, cu_seqlens))
 
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
     """Use discounted future rewards as advantages; whitened, REINFORCE++ (arXiv:2501.03262).
-
-    Args:
-        samples: any rows.
-        gamma: discount per token.
-        whiten: as for `critic_advantages`.
 
     >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
     >>> return_advantages(samples, whiten=False)["advantages"].to_pylist()
@@ -239,22 +202,12 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
 
 
 def _by_parts(
-    of_part: Callable[..., tuple[NDArray[np.float32], ...]],
-    rows: PackedRows,
-    *columns: Tensor,
-    num_outputs: int,
+    of_part: Callable[..., tuple[Floats, ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
 ) -> tuple[Tensor, ...]:
     """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
 
-    Args:
-        of_part: takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
-            returns outputs [N].
-        rows: rows of the tokens.
-        columns: [T].
-        num_outputs: number of outputs of `of_part`.
-
-    Returns:
-        Each output as [T] float32, 0 at masked tokens.
+    `of_part` takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
+    returns outputs [N]. Each output comes back as [T] float32, 0 at masked tokens.
     """
     cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
     mask = rows[RESPONSE_MASK].numpy() if RESPONSE_MASK in rows else None
@@ -264,33 +217,27 @@ def _by_parts(
     while first < len(rows):
         # At least one row, even if it is longer than a part.
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
-        part, starts = (
-            slice(cu_seqlens[first], cu_seqlens[last]),
-            cu_seqlens[first : last + 1] - cu_seqlens[first],
-        )
+        part = slice(cu_seqlens[first], cu_seqlens[last])
+        starts = cu_seqlens[first : last + 1] - cu_seqlens[first]
+        columns_N = [column[part] for column in inputs]
         if mask is None:
-            for output, made in zip(
-                outputs, of_part(*(column[part] for column in inputs), starts), strict=True
-            ):
+            for output, made in zip(outputs, of_part(*columns_N, starts), strict=True):
                 output[part] = made
         else:
             kept = np.flatnonzero(mask[part] != 0)  # many times faster for bool than for integers
-            found = of_part(*(column[part].take(kept) for column in inputs), kept.searchsorted(starts))
+            found = of_part(*(column.take(kept) for column in columns_N), kept.searchsorted(starts))
             for output, made in zip(outputs, found, strict=True):
-                torch.from_numpy(output[part]).zero_().scatter_(
-                    0, torch.from_numpy(kept), torch.from_numpy(made)
-                )
+                target, places = torch.from_numpy(output[part]), torch.from_numpy(kept)
+                target.zero_().scatter_(0, places, torch.from_numpy(made))
         first = last
     return tuple(map(torch.from_numpy, outputs))
 
 
-def _float32(column: Tensor) -> NDArray[np.float32]:
+def _float32(column: Tensor) -> Floats:
     return column.detach().to(torch.float32).numpy()
 
 
-def _discounted_sums(
-    values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float
-) -> NDArray[np.float32]:
+def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
     """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
     Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks obeys the same recursion
@@ -309,9 +256,8 @@ def _discounted_sums(
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:
-        heads = _discounted_sums(
-            blocks @ powers.astype(np.float32), np.concatenate([[0], ends]), c**_BLOCK
-        )
+        sums, cuts = blocks @ powers.astype(np.float32), np.concatenate([[0], ends])
+        heads = _discounted_sums(sums, cuts, c**_BLOCK)
         handed_on = np.append(heads[1:], np.float32(0))
         handed_on[ends[filled] - 1] = 0  # nothing comes after a row's last block
         blocks[:, -1] += np.float32(c) * handed_on

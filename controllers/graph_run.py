@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from ..algorithms.evaluation import interval
-from ..algorithms.policy_loss import length_bias
+from ..algorithms.grpo import length_bias
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.graph import TRAIN, Graph, Node

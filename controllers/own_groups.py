@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Handle, Node
 from ..dataflow.metric_names import FUNCTIONS
-from ..workers.function import FunctionConfig, FunctionWorker, RecorderConfig, RecorderWorker
+from ..workers.function import FunctionWorker, RecorderConfig, RecorderWorker
 
 RECORDER = "recorder"
 """The worker group that writes samples."""
@@ -34,7 +34,7 @@ def own_groups(
             )
     own: dict[str, Handle] = {}
     if any(node.group is None for graph in graphs for node in graph.nodes):
-        own[FUNCTIONS] = Handle(FunctionWorker, FunctionConfig(), FUNCTIONS)
+        own[FUNCTIONS] = Handle(FunctionWorker, FunctionWorker.Config(), FUNCTIONS)
     if record_every:
         # The recorder decodes texts, so it needs the tokenizer of any model.
         tokenizer = next(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -65,7 +64,8 @@ class ActorConfig(TrainedConfig):
     `torch.distributed`. "nccl": from GPU to GPU, if followers use other GPUs than the leader.
     "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and
     "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
-    transport where copies through host memory take long; none of the four has been run on GPUs yet."""
+    transport where copies through host memory take long; none of the four has been run on GPUs
+    yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
     """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
     memory is short; raise it between distant machines."""
@@ -120,12 +120,14 @@ class ActorWorker(TrainedWorker):
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         for node in nodes:
-            if not node.arguments.get("adapter", True) and node.arguments.get("entropies"):
+            if node.arguments.get("adapter", True):
+                continue
+            if node.arguments.get("entropies"):
                 raise UserError(
                     f"node {node.name!r}: entropies=True needs the trained policy; leave "
                     "out adapter=False"
                 )
-            if not node.arguments.get("adapter", True) and config.lora is None:
+            if config.lora is None:
                 raise UserError(
                     f"node {node.name!r}: adapter=False, but the actor has no adapter; give "
                     "it lora=weft.Lora(...)"
@@ -155,17 +157,11 @@ class ActorWorker(TrainedWorker):
         rows = batch.with_columns(response_ids=batch[of])
         if entropies:
             logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
-            return batch.with_columns(
-                **{into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
-            )
+            made = {into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
+            return batch.with_columns(**made)
         return batch.with_columns(**{into: self.engine.logprobs(rows, adapter=adapter)})
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=loss_reads,
-        may_read=_may_read,
-        takes=training_batch,
-    )
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=loss_reads, may_read=_may_read, takes=training_batch)
     def update(
         self,
         batch: Batch,
@@ -198,35 +194,22 @@ class ActorWorker(TrainedWorker):
             self._publisher.finish()  # no receiver may get a mixture of two versions
             if compared := self._publisher.sent.compared:
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
-        staleness = self._staleness(batch)
+        staleness: Metrics = {}
+        versions: Any = batch.ragged_numpy(RESPONSE_VERSIONS)[0] if RESPONSE_VERSIONS in batch else ()
+        if len(versions):
+            lag = self.version - versions.astype(np.int64)
+            mean = Mean(float(lag.sum()), float(len(lag)))
+            staleness = {"mean_staleness": mean, "max_staleness": Max(float(lag.max()))}
         first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
-        made = self._updates.update(
-            batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first
-        )
+        steps = {"epochs": epochs, "minibatches": minibatches}
+        made = self._updates.update(batch, loss, **steps, last=last, first=first)
         return {**staleness, **published, **made}
-
-    def _staleness(self, batch: Batch) -> Metrics:
-        if RESPONSE_VERSIONS not in batch:
-            return {}
-        versions, _ = batch.ragged_numpy(RESPONSE_VERSIONS)
-        if not len(versions):
-            return {}
-        lag = self.version - versions.astype(np.int64)
-        return {
-            "mean_staleness": Mean(float(lag.sum()), float(len(lag))),
-            "max_staleness": Max(float(lag.max())),
-        }
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights and return its address. The records of all ranks
-        together describe the group's weights. Receivers read the parameters directly; they must not
-        change until `finish_publishing`.
-
-        Args:
-            version: policy version.
-            receivers: names of the receiving ranks, such as "rollout[0]".
-        """
+        """Offer this rank's part of the weights to receivers, such as "rollout[0]", and return its
+        address. The records of all ranks together describe the group's weights. Receivers read the
+        parameters directly; they must not change until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -246,21 +229,14 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """Send a published version through vLLM's own backends, while the receivers take it.
-
-        Raises:
-            WeightSyncError: an engine failed, so the others cannot receive either.
-        """
+        """Send a published version through vLLM's own backends, while the receivers take it."""
         self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
         """End the publication of a version that all receivers have; the weights may change again.
-        Return the record of what this rank sent; the records of all ranks add up.
-
-        Raises:
-            WeightSyncError: the weights could not be read, or changed during the transfer.
-        """
+        Return the record of what this rank sent; the records of all ranks add up. Raises a
+        WeightSyncError if the weights could not be read, or changed during the transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:
@@ -272,16 +248,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare the canaries of followers with this group's log-probabilities under the same
-        version.
-
-        Args:
-            canaries: canary of each rank by name, such as "rollout[0]".
-            version: policy version.
-
-        Raises:
-            WeightSyncError: they differ; the message names the rank, the version and the distance.
-        """
+        """Compare the canaries of followers, by name such as "rollout[0]", with this group's
+        log-probabilities under the same version. Raises a WeightSyncError if they differ; the
+        message names the rank, the version and the distance."""
         for receiver, canary in canaries.items():
             found, _ = self.engine.logprobs(canary_rows(canary))
             check_canary(receiver, version, canary, found, exact=self.config.dtype == "float32")
@@ -292,30 +261,16 @@ class ActorWorker(TrainedWorker):
         super().close()
 
 
-@dataclass(frozen=True)
 class _WithGap:
     """Wraps a loss to compare log-probabilities of trainer and generator in the same pass."""
 
-    loss: Loss
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.loss.reads
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (*self.loss.may_read, str(RESPONSE_LOGPROBS), str(RESPONSE_MASK))
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.loss.needs_entropy
-
-    @property
-    def whole_groups(self) -> bool:
-        return self.loss.whole_groups
-
-    def count(self, rows: PackedRows) -> float:
-        return self.loss.count(rows)
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.reads = loss.reads
+        self.may_read = (*loss.may_read, str(RESPONSE_LOGPROBS), str(RESPONSE_MASK))
+        self.needs_entropy = loss.needs_entropy
+        self.whole_groups = loss.whole_groups
+        self.count = loss.count
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)
@@ -331,13 +286,7 @@ class _WithGap:
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
     """Decide for each followed group with an adapter whether it publishes the adapter alone or
     merged weights (`Lora.published`), and set the `config` of all involved handles accordingly.
-
-    Args:
-        handles: all handles of a run.
-
-    Raises:
-        UserError: an adapter is to be published alone, but a follower cannot take it.
-    """
+    Raises a UserError if an adapter is to be published alone, but a follower cannot take it."""
     handles = list(handles)
     for handle in handles:
         handle.config = handle.given

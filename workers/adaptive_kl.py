@@ -67,12 +67,9 @@ class AdaptiveKlWorker(Worker):
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
-        """Update the coefficient for the next step from the divergence of these samples. The column
-        `old` holds the log-probabilities of the sampling policy.
-
-        Returns:
-            `kl_coefficient` (used in these rewards) and `kl` (nats per response).
-        """
+        """Update the coefficient for the next step from the divergence of these samples (`old`:
+        log-probabilities of the sampling policy). Return `kl_coefficient`, used in these rewards,
+        and `kl` (nats per response)."""
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
         kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])
@@ -83,8 +80,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder. It is complete on return, so training waits 0
-        seconds."""
+        """Write the coefficient to a new folder. Training waits 0 seconds."""
         # All ranks hold the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
@@ -93,11 +89,9 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Return True: a coefficient is written at once."""
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restore the coefficient of a checkpoint; target and horizon come from the configuration."""
         stored = read_json(Path(path) / _FILE)
         self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})

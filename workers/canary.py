@@ -43,9 +43,6 @@ class Canary:
 def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     """Return the prompts that every rank answers, [PROMPT_TOKENS] int32 each.
 
-    Args:
-        vocabulary: number of token ids of the model, or None if unknown.
-
     >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
     (4, True)
     """
@@ -55,28 +52,16 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
 
 def canary_rows(canary: Canary) -> Batch:
     """Return the canary as rows, for the trainer's log-probabilities."""
-    columns = {
-        str(PROMPT_IDS): list(map(list, canary.prompts)),
-        str(RESPONSE_IDS): list(map(list, canary.responses)),
-    }
-    return Batch.of(**columns)
+    prompts, responses = ([list(ids) for ids in rows] for rows in (canary.prompts, canary.responses))
+    return Batch.of(**{str(PROMPT_IDS): prompts, str(RESPONSE_IDS): responses})
 
 
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
-    """Compare a rank's log-probabilities with the trainer's.
-
-    Args:
-        receiver: name of the rank, such as "rollout[0]".
-        version: version of the weights.
-        logprobs: [tokens] the trainer's values, response after response.
-        exact: whether the trainer computes in float32.
-
-    Raises:
-        WeightSyncError: the mean difference is too large or nan; the message names group, rank and
-            version.
-    """
+    """Compare a rank's log-probabilities with the trainer's, [tokens] response after response.
+    Raises a WeightSyncError if the mean difference is too large or nan; the message names group,
+    rank and version."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP

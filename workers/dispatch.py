@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -65,9 +65,8 @@ class Dispatch:
     """A dispatch protocol.
 
     Args:
-        name: name for messages.
-        distribute: returns the share of each rank from the rows of a call and the coordinates of
-            the ranks.
+        distribute: returns the share of each rank from the rows of a call and the ranks'
+        coordinates.
         collect: returns the ranks whose results are kept from the coordinates of the ranks. Choose
             one per replica: rows returned by two ranks would count twice.
     """
@@ -91,25 +90,15 @@ class Dispatch:
 
     def __reduce__(self) -> str | tuple[object, ...]:
         # Pickle built-in protocols by name, so that they stay identical in other processes.
-        named = getattr(Dispatch, self.name, None)
-        return (
-            (getattr, (Dispatch, self.name))
-            if named is self
-            else (Dispatch, (self.name, self.distribute, self.collect))
-        )
+        if getattr(Dispatch, self.name, None) is self:
+            return getattr, (Dispatch, self.name)
+        return Dispatch, (self.name, self.distribute, self.collect)
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split indexes into parts of similar total size: the largest first, each into the smallest
-    part so far.
-
-    Args:
-        sizes: [rows] tokens, or cost, of each row.
-        parts: number of parts.
-
-    Returns:
-        The indexes of each part, ascending. Ties go to the lowest part, so the split is
-        deterministic.
+    """Split indexes of rows with these tokens, or costs, into parts of similar total size: the
+    largest first, each into the smallest part so far. Ties go to the lowest part, so the split is
+    deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -144,10 +133,8 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
         _, index = np.unique(rows.group_ids, return_inverse=True)
         of_groups = np.bincount(index, weights=costs)
         members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
-        return [
-            sorted(i for group in part for i in members[group].tolist())
-            for part in balance(of_groups, replicas)
-        ]
+        parts = balance(of_groups, replicas)
+        return [sorted(i for group in part for i in members[group].tolist()) for part in parts]
     return balance(costs, replicas)
 
 
@@ -165,11 +152,9 @@ def one_per_generation_replica(mesh: Sequence[Coordinates]) -> list[int]:
     return sorted(first.values())
 
 
-def _everything(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
-    return [list(range(len(rows))) for _ in mesh]
-
-
-Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _everything, lambda mesh: [0])
+Dispatch.ONE_TO_ALL = Dispatch(
+    "ONE_TO_ALL", lambda rows, mesh: [list(range(len(rows)))] * len(mesh), lambda mesh: [0]
+)
 Dispatch.SPLIT_BY_DP = Dispatch("SPLIT_BY_DP", _split_by_dp, one_per_replica)
 Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
     "SPLIT_BY_GENERATION_DP", _split_by_generation_dp, one_per_generation_replica
@@ -193,7 +178,6 @@ class RowCost:
     costs its tokens."""
 
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the [rows] float64 cost of rows with these [rows] tokens."""
         tokens = np.asarray(num_tokens, np.float64)
         return tokens * (1 + tokens / self.attention_length)
 
@@ -215,21 +199,11 @@ def row_cost_of(model: str | Path) -> RowCost:
     hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
     heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
     queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
-    # A mixture computes only the chosen experts.
-    inner = _active(settings) or inner
+    if chosen := settings.get("num_experts_per_tok"):  # a mixture computes only the chosen experts
+        inner = int(chosen) * int(settings.get("moe_intermediate_size") or inner)
     # Projections of queries, outputs, keys and values; three matrices of the MLP; the head.
     linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary
     kinds = settings.get("layer_types") or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
     # Scores and weighted values each take L / 2 * queries multiplications per token and layer.
     return RowCost(linear / (full * queries)) if full and queries else RowCost()
-
-
-def _active(settings: dict[str, Any]) -> int:
-    """Return the total width of the experts that each token visits; 0 without a mixture."""
-    each = settings.get("num_experts_per_tok")
-    return (
-        int(each) * int(settings.get("moe_intermediate_size") or settings["intermediate_size"])
-        if each
-        else 0
-    )

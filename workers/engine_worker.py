@@ -45,23 +45,15 @@ if TYPE_CHECKING:
 
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
-    """Return the columns that a log-probability pass over responses uses if they exist. Routes
-    apply only to sampled responses.
-
-    Args:
-        of: the column of response tokens.
-        replay: whether a mixture of experts replays the column `routes`.
-    """
+    """Return the columns that a log-probability pass over the column `of` uses if they exist. A
+    mixture of experts replays `routes` only of sampled responses."""
     return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
-    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`.
-
-    Args:
-        training, head: see `EngineFactory`.
-        alone: whether this rank holds a complete model and joins no group.
-    """
+    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`;
+    for `training` and `head` see `EngineFactory`. If `alone`, this rank holds a complete model and
+    joins no group."""
 
     def __init__(
         self,
@@ -80,9 +72,8 @@ class EngineWorker(Worker):
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
         # Report an incomplete engine here rather than in the middle of a run.
-        missing = [
-            name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)
-        ]
+        wanted = [name for name in vars(TrainingEngine) if name[0] != "_"]
+        missing = [name for name in wanted if not hasattr(self.engine, name)]
         if missing:
             made = type(self.engine).__name__
             raise UserError(
@@ -158,11 +149,7 @@ def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedCon
 
 
 class TrainedWorker(EngineWorker):
-    """Parent of trained workers: updates, and this group's part of checkpoints.
-
-    Args:
-        head: output of the model for each response token.
-    """
+    """Parent of trained workers: updates, and this group's part of checkpoints."""
 
     def __init__(
         self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs"
@@ -177,9 +164,8 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.tensor_parallel)
-            if (
-                config.lora.targets != "all-linear" or config.lora.dora
-            ):  # this check imports torch, which takes seconds
+            # This check imports torch, which takes seconds.
+            if config.lora.targets != "all-linear" or config.lora.dora:
                 from .training.adapter import check_layers
 
                 check_layers(config.model, config.lora)
@@ -197,13 +183,9 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write the model as a Hugging Face folder, including its head and tokenizer.
-
-        Args:
-            path: the folder; replaced if it exists.
-            merged: whether to merge an adapter into the model. Otherwise only the adapter is
-                written, in the format of `peft`.
-        """
+        """Write the model as a Hugging Face folder, including its head and tokenizer; an existing
+        one is replaced. An adapter is `merged` into the model, or else written alone, in the format
+        of `peft`."""
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -214,11 +196,7 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Return whether the last checkpoint is on disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Return whether the last checkpoint is on disk."""
         return self.engine.written(wait=wait)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -229,11 +207,7 @@ class TrainedWorker(EngineWorker):
 
 
 def check_updates(nodes: Iterable[Node]) -> None:
-    """Check the arguments of the updates of a graph.
-
-    Raises:
-        UserError: an argument is wrong; the message names the node and the argument.
-    """
+    """Check the arguments of the updates of a graph."""
     for node in nodes:
         loss = node.arguments.get("loss")
         if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
@@ -247,18 +221,13 @@ def check_updates(nodes: Iterable[Node]) -> None:
                 raise UserError(
                     f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}"
                 )
-        _check_old_policy(node, loss)
-
-
-def _check_old_policy(node: Node, loss: Loss | None) -> None:
-    """Check that a loss with a ratio has the log-probabilities from before the update, which the
-    engine loses after the first of several steps."""
-    steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
-    if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
-        given = ", ".join(f"{name}={value}" for name, value in steps.items())
-        raise UserError(
-            f"node {node.name!r} takes several optimizer steps ({given}), but after the "
-            "first its loss has no old policy to compare with unless the rows have "
-            f"{str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
-            "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
-        )
+        # Without these, the engine loses the old policy after the first of several steps.
+        steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
+        if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+            given = ", ".join(f"{name}={value}" for name, value in steps.items())
+            raise UserError(
+                f"node {node.name!r} takes several optimizer steps ({given}), but after the "
+                "first its loss has no old policy to compare with unless the rows have "
+                f"{str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+                "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
+            )

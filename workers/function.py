@@ -22,30 +22,20 @@ from .dispatch import Dispatch
 from .worker import Worker, remote
 
 
-class FunctionConfig(Config):
-    """No settings: functions bring their arguments."""
-
-
 class FunctionWorker(Worker):
     """A process next to the driver for work that is too small for a separate group. With several
     ranks, each gets a part of the rows, or of the groups if the function takes groups."""
 
-    Config = FunctionConfig
+    Config = Config
     replaceable = True
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node, and its `measure`, if it has one.
-
-        Returns:
-            The function's result, or with `measure` a pair of the result and the metrics.
-        """
+        """Run the function of a node. If it has a `measure`, return a pair of the result and the
+        metrics."""
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))
-
-
-# Recorder
 
 
 class RecorderConfig(Config):
@@ -75,25 +65,16 @@ class RecorderWorker(Worker):
         step_of = np.array([steps.get(group, -1) for group in rows.numpy(GROUP_ID).tolist()], np.int64)
         make_folder(folder)
         for step in np.unique(step_of[step_of >= 0]).tolist():
-            kept = self._with_texts(rows.take(np.flatnonzero(step_of == step)))
+            kept = rows.take(np.flatnonzero(step_of == step))
+            for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE)):
+                if self._tokenizer is not None and ids in kept and text not in kept:
+                    decoded = self._tokenizer.decode_ragged(*kept.ragged_numpy(ids))
+                    kept = kept.with_columns(**{str(text): decoded})
             path = folder / sample_file_name(graph, step, token, self.context.rank)
             with replacing(path) as partial:
                 with pa.ipc.new_file(partial, kept.record.schema) as writer:
                     writer.write_batch(kept.record)
                 note_checksum(path, partial, self.context.rank)
-
-    def _with_texts(self, rows: Batch) -> Batch:
-        if self._tokenizer is None:
-            return rows
-        wanted = [
-            (i, t)
-            for i, t in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE))
-            if i in rows and t not in rows
-        ]
-        texts = {
-            str(text): self._tokenizer.decode_ragged(*rows.ragged_numpy(ids)) for ids, text in wanted
-        }
-        return rows.with_columns(**texts)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

@@ -41,12 +41,8 @@ def node_memory(root: Path = Path("/")) -> NodeMemory | None:
 
 
 def cgroup_folders(root: Path = Path("/")) -> list[Path]:
-    """Return the memory folders of this process's cgroups, innermost first, for versions 2 and 1."""
     own = root / "proc/self/cgroup"
-    try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        lines = []
+    lines = [line.split(":", 2) for line in _text(own).splitlines()]
     found: list[Path] = []
     for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
@@ -57,10 +53,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
 
 
 def _of_machine(root: Path) -> Iterable[NodeMemory]:
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        return
+    text = _text(root / "proc/meminfo")
     found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     if found.get("MemTotal") and "MemAvailable" in found:
         yield NodeMemory(found["MemTotal"] - found["MemAvailable"], found["MemTotal"], "the machine")
@@ -72,19 +65,20 @@ def _of_cgroups(root: Path) -> Iterable[NodeMemory]:
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
         if not limit or used is None or limit >= NO_LIMIT:
             continue
-        try:
-            stat = (folder / "memory.stat").read_text()
-        except OSError:
-            stat = ""
+        stat = _text(folder / "memory.stat")
         kept = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-        yield NodeMemory(
-            max(0, used - (int(kept[1]) if kept else 0)), limit, f"the limit of cgroup {folder.name}"
-        )
+        used = max(0, used - (int(kept[1]) if kept else 0))
+        yield NodeMemory(used, limit, f"the limit of cgroup {folder.name}")
 
 
 def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file).strip()
     return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file, or "" if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -54,14 +54,10 @@ class ReferenceWorker(EngineWorker):
         Args:
             batch: columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is not 1,
                 `temperature` [1] float32.
-            into: the column to write.
-            of: the column of response tokens.
+            into: the column to write, [L] float32 nats.
             replay: whether a mixture of experts replays the column `routes`, if it exists: right
                 for the initial weights of the trained model, wrong for another model of the same
                 shape.
-
-        Returns:
-            The batch with `into`, [L] float32 nats.
         """
         if not self._whole:
             raise WeightSyncError(
@@ -74,11 +70,8 @@ class ReferenceWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Load a published version and return its checksum.
-
-        Raises:
-            WeightSyncError: the weights do not fit the model, or differ from the published ones.
-        """
+        """Load a published version and return its checksum. Raises a WeightSyncError if the weights
+        do not fit the model, or differ from the published ones."""
         from ..resharding.incoming import IncomingWeights
 
         # Stays False if the update fails.

@@ -74,7 +74,6 @@ class Rendezvous:
 
     @classmethod
     def at(cls, taken: socket.socket, secret: str, timeout_s: float = 300.0) -> Rendezvous:
-        """Return the rendezvous of rank 0, which has taken a port."""
         host, port = taken.getsockname()[:2]
         return cls(host, port, secret, timeout_s, taken)
 
@@ -84,22 +83,12 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
-        """Return a proof of the secret for a nonce."""
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
-        """Meet the other ranks. Return the shared store once all ranks have proved that they have
-        the secret.
-
-        Args:
-            group: name of the group, for messages.
-            rank: rank of this process.
-            ranks: ranks of the group.
-
-        Raises:
-            WorkerError: ranks did not join in time (the message names them), or a process does not
-                have the secret.
-        """
+        """Meet the other ranks of a group. Return the shared store once all ranks have proved that
+        they have the secret. Raises a WorkerError if ranks did not join in time (the message names
+        them), or a process does not have the secret."""
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         deadline = time.monotonic() + self.timeout_s
@@ -134,22 +123,16 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per attempt.
-
-        Raises:
-            OSError: rank 0 did not listen in time.
-        """
+        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per
+        attempt."""
         while True:
             try:
-                socket.create_connection(
-                    (self.host, self.port), max(POLL_S, deadline - time.monotonic())
-                ).close()
+                left_s = max(POLL_S, deadline - time.monotonic())
+                return socket.create_connection((self.host, self.port), left_s).close()
             except OSError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_S)
-            else:
-                return
 
 
 @dataclass(frozen=True)
@@ -162,16 +145,18 @@ class _Meeting:
     deadline: float
 
     def let_in(self, others: Sequence[int]) -> str:
-        """Check the proofs of the others and prove rank 0's identity to each. Return rank 0's
-        nonce."""
+        """Check the proofs of the others, prove rank 0's identity to each, and return its nonce."""
+
+        def missing() -> str:
+            late = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
+            return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+
         own = secrets.token_hex(16)
         self.store.set("nonce/0", own)
         for rank in others:
-            self._wait_for(f"proof/{rank}", lambda: self._missing(others))
+            self._wait_for(f"proof/{rank}", missing)
             nonce = self._read(f"nonce/{rank}")
-            if not hmac.compare_digest(
-                self._read(f"proof/{rank}"), self.rendezvous.proof(f"rank {rank}", own)
-            ):
+            if not self._is_proved(f"proof/{rank}", f"rank {rank}", own):
                 raise WorkerError(
                     f"a process without the secret of {self.group!r} connected to "
                     f"{self._where} as rank {rank}"
@@ -187,9 +172,7 @@ class _Meeting:
         self.store.set(f"nonce/{rank}", own)
         self.store.set(f"proof/{rank}", self.rendezvous.proof(f"rank {rank}", nonce))
         self._wait_for(f"proof/0/{rank}", lambda: "rank 0 (which admits ranks in order)")
-        if not hmac.compare_digest(
-            self._read(f"proof/0/{rank}"), self.rendezvous.proof(f"rank 0 to {rank}", own)
-        ):
+        if not self._is_proved(f"proof/0/{rank}", f"rank 0 to {rank}", own):
             raise WorkerError(
                 f"the process that serves {self._where} does not have the secret of {self.group!r}"
             )
@@ -199,9 +182,8 @@ class _Meeting:
     def _where(self) -> str:
         return f"{self.rendezvous.host}:{self.rendezvous.port}"
 
-    def _missing(self, others: Sequence[int]) -> str:
-        missing = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    def _is_proved(self, key: str, of: str, nonce: str) -> bool:
+        return hmac.compare_digest(self._read(key), self.rendezvous.proof(of, nonce))
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")

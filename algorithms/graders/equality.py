@@ -53,20 +53,21 @@ _MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
+MAX_REPORTS = 10
+"""Most failed comparisons that a process reports."""
+_reports = itertools.count(1)
+
+
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer.
-
-    Args:
-        response: text of the model: with a box, `#### 42`, "the answer is 42", or the bare answer.
-        answer: the right answer, bare or as a solution that ends with it.
-
-    Raises:
-        ValueError: the answer is empty or a sentence, or the two are too large to compare.
+    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
+    with it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to
+    compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
     """
-    gold = _gold(answer)
+    boxed = extraction.last_boxes(answer)  # the answer may be a solution
+    gold = ", ".join(boxed) if boxed else after_hashes(answer) or answer
     if not plain(gold):
         raise ValueError(f"the answer {answer[:100]!r} is empty")
     text = extraction.without_reasoning(response).strip()
@@ -98,9 +99,13 @@ def _states(gold: str, text: str) -> bool:
     found = after_hashes(text) or extraction.after_phrase(text)
     if found is not None:
         return are_equal(gold, found) or _begins_with(gold, found)
-    if _is_bare(text) and are_equal(gold, text):
-        return True
-    return (_has_words(text) or not _is_bare(text)) and _in_prose(gold, text[-extraction.TAIL :])
+    if _is_bare(text):
+        if are_equal(gold, text):
+            return True
+        word = r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:is|it|so|we|he|to|of|in)\b)"
+        if not re.search(word, _FUNCTIONS.sub(" ", text)):
+            return False
+    return _in_prose(gold, text[-extraction.TAIL :])
 
 
 _VERB = r"(?:is|are|was|were|has|have|had|equals?|gets?|makes?|takes?|costs?|earns?|weighs?|needs?|gives?|must\s+be|total|=)"
@@ -184,12 +189,9 @@ def _said_in_box(box: str) -> str | None:
 
 def _words(text: str) -> list[str]:
     """Return words without articles and plural endings: "No solutions" equals "no solution"."""
-    words = [
-        word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")
-    ]
-    return [
-        word.removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word for word in words
-    ]
+    found = re.findall(r"[^\W_]+", plain(text).lower())
+    words = [word for word in found if word not in ("a", "an", "the")]
+    return [w.removesuffix("s") if len(w) > 3 and not w.endswith("ss") else w for w in words]
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
@@ -202,16 +204,14 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
         found = _UNIT.search(form)
         if found is None or not form[: found.start()].strip(" $\\("):
             continue
-        unit, size, rest = unit_of(
-            (found["text"] or found["bare"]).strip() + re.sub(r"\s", "", found["raised"] or "")
-        )
+        name = (found["text"] or found["bare"]).strip()
+        unit, size, rest = unit_of(name + re.sub(r"\s", "", found["raised"] or ""))
         if unit and not rest.strip():
             return form[: found.start()].rstrip(), (unit, size)
     return text, (frozenset(), Fraction(1))
 
 
 def _in_base(text: str) -> int | None:
-    """Return the value of digits with a base, such as `204_5`."""
     found = re.fullmatch(r"(\w+)_\{?(\d{1,2})\}?", key(text))
     try:
         return int(found[1], int(found[2])) if found else None
@@ -234,26 +234,12 @@ def _same_number(gold: str, given: str) -> bool:
     return one is not None and other is not None and one.equals(other)
 
 
-def _gold(answer: str) -> str:
-    """Return the answer in a solution."""
-    boxed = extraction.last_boxes(answer)
-    return ", ".join(boxed) if boxed else after_hashes(answer) or answer
-
-
 def _is_bare(text: str) -> bool:
     if len(text) > 300 or "\n\n" in text or after_hashes(text) or extraction.after_phrase(text):
         return False
     prose = re.sub(r"\\[a-zA-Z]+|\\text\s*\{[^{}]*\}", " ", text)
     return text.replace("$$", "$").count("$") <= 2 and not re.search(
         r"[A-Za-z]{2,}\s+[A-Za-z]{2,}\s+[A-Za-z]{2,}", prose
-    )
-
-
-def _has_words(text: str) -> bool:
-    return bool(
-        re.search(
-            r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:is|it|so|we|he|to|of|in)\b)", _FUNCTIONS.sub(" ", text)
-        )
     )
 
 
@@ -271,7 +257,6 @@ def _begins_with(gold: str, said: str) -> bool:
 
 
 def _formulas(text: str) -> list[str]:
-    """Return the formulas between dollar signs or LaTeX brackets."""
     found = _FORMULA.findall(text)
     return [part for parts in found for part in parts if part]
 
@@ -280,14 +265,8 @@ def _in_prose(gold: str, text: str) -> bool:
     """Whether the formula, number or words at the end of a text are the answer."""
     if is_words(gold):
         ending = re.escape(plain(gold)) + r"[\s.!*]*$"
-        return (
-            re.search(
-                rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}",
-                text,
-                re.IGNORECASE,
-            )
-            is not None
-        )
+        stated = rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}"
+        return bool(re.search(stated, text, re.IGNORECASE))
     parse, _ = _math_verify()
     last = next(reversed(_formulas(text)), None)
     if last is not None and are_equal(gold, last):
@@ -326,23 +305,11 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
         raise
     except Exception as error:  # one pair of readings is invalid; others may be valid
         right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
-        if not right:
-            _report_failed(gold, given, error)
+        if not right and (number := next(_reports)) <= MAX_REPORTS:
+            more = "; further ones are not reported" if number == MAX_REPORTS else ""
+            wrong = "%.80r could not be compared with %.80r, and counts as wrong: %r%s"
+            LOG.warning(wrong, given, gold, error, more)
     return right and not (gold and given and _differ(gold[0], given[0]))
-
-
-MAX_REPORTS = 10
-"""Most failed comparisons that a process reports."""
-_reports = itertools.count(1)
-
-
-def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
-    """Log that a response counts as wrong because its comparison failed."""
-    if (number := next(_reports)) <= MAX_REPORTS:
-        more = "; further ones are not reported" if number == MAX_REPORTS else ""
-        LOG.warning(
-            "%.80r could not be compared with %.80r, and counts as wrong: %r%s", given, gold, error, more
-        )
 
 
 DIGITS = 1500
@@ -350,7 +317,6 @@ DIGITS = 1500
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two readings certainly differ, as constants or in a coefficient or part."""
     import sympy
 
     if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
@@ -358,11 +324,8 @@ def _differ(one: Any, other: Any) -> bool:
     one, other = (reading.rhs if isinstance(reading, sympy.Eq) else reading for reading in (one, other))
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
         return _expressions_differ(one, other)
-    parts = [
-        reading.args
-        for reading in (one, other)
-        if isinstance(reading, sympy.Tuple | sympy.FiniteSet | sympy.Interval)
-    ]
+    several = sympy.Tuple | sympy.FiniteSet | sympy.Interval
+    parts = [reading.args for reading in (one, other) if isinstance(reading, several)]
     if len(parts) < 2 or len(parts[0]) != len(parts[1]):
         return False
     if isinstance(one, sympy.FiniteSet) or isinstance(other, sympy.FiniteSet):
@@ -379,9 +342,8 @@ def _expressions_differ(one: Any, other: Any) -> bool:
     if one.free_symbols != other.free_symbols:
         return False
     # Compare the expressions at fixed rational values of their symbols.
-    places = {
-        symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))
-    }
+    symbols = sorted(one.free_symbols, key=str)
+    places = {symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(symbols)}
     try:
         one, other = one.subs(places).doit(), other.subs(places).doit()
         if not (_is_finite_number(one) and _is_finite_number(other)):

@@ -88,26 +88,21 @@ def final_part(response: str) -> str | None:
         return None
     if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:  # the tag is never closed
         return None
-    stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), _end_of_phrase(text), 0)
+    said = max((phrase.end() for phrase in _PHRASE.finditer(text)), default=0)  # "the answer is"
+    stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), said)
     # The response withdrew the answer, so look for a new one after that.
     if (rest := _after_withdrawal(text, stated)) is not None:
         return final_part(rest) if re.search(r"\w", rest) else None
     if last_tag[0] < 0:
         return text
-    return (
-        text[last_tag[1] :]
-        if last_box[0] > last_tag[1]
-        else _TAG.sub(" ", text[last_tag[0] : last_tag[1]]).strip()
-    )
+    if last_box[0] > last_tag[1]:
+        return text[last_tag[1] :]
+    return _TAG.sub(" ", text[last_tag[0] : last_tag[1]]).strip()
 
 
 def denied_letters(text: str) -> set[str]:
-    """Return the letters and digits of the options that a text denies."""
-    return {
-        key.upper()
-        for match in _DENIED.finditer(text)
-        for key in re.findall(r"\b[A-Za-z1-9]\b", match[0])
-    }
+    keys = (re.findall(r"\b[A-Za-z1-9]\b", match[0]) for match in _DENIED.finditer(text))
+    return {key.upper() for found in keys for key in found}
 
 
 def without_tag(text: str) -> str:
@@ -130,12 +125,8 @@ def _tags(text: str) -> list[tuple[int, int]]:
 
 
 def _last_open(text: str, closed: list[int]) -> int:
-    """Return the start of the last box that is never closed, or -1."""
-    starts = set(closed)
-    last = -1
-    for box in _OPEN_BOX.finditer(text):
-        last = box.start()
-    if last in starts or last < 0:
+    last = max((box.start() for box in _OPEN_BOX.finditer(text)), default=-1)
+    if last in closed or last < 0:
         return -1
     depth = 0
     for brace in re.finditer(r"\\[{}]|[{}]", text[last:]):
@@ -143,14 +134,6 @@ def _last_open(text: str, closed: list[int]) -> int:
         if brace[0] == "}" and not depth:
             return -1
     return -1 if re.fullmatch(r"[^{}]*\{[^{}]*\\\}\W*", text[last:]) else last  # closed by \\} in error
-
-
-def _end_of_phrase(text: str) -> int:
-    """Return the end of the last "the answer is", or -1."""
-    last = -1
-    for phrase in _PHRASE.finditer(text):
-        last = phrase.end()
-    return last
 
 
 def _after_withdrawal(text: str, stated: int) -> str | None:
@@ -197,21 +180,14 @@ def last_boxes(text: str) -> tuple[str, ...]:
         if _ABOUT.search(between[-60:]):
             first -= 1
             continue
-        words = re.findall(r"(?<!\\)\b[a-zA-Z]{2,}", between)
-        if (
-            len(between) > 60
-            or len(words) > 5
-            or re.search(r"[.?!:]\s|\bthen\b|\bno\b|\bwait\b|\n\n", between, re.I)
-        ):
+        is_long = len(between) > 60 or len(re.findall(r"(?<!\\)\b[a-zA-Z]{2,}", between)) > 5
+        if is_long or re.search(r"[.?!:]\s|\bthen\b|\bno\b|\bwait\b|\n\n", between, re.I):
             break
         first -= 1
     shown = found[max(first, 0) :]
     rounded = [bool(_ABOUT.search(text[one[1] : other[0]])) for one, other in pairwise(shown)]
-    return tuple(
-        content.strip()
-        for (_, _, content), is_rounded in zip(shown, [False, *rounded], strict=False)
-        if not is_rounded
-    )
+    kept = zip(shown, [False, *rounded], strict=False)
+    return tuple(content.strip() for (_, _, content), is_rounded in kept if not is_rounded)
 
 
 def after_phrase(text: str) -> str | None:
@@ -253,7 +229,6 @@ def last_ratio(text: str) -> str | None:
 
 
 def first_number(text: str) -> str | None:
-    """Return the first number of a text, in the form of `last_number`."""
     found = NUMBER_IN_TEXT.search(text)
     return found.group().strip() if found else None
 

@@ -43,7 +43,6 @@ class Grader(Config):
 
 
 def _take_any_answer(cls: type[Grader]) -> None:
-    """Wrap `__call__` so that it gets every answer as text."""
     own: Any = vars(cls).get("__call__")
     if own is None or "answer" not in inspect.signature(own).parameters:
         return
@@ -52,11 +51,8 @@ def _take_any_answer(cls: type[Grader]) -> None:
     @functools.wraps(own)
     def graded(*arguments: Any, **named: Any) -> float:
         given = signature.bind(*arguments, **named)
-        if (
-            given.arguments.get("answer", "") is None
-            and signature.parameters["answer"].default is not inspect.Parameter.empty
-        ):
-            # A row without an answer falls back to the parameter's default.
+        has_default = signature.parameters["answer"].default is not inspect.Parameter.empty
+        if given.arguments.get("answer", "") is None and has_default:
             del given.arguments["answer"]
         if "answer" in given.arguments:
             given.arguments["answer"] = answer_text(given.arguments["answer"])
@@ -66,20 +62,11 @@ def _take_any_answer(cls: type[Grader]) -> None:
 
 
 def answer_text(answer: object) -> str:
-    """Return an answer as text.
-
-    Raises:
-        SampleError: the answer is missing.
+    """Return an answer as text. Raises a SampleError if the answer is missing.
 
     >>> answer_text(5), answer_text(0.5), answer_text(True), answer_text({"a": [1]})
     ('5', '0.5', 'True', '{"a": [1]}')
     """
     if answer is None:
         raise SampleError("the row has no answer")
-    return (
-        answer
-        if isinstance(answer, str)
-        else json.dumps(answer)
-        if isinstance(answer, list | dict)
-        else str(answer)
-    )
+    return json.dumps(answer) if isinstance(answer, list | dict) else str(answer)

@@ -29,7 +29,7 @@ MAX_CHARACTERS = 200_000
 """Characters at the end of a response that are read."""
 
 
-class MathProcess:
+class _MathProcess:
     """The child process that compares formulas for this process."""
 
     def __init__(self) -> None:
@@ -37,11 +37,8 @@ class MathProcess:
         self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Compare the final answer of a response with the answer.
-
-        Raises:
-            SampleError: the comparison took too long or failed, or the process ended.
-        """
+        """Compare the final answer of a response with the answer, by `equality.is_right`. Raises a
+        SampleError if the comparison took too long or failed, or the process ended."""
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
             child = self._child or self._start()
@@ -65,13 +62,11 @@ class MathProcess:
         return bool(reply["right"])
 
     def kill(self) -> str:
-        """End the process, if there is one; return how it ended."""
         child, self._child = self._child, None
         return "not started" if child is None else child.kill()
 
     @property
     def pid(self) -> int | None:
-        """Process id. None while no process runs."""
         return self._child.pid if self._child else None
 
     def _start(self) -> ChildProcess:
@@ -86,28 +81,15 @@ class MathProcess:
         return child
 
 
-PROCESS = MathProcess()
+PROCESS = _MathProcess()
 """The math process of this grading process."""
 atexit.register(PROCESS.kill)
 # A fork must not talk to the process of its parent.
 os.register_at_fork(after_in_child=lambda: PROCESS.__init__())
 
 
-def compare(response: str, answer: str, deadline_s: float) -> bool:
-    """Whether the final answer of a response equals the answer, by `equality.is_right`.
-
-    Raises:
-        SampleError: the comparison took longer than `deadline_s`, the process ended, or the result
-            is unknown.
-    """
-    return PROCESS.compare(response, answer, deadline_s)
-
-
 def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:80]}...")
-
-
-# Math
 
 
 class Math(Grader):
@@ -128,16 +110,12 @@ class Math(Grader):
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
-        compare("1", "1", START_S)
+        PROCESS.compare("1", "1", START_S)
 
     def __call__(self, response: str, answer: str) -> float:
-        r"""Grade a response.
-
-        Raises:
-            SampleError: the comparison took too long, its process ended, or the answer is empty.
-                Instead of a grade, a reward worker counts a failed sample.
-        """
-        return float(compare(response, answer, self.deadline_s))
+        r"""Grade a response. Raises a SampleError if the comparison took too long, its process
+        ended, or the answer is empty. A reward worker then counts a failed sample."""
+        return float(PROCESS.compare(response, answer, self.deadline_s))
 
 
 # Gsm8k: the number that a response ends with, against the number of the answer (arXiv:2110.14168).
@@ -156,10 +134,7 @@ class Gsm8k(Grader):
     """Only count a number after `####`, as in the data set. Set it to teach the format as well."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the two numbers.
-
-        Raises:
-            SampleError: the answer has no number.
+        """Compare the two numbers. Raises a SampleError if the answer has no number.
 
         >>> Gsm8k()("18 - 5 = 13, so she has $13.00.", "She has 18 - 5 = 13\\n#### 13")
         1.0
@@ -186,19 +161,9 @@ def final_number(text: str) -> Quantity | None:
         # "#### none" and similar have no number, so try the next place.
         if (number := _number_in(found)) is not None:
             return number
-    return _last(text)
+    return quantity_of(extraction.last_number(text) or "")
 
 
 def _number_in(text: str | None) -> Quantity | None:
-    """Return the number of a short text that states an answer."""
-    if text is None:
-        return None
-    part = extraction.stated_part(text)
-    return quantity_of(part) or (
-        quantity_of(number) if (number := extraction.first_number(part)) else None
-    )
-
-
-def _last(text: str) -> Quantity | None:
-    number = extraction.last_number(text)
-    return quantity_of(number) if number else None
+    part = extraction.stated_part(text or "")
+    return quantity_of(part) or quantity_of(extraction.first_number(part) or "")

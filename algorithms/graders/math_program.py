@@ -1,8 +1,8 @@
 """Math program: compares formulas in a process that `math.py` starts.
 
 It reads requests from standard input, one line of JSON each, and writes replies in the same form.
-It ends with its input. If a request takes much longer than its deadline, an alarm of the operating
-system ends it, since the parent is then no longer there to kill it.
+If a request takes much longer than its deadline, an alarm ends the process, since the parent is
+then no longer there to kill it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ MEMORY_BYTES = 4 * 2**30
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep the output of libraries out of the replies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setrecursionlimit(5000)
     equality.are_equal("x+1", "1+x")  # warm up imports and caches
-    _limit_memory()
+    with open("/proc/self/statm") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY_BYTES, present + MEMORY_BYTES))
     replies.write(b'{"ready": true}\n')
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -41,17 +42,10 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"right": equality.is_right(request["response"], request["answer"])}
     except (MemoryError, RecursionError) as error:
-        return {
-            "error": f"the comparison with {request['answer'][:80]!r} ended with {type(error).__name__}"
-        }
+        answer, what = request["answer"][:80], type(error).__name__
+        return {"error": f"the comparison with {answer!r} ended with {what}"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY_BYTES, present + MEMORY_BYTES))
 
 
 if __name__ == "__main__":

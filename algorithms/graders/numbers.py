@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -30,16 +31,17 @@ _TEMPERATURE = re.compile(
     r"(?:\^?\s*\{?\s*\\circ\s*\}?|\\?°|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*)?(?P<scale>[CF])\b\s*\}?"
 )
 _DECORATION = re.compile(r"\\(?:color|textcolor|hspace|vspace|phantom)\*?\s*\{[^{}]*\}")
-_FRACTIONS = {
-    "½": (1, 2),
-    "⅓": (1, 3),
-    "⅔": (2, 3),
-    "¼": (1, 4),
-    "¾": (3, 4),
-    "⅕": (1, 5),
-    "⅙": (1, 6),
-    "⅛": (1, 8),
-}
+_FRACTIONS = "½⅓⅔¼¾⅕⅙⅛"
+_SAME = (
+    *(("−", "-"), ("–", "-"), ("\\%", "%"), ("\\$", "$"), ("\u00a0", " "), ("~", " ")),
+    *(
+        ("\\varnothing", "\\emptyset"),
+        (r"\\frac", r"\frac"),
+        (r"\\dfrac", r"\frac"),
+        (r"\\sqrt", r"\sqrt"),
+    ),
+)
+"""Notations, and the ones that replace them."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u202f])(?=\d{3}(?!\d))")
 
@@ -59,23 +61,11 @@ def plain(latex: str) -> str:
         text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a truncated command
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
-            wrapped = (
-                len(text) > len(opening) + len(closing)
-                and text.startswith(opening)
-                and text.endswith(closing)
-            )
-            if wrapped and opening not in inner:
+            if inner and opening not in inner and text == f"{opening}{inner}{closing}":
                 text = inner
     text = re.sub(r"^\$([^$]+)\$(?=\s*[A-Za-z])", r"\1", text)  # $125$ miles
-    text = (
-        text.replace("−", "-")
-        .replace("–", "-")
-        .replace("\\%", "%")
-        .replace("\\$", "$")
-        .replace("\u00a0", " ")
-    )
-    text = text.replace("~", " ").replace("\\varnothing", "\\emptyset")
-    text = text.replace("\\\\frac", "\\frac").replace("\\\\dfrac", "\\frac").replace("\\\\sqrt", "\\sqrt")
+    for notation, other in _SAME:
+        text = text.replace(notation, other)
     text = _DECORATION.sub("", _without_unicode(text))
     text = _SEPARATOR.sub("", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
@@ -96,8 +86,9 @@ def _without_unicode(text: str) -> str:
     """
     if text.isascii():
         return text
-    for character, (over, under) in _FRACTIONS.items():
-        text = text.replace(character, rf"\frac{{{over}}}{{{under}}}")
+    for character in _FRACTIONS:
+        value = Fraction(unicodedata.numeric(character)).limit_denominator(8)
+        text = text.replace(character, rf"\frac{{{value.numerator}}}{{{value.denominator}}}")
     text = text.replace("π", r"\pi ")
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     return re.sub(r"√\s*(\w+|\([^()]*\))", lambda found: rf"\sqrt{{{found[1].strip('()')}}}", text)
@@ -133,20 +124,17 @@ def is_words(latex: str) -> bool:
     >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"), is_words("3 dogs")
     (True, True, False, False, False)
     """
-    return bool(
-        re.fullmatch(r"[A-Za-z][A-Za-z'’-]*(?:[ ,][ A-Za-z'’-]+)*", text := plain(latex))
-    ) and any(
-        len(word) >= 3 and word not in ("sin", "cos", "tan", "log", "exp", "abs", "min", "max", "inf")
-        for word in text.split()
-    )
+    text = plain(latex)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z'’-]*(?:[ ,][ A-Za-z'’-]+)*", text):
+        return False
+    functions = ("sin", "cos", "tan", "log", "exp", "abs", "min", "max", "inf")
+    return any(len(word) >= 3 and word not in functions for word in text.split())
 
 
 # Numbers
 
 LONGEST = 1000
 """Characters of the longest text that may be a number."""
-SMALL = Fraction(1, 10_000)
-"""Numbers below it are compared by their ratio: 0 is not 0.0000001."""
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:(?:US)?(?P<currency>[$€£¥])\s*)?(?P<sign2>-?)\s*(?:
@@ -164,52 +152,32 @@ _PERCENT = re.compile(r"(?:%|percent(?:age)?(?:\s+points)?\b|pct\b)\s*", re.IGNO
 _UNKNOWN_UNIT = re.compile(
     r"(?P<words>[$€£¥]|[^\W\d_]{2,}(?:(?:\s+|/)[^\W\d_]+){0,5}|[a-zA-Z])\s*(?:\^?\{?\s*[23²³]\s*\}?)?"
 )
-_BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
-    ("mm", "millimeter", "millimetre"): ("length", Fraction(1, 1000)),
-    ("cm", "centimeter", "centimetre"): ("length", Fraction(1, 100)),
-    ("m", "meter", "metre"): ("length", Fraction(1)),
-    ("km", "kilometer", "kilometre"): ("length", Fraction(1000)),
-    ("in", "inch", "inches"): ("length", Fraction(254, 10_000)),
-    ("ft", "foot", "feet"): ("length", Fraction(3048, 10_000)),
-    ("yd", "yard"): ("length", Fraction(9144, 10_000)),
-    ("mi", "mile"): ("length", Fraction(1_609_344, 1000)),
-    ("mg", "milligram"): ("mass", Fraction(1, 1000)),
-    ("g", "gram"): ("mass", Fraction(1)),
-    ("kg", "kilogram"): ("mass", Fraction(1000)),
-    ("lb", "pound"): ("weight", Fraction(1)),
-    ("oz", "ounce"): ("weight", Fraction(1, 16)),
-    ("ton", "tonne"): ("ton", Fraction(1)),
-    ("ms", "millisecond"): ("time", Fraction(1, 1000)),
-    ("s", "sec", "second"): ("time", Fraction(1)),
-    ("min", "minute"): ("time", Fraction(60)),
-    ("h", "hr", "hour"): ("time", Fraction(3600)),
-    ("day",): ("time", Fraction(86_400)),
-    ("week",): ("time", Fraction(604_800)),
-    ("month",): ("month", Fraction(1)),
-    ("year", "yr"): ("month", Fraction(12)),
-    ("cent",): ("dollar", Fraction(1, 100)),
-    ("$", "dollar", "usd"): ("dollar", Fraction(1)),
-    ("€", "euro", "eur"): ("euro", Fraction(1)),
-    ("ml", "milliliter", "millilitre"): ("volume", Fraction(1, 1000)),
-    ("L", "liter", "litre"): ("volume", Fraction(1)),
-    ("gallon",): ("gallon", Fraction(1)),
-    ("quart",): ("gallon", Fraction(1, 4)),
-    ("pint",): ("gallon", Fraction(1, 8)),
-    ("degree", "deg"): ("angle", Fraction(1)),
-    ("radian", "rad"): ("radian", Fraction(1)),
-    ("celsius",): ("celsius", Fraction(1)),
-    ("fahrenheit",): ("fahrenheit", Fraction(1)),
-    ("kelvin",): ("kelvin", Fraction(1)),
-    ("newton",): ("newton", Fraction(1)),
-    ("joule",): ("joule", Fraction(1)),
-    ("watt",): ("watt", Fraction(1)),
-    ("volt",): ("volt", Fraction(1)),
-    ("unit",): ("unit", Fraction(1)),
+_UNITS = {
+    "length": "1/1000 mm millimeter millimetre, 1/100 cm centimeter centimetre, 1 m meter metre, "
+    "1000 km kilometer kilometre, 254/10000 in inch inches, 3048/10000 ft foot feet, 9144/10000 yd yard, "
+    "1609344/1000 mi mile",
+    "mass": "1/1000 mg milligram, 1 g gram, 1000 kg kilogram",
+    "weight": "1 lb pound, 1/16 oz ounce",
+    "ton": "1 ton tonne",
+    "time": "1/1000 ms millisecond, 1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, 604800 week",
+    "month": "1 month, 12 year yr",
+    "dollar": "1/100 cent, 1 $ dollar usd",
+    "euro": "1 € euro eur",
+    "volume": "1/1000 ml milliliter millilitre, 1 L liter litre",
+    "gallon": "1 gallon, 1/4 quart, 1/8 pint",
+    "angle": "1 degree deg",
+    "radian": "1 radian rad",
+    **{
+        n: f"1 {n}"
+        for n in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
+    },
 }
-"""Names of a unit -> dimension and size. Pounds and months have no fixed size."""
-_UNIT_OF_NAME = {
-    form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")
-}
+"""Dimension -> sizes and names of its units. Pounds and months have no fixed size."""
+_UNIT_OF_NAME: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _units in _UNITS.items():
+    for _size, *_names in map(str.split, _units.split(", ")):
+        for _name in _names:
+            _UNIT_OF_NAME[_name] = _UNIT_OF_NAME[f"{_name}s"] = (_dimension, Fraction(_size))
 _RATES = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s"}
 _AMBIGUOUS = {
     "in",
@@ -285,16 +253,11 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
         if name.lower() in _RATES:
             parts, factor, _ = unit_of(_RATES[name.lower()])
         else:
-            known = _UNIT_OF_NAME.get(name) or (
-                _UNIT_OF_NAME.get(name.lower()) if len(name) > 1 or name == "l" else None
-            )
-            known = known or (_UNIT_OF_NAME["L"] if name == "l" else None)
-            is_word = (
-                name.lower() in ("in", "s")
-                and text[term.end() :].strip()
-                and not (term["shape"] or term["power"])
-            )
-            if known is None or (is_word and not _OVER.match(text, term.end())):  # "5 in total"
+            known = _UNIT_OF_NAME.get(name) or (len(name) > 1 and _UNIT_OF_NAME.get(name.lower()))
+            known = known or (name == "l" and _UNIT_OF_NAME["L"])
+            follows = text[term.end() :].strip() and not _OVER.match(text, term.end())
+            is_word = name.lower() in ("in", "s") and follows and not (term["shape"] or term["power"])
+            if not known or is_word:  # "5 in total"
                 break
             parts, factor = frozenset({(known[0], 1)}), known[1]
         power = int(re.sub(r"[{}\s]", "", term["power"])) if term["power"] else 1
@@ -316,10 +279,8 @@ def same_unit(one: Unit, other: Unit) -> bool:
     """Whether two units may have the same dimensions. No unit matches every unit."""
     if not one or not other or one == other:
         return True
-    generic = [
-        {power for _, power in unit} for unit in (one, other) if {base for base, _ in unit} == {"unit"}
-    ]
-    return bool(generic) and {power for _, power in one} == {power for _, power in other}
+    generic = any({base for base, _ in unit} == {"unit"} for unit in (one, other))
+    return generic and {power for _, power in one} == {power for _, power in other}
 
 
 @dataclass(frozen=True)
@@ -347,40 +308,26 @@ class Quantity:
             return False
         ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
         # 28% may mean 28 or 0.28. Two percentages are compared as they are.
-        mine = {self.value, self.value / 100} if self.percent else {self.value}
-        theirs = {other.value, other.value / 100} if other.percent else {other.value}
-        if self.percent and other.percent:
-            mine, theirs = {self.value}, {other.value}
+        mine, theirs = {self.value}, {other.value}
+        if self.percent != other.percent:
+            mine |= {self.value / 100} if self.percent else set()
+            theirs |= {other.value / 100} if other.percent else set()
         rounded = self.rounded or other.rounded
         return any(a * ratio == b or (rounded and _near(a * ratio, b)) for a in mine for b in theirs)
 
 
 def _near(a: Fraction, b: Fraction) -> bool:
     largest = max(abs(a), abs(b))
-    return abs(a - b) <= Fraction(1, 2_000_000) * (
-        largest if largest < SMALL else max(largest, Fraction(1))
-    )
+    # Small numbers are compared by their ratio: 0 is not 0.0000001.
+    scale = largest if largest < Fraction(1, 10_000) else max(largest, Fraction(1))
+    return abs(a - b) <= Fraction(1, 2_000_000) * scale
 
 
-_ONES = [
-    *(
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "thirteen",
-    ),
-    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-]
+_ONES = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen",
+)
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _IN_WORDS = re.compile(
     rf"(?:(?P<tens>{'|'.join(_TENS)})(?:[- ](?P<more>{'|'.join(_ONES[1:10])}))?|(?P<ones>{'|'.join(_ONES)}))\b(?!-|\s+(?:and|or)\b"
@@ -425,14 +372,8 @@ def quantity_of(text: str) -> Quantity | None:
         return None
     if found["currency"] in ("$", "€") and not unit:
         unit, size, _ = unit_of(found["currency"])
-    negative = "-" in (found["sign"], found["sign2"])
-    return Quantity(
-        -value if negative else value,
-        percent=percent is not None,
-        unit=unit,
-        size=size,
-        rounded="." in (found["decimal"] or ""),
-    )
+    value = -value if "-" in (found["sign"], found["sign2"]) else value
+    return Quantity(value, percent is not None, unit, size, rounded="." in (found["decimal"] or ""))
 
 
 def with_decimal_comma(text: str) -> Quantity | None:
@@ -455,14 +396,9 @@ def _is_unit(words: str, *, spaced: bool) -> bool:
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
-    part = {
-        name: text.replace(",", "").replace(" ", "") for name, text in found.groupdict().items() if text
-    }
-    for over, under, whole in (
-        ("over", "under", "whole"),
-        ("over2", "under2", "whole2"),
-        ("top", "bottom", ""),
-    ):
+    part = {name: re.sub("[, ]", "", text) for name, text in found.groupdict().items() if text}
+    fractions = (("over", "under", "whole"), ("over2", "under2", "whole2"), ("top", "bottom", ""))
+    for over, under, whole in fractions:
         if over in part:
             below = Fraction(part[under])
             return Fraction(part.get(whole, 0)) + Fraction(part[over]) / below if below else None
@@ -471,9 +407,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
         return Fraction(base) ** power if base or power > 0 else None
     if "again" in part:  # 0.1666... is 0.1, and 6/9 of a tenth
         tenths = 10 ** len(part["once"].partition(".")[2])
-        return Fraction(f"0{part['once']}0") + Fraction(
-            int(part["again"]), (10 ** len(part["again"]) - 1) * tenths
-        )
+        again = Fraction(int(part["again"]), (10 ** len(part["again"]) - 1) * tenths)
+        return Fraction(f"0{part['once']}0") + again
     tens = int(part.get("tens") or part.get("tens2") or 0)
     decimal = part["decimal"].rstrip(".")
     if decimal.count(".") > 1:  # 1.250.000

@@ -61,14 +61,14 @@ class F1(Grader):
         >>> F1()("in Paris, France", "Paris")
         0.5
         """
-        return max(self._of(text, answer) for text in _candidates(response))
+        return max(_f1(text, answer) for text in _candidates(response))
 
-    def _of(self, text: str, answer: str) -> float:
-        mine, theirs = Counter(normalized(text).split()), Counter(normalized(answer).split())
-        if not mine or not theirs:
-            return float(mine == theirs)
-        common = (mine & theirs).total()
-        return 2 * common / (mine.total() + theirs.total())
+
+def _f1(text: str, answer: str) -> float:
+    mine, theirs = Counter(normalized(text).split()), Counter(normalized(answer).split())
+    if not mine or not theirs:
+        return float(mine == theirs)
+    return 2 * (mine & theirs).total() / (mine.total() + theirs.total())
 
 
 class RegularExpression(Grader):
@@ -117,9 +117,6 @@ def _candidates(response: str) -> tuple[str, ...]:
     return (text, said) if said else (text,)
 
 
-# Rewards for the form of a response: its tags, and its length.
-
-
 class TagFormat(Grader):
     """1 if the response consists of the tagged parts, in order and not empty, otherwise 0.
 
@@ -141,9 +138,8 @@ class TagFormat(Grader):
 
     def __call__(self, response: str) -> float:
         text = f"<{self.tags[0]}>{response}" if self.opened else response
-        parts = r"\s*".join(
-            rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags)
-        )
+        tags = map(re.escape, self.tags)
+        parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in tags)
         after = r"\s*\S.*" if self.rest else r"\s*"
         found = re.fullmatch(rf"\s*{parts}{after}", text, re.DOTALL)
         once = all(text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1 for tag in self.tags)
@@ -171,12 +167,8 @@ class LengthReward(Grader):
         return self
 
     def __call__(self, response_ids: Sequence[int]) -> float:
-        """Return the reward for the length of a response, in tokens."""
         share = (self.no_tokens - len(response_ids)) / (self.no_tokens - self.full_tokens)
         return min(max(share, 0.0), 1.0)
-
-
-# JsonSchema: whether a response is JSON that matches a schema.
 
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -24,8 +24,7 @@ from ...dataflow.graph import declared
 from ...dataflow.metrics import Max, Metrics, merge
 from ...dataflow.runs.files import is_full
 from ...dataflow.untrusted_text import readable, redacted
-from ...workers.device import peak_device_bytes
-from ...workers.worker import Children, Worker
+from ...workers.worker import Children, Worker, peak_device_bytes
 from . import row_io
 from .row_io import DataAccess, Publisher, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task

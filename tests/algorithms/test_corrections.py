@@ -172,8 +172,8 @@ LN2 = math.log(2)
 )
 def test_weights_by_hand(correction: Correction, weights: list[float]):
     log_ratio = torch.tensor([2 * LN2, -LN2, 0.0, LN2], dtype=torch.float64)  # 4, 1/2 and 1; 2
-    made = correction(log_ratio, PackedRows.of([3, 1]))
-    assert made.weights.tolist() == pytest.approx(weights)
+    found, _, _ = correction(log_ratio, PackedRows.of([3, 1]))
+    assert found.tolist() == pytest.approx(weights)
     assert isinstance(correction, Correction)
 
 
@@ -344,7 +344,7 @@ def test_without_a_correction_the_loss_is_unchanged():
 @pytest.mark.parametrize("corrections", CORRECTIONS, ids=range(len(CORRECTIONS)))
 def test_no_gradient_flows_through_a_weight(corrections: tuple[Correction, ...]):
     log_ratio = torch.linspace(-1, 1, 15, dtype=torch.float64, requires_grad=True)
-    assert not combined(corrections, log_ratio, PackedRows.of(LENGTHS)).weights.requires_grad
+    assert not combined(corrections, log_ratio, PackedRows.of(LENGTHS))[0].requires_grad
     _, rows = random_rows()
     fixed = {name: v.clone().requires_grad_(v.is_floating_point()) for name, v in rows.columns.items()}
     logprobs, _ = random_rows()

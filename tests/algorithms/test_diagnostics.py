@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from weft.algorithms.policy_loss import length_bias
+from weft.algorithms.grpo import length_bias
 from weft.dataflow.metrics import merge
 
 

@@ -27,9 +27,11 @@ def losses_and_gradients(surrogate: Surrogate, ratios: list[float], advantages: 
     """Return losses and gradients for tokens with these ratios to a policy of log-probability
     -1."""
     logprobs = (torch.tensor(ratios, dtype=torch.float64).log() - 1).requires_grad_()
-    made = surrogate((logprobs + 1).exp(), logprobs, torch.tensor(advantages, dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(made.losses.sum(), logprobs)
-    return made.losses.tolist(), gradient.tolist(), made.clipped.tolist()
+    losses, clipped = surrogate(
+        (logprobs + 1).exp(), logprobs, torch.tensor(advantages, dtype=torch.float64)
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    return losses.tolist(), gradient.tolist(), clipped.tolist()
 
 
 def test_clipping_by_hand():

@@ -3,8 +3,7 @@
 import pytest
 
 from weft.dataflow.errors import UserError
-from weft.workers.device import device_index, rank_device
-from weft.workers.worker import Context
+from weft.workers.worker import Context, device_index, rank_device
 
 
 def test_a_rank_that_sees_its_own_devices_alone_takes_the_first():

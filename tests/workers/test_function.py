@@ -1,7 +1,7 @@
 """The worker for pure functions."""
 
 from weft.dataflow.batch import Batch
-from weft.workers.function import FunctionConfig, FunctionWorker
+from weft.workers.function import FunctionWorker
 
 
 def doubled(rows: Batch, *, factor: int) -> Batch:
@@ -9,7 +9,7 @@ def doubled(rows: Batch, *, factor: int) -> Batch:
 
 
 def test_a_function_is_called_with_its_arguments():
-    result = FunctionWorker(FunctionConfig()).apply(
+    result = FunctionWorker(FunctionWorker.Config()).apply(
         Batch.of(x=[1, 2]), function=doubled, arguments={"factor": 3}
     )
     assert result.numpy("x").tolist() == [3, 6]

@@ -56,7 +56,7 @@ def test_columns_come_by_name_and_the_response_as_text(model: Path):
     batch, metrics = score(exact, model)
     assert batch.numpy("reward").tolist() == [1.0, 0.0, 1.0]
     assert metrics["mean"] == Mean(2.0, 3) and metrics["max"] == Max(1.0)
-    assert RewardConfig(function=exact, tokenizer=model).reads == ("answer",)
+    assert RewardConfig(function=exact, tokenizer=model).needs == ("answer",)
 
 
 def test_token_ids_may_be_requested_and_defaults_replace_missing_columns(model: Path):

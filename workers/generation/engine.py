@@ -1,6 +1,5 @@
-"""GenerationEngine: the interface of engines that sample tokens for a rollout worker. `VllmEngine`
-(`vllm_engine.py`) and `TransformersEngine` (`transformers_engine.py`) implement it; users can add
-others."""
+"""GenerationEngine: the interface of engines that sample tokens for a rollout worker (`VllmEngine`,
+`TransformersEngine`, and users' own)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ class GenerationRequest:
     prompt_ids: np.ndarray
     """[P] int32, with one placeholder for each image."""
     seed: int | None = None
-    """Equal seeds, weights and prompts give equal tokens; None uses the engine's own random stream."""
+    """Equal seeds, weights and prompts give equal tokens; None uses the engine's own random
+    stream."""
     images: Sequence[Any] = ()
     """Encoded images of the prompt, as bytes or buffers. Only engines with an image processor
     accept them."""
@@ -67,10 +67,9 @@ class GenerationEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Sample one response to each request.
 
-        All requests are admitted before the first step. Closing the generator aborts unfinished
-        requests; sending it request ids aborts these. `update_weights` may be called between two
-        items: requests continue under the new version. A token that completes a stop string
-        (`stop_strings`) ends the response, with `finish_reason` "stop".
+        All requests are admitted before the first step. `update_weights` may be called between two
+        items: requests continue under the new version. Closing the generator aborts unfinished
+        requests; sending it request ids aborts these.
 
         Returns:
             After each step the responses that finished in it, or an empty list.
@@ -86,25 +85,18 @@ class GenerationEngine(Protocol):
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """Receive a version into separate memory while requests continue, so that `update_weights`
-        only swaps it. Yields until the version has arrived. An engine without staging yields
-        nothing.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones.
-        """
+        only swaps it. Yields until the version has arrived; an engine without staging yields
+        nothing. Raises a WeightSyncError if the bytes differ from the published ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:
-        """Load these weights and return the checksum of the loaded bytes.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones, or do not fit the model.
-        """
+        """Load these weights and return the checksum of the loaded bytes. Raises a WeightSyncError
+        if the bytes differ from the published ones, or do not fit the model. The engine then
+        rejects requests until a complete version has arrived."""
         ...
 
     def recompute(self) -> None:
-        """Rebuild the KV cache of unfinished requests with the current weights. Called after
-        `update_weights`."""
+        """Rebuild the KV cache of unfinished requests with the current weights."""
         ...
 
     def sleep(self) -> None:
@@ -122,32 +114,25 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Extra tokens to decode before a possible stop string, because the first decoded
-token may lose a space."""
+"""Extra tokens to decode before a possible stop string, as the first decoded token may lose a
+space."""
 
 
 class StopStrings:
     """The stop strings of a sampling, with the decoder of a model's tokens.
 
-    A token ends a response if it adds an occurrence of a stop string to the text.
-
     >>> letters = StopStrings(("ab",), lambda ids: "".join("abc"[i] for i in ids))
-    >>> [letters.end([0, 1][:length]) for length in (1, 2)], letters.end([0, 1, 2]), letters.end([2, 0, 1, 0, 1])
+    >>> [letters.completes([0, 1][:length]) for length in (1, 2)], letters.completes([0, 1, 2]), letters.completes([2, 0, 1, 0, 1])
     ([False, True], False, True)
-
-    Args:
-        stop: texts that end a response.
-        decode: decodes token ids to text.
     """
 
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stop = tuple(stop)
         self._decode = decode
-        self._window = (
-            max(len(text.encode()) for text in stop) + MARGIN
-        )  # a token of text has at least one byte
+        # A token of text has at least one byte.
+        self._window = max(len(text.encode()) for text in stop) + MARGIN
 
-    def end(self, token_ids: Sequence[int] | np.ndarray) -> bool:
+    def completes(self, token_ids: Sequence[int] | np.ndarray) -> bool:
         """Return whether the last of these tokens completes a stop string."""
         tail = [int(token) for token in token_ids[-self._window :]]
         text = self._decode(tail)
@@ -159,12 +144,8 @@ class StopStrings:
 
 
 def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
-    """Return the stop strings of a sampling, with the tokenizer of a model's folder, or None if the
-    sampling has none or ignores them.
-
-    Raises:
-        UserError: the folder has no tokenizer.
-    """
+    """Return the stop strings of a sampling with the tokenizer of a model's folder, or None if the
+    sampling has none or ignores them."""
     if not sampling.stop or sampling.ignore_stop:
         return None
     decode = tokenizer_of(model).decode
@@ -173,9 +154,5 @@ def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer:
-    """Return the tokenizer of a model's folder. Reward functions get text from the same one.
-
-    Raises:
-        UserError: the folder has no tokenizer.
-    """
+    """Return the tokenizer of a model's folder, which reward functions use as well."""
     return Tokenizer.load(model)

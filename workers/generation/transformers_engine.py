@@ -1,7 +1,5 @@
-"""TransformersEngine: samples from a `transformers` causal language model with a KV cache and
-Weft's own decoding loop.
-
-It serves `Local()` runs, machines without vLLM, and debuggers.
+"""TransformersEngine: samples from a `transformers` model with Weft's own decoding loop, for
+`Local()` runs, machines without vLLM, and debuggers.
 
     distinct prompts --prefill--> rows (one per request) --[forward, sample, drop finished]--> responses
 
@@ -15,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +20,7 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
-from ..models.images import ImageReader, SeenPrompt, Shown, embed, positions
+from ..models.images import ImageInputs, ImageReader, SeenPrompt, embed, positions
 from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_strings
 
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class DecodingBatch:
+class _DecodingBatch:
     """The rows of a batch between two tokens, with their KV cache."""
 
     cache: Any
@@ -60,17 +57,13 @@ class DecodingBatch:
         if self.inside is not None:
             self.inside = self.inside[rows]
 
-    def attention_mask(self) -> Tensor | None:
-        """Return the mask of the next forward pass, which adds one column."""
-        return None if self.inside is None else self.inside[:, : self.length + 1]
 
-
-def new_cache(capacity: int) -> Any:
+def _new_cache(capacity: int) -> Any:
     """Create a KV cache for `capacity` tokens per row. Its layers write in place; `DynamicLayer` of
     `transformers` copies all keys for each new token."""
     from transformers.cache_utils import Cache, DynamicLayer
 
-    class PreallocatedLayer(DynamicLayer):
+    class _PreallocatedLayer(DynamicLayer):
         def update(
             self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
@@ -91,13 +84,13 @@ def new_cache(capacity: int) -> Any:
             self.all_keys, self.all_values = self.all_keys[indices], self.all_values[indices]
             self.keys, self.values = self.all_keys[:, :, : self.used], self.all_values[:, :, : self.used]
 
-    return Cache(layer_class_to_replicate=PreallocatedLayer)
+    return Cache(layer_class_to_replicate=_PreallocatedLayer)
 
 
 # Token sampling, with random numbers that depend only on the request
 
 
-def draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
     """Draw one token per row, and return its log-probability under the sampling distribution.
 
     Args:
@@ -140,26 +133,18 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, index, ascending)
 
 
-class RequestDraws:
+class _RequestDraws:
     """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of
-    both.
+    both. Requests without a seed get one from `fallback`."""
 
-    Args:
-        seeds: [requests] uint64.
-    """
-
-    def __init__(self, seeds: np.ndarray) -> None:
-        self._streams = _mix(seeds)
-
-    @classmethod
-    def of(cls, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> RequestDraws:
-        """Use the requests' own seeds; requests without a seed get one from `fallback`."""
+    def __init__(self, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> None:
         own = fallback.integers(2**63, size=len(requests)).tolist()
         seeds = [mine if r.seed is None else r.seed for r, mine in zip(requests, own, strict=True)]
-        return cls(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
+        self._streams = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return [len(rows)] float32 in [0, 1) for these requests at this token of their responses."""
+        """Return [len(rows)] float32 in [0, 1) for these requests at this token of their
+        responses."""
         bits = _mix(self._streams[rows] + np.uint64(position))
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
@@ -172,21 +157,17 @@ def _mix(values: np.ndarray) -> np.ndarray:
         return values ^ (values >> np.uint64(31))
 
 
-# Transformers engine
-
-
 class TransformersEngine:
     """`GenerationEngine` on a `transformers` causal language model.
 
     Args:
         model: folder or cached Hugging Face id.
         max_num_seqs: responses to sample at the same time; others wait for the batch to finish.
-        max_context: longest prompt and response together, in tokens; None for the model's own
-            limit.
+        max_context: [tokens] longest prompt and response together; None for the model's own limit.
         dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
         seed: seed of requests without one.
-        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
-            the first one.
+        adapter: the adapter to serve, if updates carry only it; generation then waits for the
+        first.
         routes: whether to record the experts of each token.
         images: processor of a model that reads images, or None for a text model.
 
@@ -218,11 +199,9 @@ class TransformersEngine:
         self._whole = adapter is None
         """Whether the engine holds one complete version of the weights."""
         self._max_num_seqs = max_num_seqs
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         shows_progress = logging.is_progress_bar_enabled()
@@ -250,9 +229,9 @@ class TransformersEngine:
         self._seeds = np.random.default_rng(seed)
         self._routers = self._find_routers(model) if routes else None
         self._images = images
+        self._names: CheckpointNames | None = None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Yield responses as they finish; see `GenerationEngine`."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         for request in requests:
@@ -274,16 +253,9 @@ class TransformersEngine:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """Stage nothing."""
         yield from ()
 
     def update_weights(self, weights: Weights) -> str:
-        """Copy a published version into the model's parameters.
-
-        Raises:
-            WeightSyncError: the bytes differ from the published ones, or names or shapes do not fit
-                the model.
-        """
         from ...resharding.incoming import IncomingWeights, receive_parts
 
         with IncomingWeights(weights) as incoming:
@@ -296,19 +268,15 @@ class TransformersEngine:
         return checksum
 
     def recompute(self) -> None:
-        """See `GenerationEngine`. Each batch recomputes before its next token."""
-        self._oldest_keys = self.version
+        self._oldest_keys = self.version  # each batch recomputes before its next token
 
     def sleep(self) -> None:
-        """Move the model to host memory."""
         self.model.to("cpu")
 
     def wake_up(self) -> None:
-        """Move the model back to the device."""
         self.model.to(self._device)
 
     def close(self) -> None:
-        """Free the model's memory."""
         del self.model
 
     def _parts(self, incoming: IncomingWeights) -> list[TensorPart]:
@@ -323,20 +291,17 @@ class TransformersEngine:
         tied: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
             tied.setdefault(id(parameter), []).append(name)
-        names, published = self._checkpoint_names, incoming.layout.tensors.keys()
-        chosen = [
-            name
-            for each in tied.values()
-            for name in ([n for n in each if published & set(names.stored_names(n))] or each[:1])
-        ]
-        held = whole({name: parameters[name].data for name in chosen})
+        if self._names is None:
+            from ..training.stored_weights import CheckpointNames
+
+            self._names = CheckpointNames(self.model, parameters)
+        names, published = self._names, incoming.layout.tensors.keys()
+        held_names: list[str] = []
+        for each in tied.values():
+            stored = [name for name in each if published & set(names.stored_names(name))]
+            held_names += stored or each[:1]
+        held = whole({name: parameters[name].data for name in held_names})
         return [part for tensor in held for part in names.parts(tensor)]
-
-    @cached_property
-    def _checkpoint_names(self) -> CheckpointNames:
-        from ..training.stored_weights import CheckpointNames
-
-        return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _read(self, request: GenerationRequest) -> SeenPrompt:
         """Return the prompt with the tokens of its images."""
@@ -363,12 +328,11 @@ class TransformersEngine:
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]
     ) -> Responses:
-        """Sample one batch of requests, from prefill to the last response. Ids sent to the
-        generator are added to `given_up`."""
+        """Sample one batch of requests. Ids sent to the generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
         strings = stop_strings(sampling, self._model_folder)
-        draws = RequestDraws.of(requests, self._seeds)
+        draws = _RequestDraws(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
         logprobs = np.empty(shape, dtype=np.float32)
@@ -380,7 +344,7 @@ class TransformersEngine:
             # Forbid stop tokens before min_tokens.
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
-            sampled, sampled_logprobs = draw_tokens(logits, sampling, draws.at(position, alive))
+            sampled, sampled_logprobs = _draw_tokens(logits, sampling, draws.at(position, alive))
             tokens = sampled.cpu().numpy()
             token_ids[alive, position] = tokens
             logprobs[alive, position] = sampled_logprobs.cpu().numpy()
@@ -388,7 +352,7 @@ class TransformersEngine:
             length = position + 1
             stopped = np.isin(tokens, stops)
             if strings is not None and length > sampling.min_tokens:
-                stopped |= [strings.end(token_ids[row, :length]) for row in alive.tolist()]
+                stopped |= [strings.completes(token_ids[row, :length]) for row in alive.tolist()]
             done = stopped | (length == sampling.max_tokens)
             sent = yield [
                 Response(
@@ -414,13 +378,10 @@ class TransformersEngine:
             # `recompute` was called: prefill again with the current weights.
             if computed_under < self._oldest_keys:
                 computed_under = self.version
-                so_far = [
-                    replace(
-                        requests[row],
-                        prompt_ids=np.concatenate([requests[row].prompt_ids, token_ids[row, :position]]),
-                    )
-                    for row in alive.tolist()
-                ]
+                so_far: list[GenerationRequest] = []
+                for row in alive.tolist():
+                    ids = np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
+                    so_far.append(replace(requests[row], prompt_ids=ids))
                 batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
             for row, own in zip(alive.tolist(), taken, strict=False):
@@ -428,7 +389,7 @@ class TransformersEngine:
 
     def _prefill(
         self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
-    ) -> tuple[DecodingBatch, Tensor]:
+    ) -> tuple[_DecodingBatch, Tensor]:
         """Run each distinct prompt once. Return the rows and their logits [B, V] for the first
         token, and append the routes of prompts to each request's routes."""
         distinct: dict[tuple[bytes | int, ...], int] = {}
@@ -436,36 +397,32 @@ class TransformersEngine:
         row_prompts = np.empty(len(requests), dtype=np.int64)
         for row, request in enumerate(requests):
             prompt = self._read(request)
-            key = (
-                prompt.ids.tobytes(),
-                *map(id, prompt.images),
-            )  # cached equal images are the same object
+            # Cached equal images are the same object.
+            key = (prompt.ids.tobytes(), *map(id, prompt.images))
             row_prompts[row] = distinct.setdefault(key, len(distinct))
             if len(distinct) > len(prompts):
                 prompts.append(prompt)
         lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
-        padded, is_image = (
-            np.zeros((len(prompts), longest), np.int64),
-            np.zeros((len(prompts), longest), bool),
-        )
+        padded = np.zeros((len(prompts), longest), np.int64)
+        is_image = np.zeros((len(prompts), longest), bool)
         for row, prompt in enumerate(prompts):
             padded[row, longest - len(prompt.ids) :] = prompt.ids
             is_image[row, longest - len(prompt.ids) :] = prompt.is_image
         pads = torch.from_numpy(longest - lengths).to(self._device)
         position_ids = (torch.arange(longest, device=self._device) - pads[:, None]).clamp(min=0)
-        cache = new_cache(longest + max_tokens)
+        cache = _new_cache(longest + max_tokens)
         columns = torch.arange(longest + max_tokens, device=self._device)
         inside = columns >= pads[:, None]
-        given: dict[str, Tensor] = {
-            "input_ids": torch.from_numpy(padded).to(self._device),
-            "position_ids": position_ids,
-        }
-        origin = pads
+        input_ids, origin = torch.from_numpy(padded).to(self._device), pads
+        given: dict[str, Tensor] = {"input_ids": input_ids, "position_ids": position_ids}
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             if images := [image for prompt in prompts for image in prompt.images]:
-                shown = Shown.of(torch.from_numpy(is_image).to(self._device), images)
-                given = self._with_images(given, shown, inside[:, :longest])
+                shown = ImageInputs.of(torch.from_numpy(is_image).to(self._device), images)
+                backbone = self.model.base_model
+                own = positions(backbone, input_ids, shown, inside[:, :longest])
+                own = position_ids if own is None else own
+                given = {"inputs_embeds": embed(backbone, input_ids, shown), "position_ids": own}
                 origin = longest - 1 - given["position_ids"][..., -1].view(-1, len(prompts)).amax(0)
             logits = self.model(
                 **given,
@@ -480,28 +437,20 @@ class TransformersEngine:
                 )
                 for own, prompt in zip(routes, row_prompts.tolist(), strict=True):
                     own.append(taken[prompt, longest - lengths[prompt] :])
-            rows = DecodingBatch(cache, longest, origin, inside if bool(pads.any()) else None)
+            rows = _DecodingBatch(cache, longest, origin, inside if bool(pads.any()) else None)
             if len(requests) > len(prompts):
                 index = torch.from_numpy(row_prompts).to(self._device)
                 rows.keep(index)
                 logits = logits[index]
         return rows, logits
 
-    def _with_images(self, given: dict[str, Tensor], shown: Shown, inside: Tensor) -> dict[str, Tensor]:
-        backbone, input_ids = self.model.base_model, given["input_ids"]
-        own = positions(backbone, input_ids, shown, inside)
-        return {
-            "inputs_embeds": embed(backbone, input_ids, shown),
-            "position_ids": given["position_ids"] if own is None else own,
-        }
-
-    def _forward(self, batch: DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes [B,
-        1, layers, k], or [0] if none are recorded."""
+    def _forward(self, batch: _DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
+        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes
+        [B, 1, layers, k], or [0] if none are recorded."""
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=tokens[:, None],
-                attention_mask=batch.attention_mask(),
+                attention_mask=None if batch.inside is None else batch.inside[:, : batch.length + 1],
                 position_ids=(batch.length - batch.origin)[:, None],
                 past_key_values=batch.cache,
                 use_cache=True,

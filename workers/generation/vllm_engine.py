@@ -1,11 +1,9 @@
-"""VllmEngine: vLLM in the worker's own process. It adds requests, runs steps, returns finished
-responses, and loads new weights between two steps. Only the modules `vllm_*.py`, here and in
-`resharding`, import vLLM."""
+"""VllmEngine: vLLM in the worker's own process, with new weights loaded between two steps. Only the
+modules `vllm_*.py`, here and in `resharding`, import vLLM."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import secrets
@@ -13,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,88 +32,49 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-# Sleep states of a vLLM engine on a GPU that it shares with a trainer:
-#
-#     AWAKE ──sleep──> ASLEEP ──wake_weights──> WEIGHTS ──wake──> AWAKE
-#
-# New weights arrive in WEIGHTS; the next request then claims the KV cache. vLLM schedules nothing
-# before all of its memory is back.
-
-
-class OnDevice(enum.Enum):
-    """Parts of an engine's memory on the device."""
-
-    AWAKE = "weights, keys and values"
-    WEIGHTS = "weights"
-    ASLEEP = "nothing"
-
-
-class Sleeper(Protocol):
-    """The methods of vLLM's `LLMEngine` that `SleepingEngine` uses."""
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: list[str] | None = None) -> object: ...
-
-
 class SleepingEngine:
-    """Sleep and wake one engine. Calls that are already satisfied do nothing.
+    """Puts the memory of an engine on a shared GPU to sleep and wakes it. Calls that are already
+    satisfied do nothing.
+
+        awake ──sleep──> asleep ──wake_weights──> weights ──wake──> awake
+
+    New weights arrive while only the weights are awake. vLLM schedules nothing before all of its
+    memory is back.
 
     Args:
-        engine: the engine, awake.
+        engine: vLLM's `LLMEngine`, awake.
     """
 
-    def __init__(self, engine: Sleeper) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.on_device = OnDevice.AWAKE
+        self.on_device = {"weights", "kv_cache"}
 
     def sleep(self) -> None:
         """Move weights to host memory and free the KV cache."""
-        self._wake_cache()
-        if self.on_device is OnDevice.AWAKE:
+        if self.on_device:
+            self._wake("kv_cache")  # vLLM's allocator can free only allocated memory
             self._engine.sleep(level=1)
-            self.on_device = OnDevice.ASLEEP
+            self.on_device.clear()
 
     def wake_weights(self) -> None:
         """Move weights back to the device."""
-        if self.on_device is OnDevice.ASLEEP:
-            self._engine.wake_up(tags=["weights"])
-            self.on_device = OnDevice.WEIGHTS
+        self._wake("weights")
 
     def wake(self) -> None:
         """Bring weights and KV cache to the device."""
-        self.wake_weights()
-        self._wake_cache()
+        self._wake("weights")
+        self._wake("kv_cache")
 
-    def _wake_cache(self) -> None:
-        """Claim the KV cache if weights are on the device. An engine also does so before it sleeps,
-        because vLLM's allocator can free only allocated memory."""
-        if self.on_device is OnDevice.WEIGHTS:
-            self._engine.wake_up(tags=["kv_cache"])
-            self.on_device = OnDevice.AWAKE
-
-
-# Vllm engine
+    def _wake(self, tag: str) -> None:
+        if tag not in self.on_device:
+            self._engine.wake_up(tags=[tag])
+            self.on_device.add(tag)
 
 
 class VllmEngine:
-    """`GenerationEngine` on vLLM's `LLMEngine`.
-
-    Args:
-        model: folder or cached Hugging Face id.
-        max_context: longest prompt and response together, in tokens; None for the model's own
-            limit.
-        dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
-        seed: seed of requests without one.
-        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
-            the first one.
-        routes: whether to record the experts of each token.
-        images: processor of a model that reads images, whose tokens are compared with those of
-            vLLM's own processor.
-
-    Raises:
-        GenerationError: vLLM could not start, or cannot record routes.
-    """
+    """`GenerationEngine` on vLLM's `LLMEngine`. The arguments are those of `TransformersEngine`,
+    with `VllmSettings`; the tokens of images are compared with those of vLLM's own processor.
+    Raises a GenerationError if vLLM could not start, or cannot record routes."""
 
     def __init__(
         self,
@@ -138,16 +97,13 @@ class VllmEngine:
         """Distinguishes this engine from one that replaces it."""
         self._stop_tokens = read_stop_tokens(model)
         self._model_folder = model
-        self._watched: dict[str, _Watched] = {}
-        """Unfinished requests with stop strings."""
+        self._requests: dict[str, _Request] = {}
+        """Unfinished requests by their names in vLLM."""
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
-        self._request_ids: dict[str, int] = {}
         on_gpu = torch.cuda.is_available()
         self._routes = routes
         self._images = images
-        self._prompts: dict[str, np.ndarray] = {}
-        """Prompt tokens of unfinished requests with images."""
         self._records_routes = routes and not on_gpu
         """Whether `weft_record_routes` records routes in place of vLLM."""
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
@@ -158,7 +114,6 @@ class VllmEngine:
             )
         self._compile = settings.compiles(on_gpu)
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
-        share = free / total if on_gpu else None
         if on_gpu:
             settings.check_memory(total, "the GPU")
         elif (memory := node_memory()) is not None:
@@ -168,7 +123,7 @@ class VllmEngine:
             max_context=max_context,
             dtype=dtype,
             seed=seed,
-            free_share=share,
+            free_share=free / total if on_gpu else None,
             adapter=adapter,
             routes=routes,
             images=images is not None,
@@ -193,8 +148,7 @@ class VllmEngine:
                 ) from error
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Yield responses as they finish; see `GenerationEngine`. Several generators may be open at
-        once."""
+        """See `GenerationEngine`. Several generators may be open at once."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
@@ -203,10 +157,7 @@ class VllmEngine:
         strings = stop_strings(sampling, self._model_folder)
         try:
             for request in requests:
-                key = self._add(request, sampling)
-                waiting.add(key)
-                if strings is not None:
-                    self._watched[key] = _Watched(strings, sampling.min_tokens)
+                waiting.add(self._add(request, sampling, strings))
             while waiting:
                 done = waiting & self._finished.keys()
                 if not done:
@@ -215,7 +166,8 @@ class VllmEngine:
                 waiting -= done
                 given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
                 if given_up:
-                    unwanted = {key for key in waiting if self._request_ids.get(key) in given_up}
+                    own = self._requests
+                    unwanted = {key for key in waiting & own.keys() if own[key].request_id in given_up}
                     self._abort(unwanted)
                     waiting -= unwanted
         finally:
@@ -227,44 +179,30 @@ class VllmEngine:
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """See `GenerationEngine`. The ranks receive the version on background threads.
 
-        If a rank runs in this process, sampling leaves one core free for its thread. OpenMP threads
-        spin while they wait for each other: with a thread on every core, sampling and transfer took
-        more than twice as long.
+        If a rank runs in this process, sampling leaves one core free for its thread: OpenMP threads
+        spin while they wait for each other, so a thread on every core would more than double the
+        time.
         """
         from ...resharding.buckets import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
-        try:
-            with threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext():
-                self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
-                while not all(self._engine.collective_rpc("weft_is_staged")):
-                    yield
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(
-                f"vLLM could not stage weights version {weights.version}: {error}"
-            ) from error
+        threads = threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext()
+        with self._as_weight_sync_error("stage weights", weights), threads:
+            self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
+            while not all(self._engine.collective_rpc("weft_is_staged")):
+                yield
 
     def update_weights(self, weights: Weights) -> str:
-        """Load a published version on each rank, and check that the parts of all ranks add up to
-        it.
-
-        Raises:
-            WeightSyncError: the received weights differ from the published ones. The engine then
-                rejects requests until a complete version has arrived.
-        """
+        """See `GenerationEngine`. The parts of all ranks must add up to the version."""
         self._whole = False
         if weights.backend:
             checksum = self._take_by_vllm(weights)
+        elif self._adapter is None:
+            checksum = self._take(weights)
         else:
-            checksum = (
-                self._take(weights)
-                if self._adapter is None
-                else self._take_adapter(weights, self._adapter)
-            )
+            checksum = self._take_adapter(weights, self._adapter)
         self._whole = True
         if self._images is not None:
             self._engine.reset_encoder_cache()  # cached features of the previous weights
@@ -272,21 +210,25 @@ class VllmEngine:
         self.version = weights.version
         return checksum
 
+    @contextlib.contextmanager
+    def _as_weight_sync_error(self, what: str, weights: Weights) -> Iterator[None]:
+        """Turn other errors into a WeightSyncError that says what vLLM could not do."""
+        try:
+            yield
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM could not {what} version {weights.version}: {error}") from error
+
     def _take(self, weights: Weights) -> str:
         """Overwrite the weights of the ranks and return the checksum of the version."""
         from ...resharding.vllm_receiver import check_received, to_update_info
 
-        try:
+        with self._as_weight_sync_error("load weights", weights):
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=(to_update_info(weights),))
             self._engine.collective_rpc("finish_weight_update")
             held = self._engine.collective_rpc("weft_loaded_weights")
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(
-                f"vLLM could not load weights version {weights.version}: {error}"
-            ) from error
         for rank, found in enumerate(held):
             if found is None or found.version != weights.version:
                 raise WeightSyncError(
@@ -308,7 +250,7 @@ class VllmEngine:
         def end(whole: bool) -> list[Any]:
             return self._engine.collective_rpc("weft_end_by_vllm", args=(whole,))
 
-        try:
+        with self._as_weight_sync_error("load weights", weights):
             try:
                 self._engine.collective_rpc("weft_begin_by_vllm", args=(weights.backend,))
                 return take_as_told(
@@ -318,28 +260,16 @@ class VllmEngine:
                 with contextlib.suppress(Exception):  # keep the original error
                     end(False)
                 raise
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(
-                f"vLLM could not load weights version {weights.version}: {error}"
-            ) from error
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
         """Replace the adapter of the ranks and return the checksum of the received one."""
         from ...resharding.vllm_receiver import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
-        try:
+        with self._as_weight_sync_error("take adapter", weights):
             return self._engine.collective_rpc(
                 "weft_receive_adapter", args=(to_update_info(weights), settings)
             )[0]
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(
-                f"vLLM could not take adapter version {weights.version}: {error}"
-            ) from error
 
     def recompute(self) -> None:
         """Requeue unfinished requests in vLLM, which then rebuilds their KV cache."""
@@ -369,12 +299,10 @@ class VllmEngine:
             self._engine.abort_request(list(keys))
             self._take_routes(list(keys))
         for key in keys:
-            self._watched.pop(key, None)
-            self._prompts.pop(key, None)
-            self._request_ids.pop(key, None)
+            self._requests.pop(key, None)
             self._finished.pop(key, None)
 
-    def _add(self, request: GenerationRequest, sampling: Sampling) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling, strings: StopStrings | None) -> str:
         key = str(next(self._numbers))
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if len(request.images):
@@ -384,17 +312,17 @@ class VllmEngine:
                 )
             prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
         if self._prefix_caching:
-            prompt["cache_salt"] = _version_name(
-                self.version
-            )  # never reuse the KV cache of another version
+            # never reuse the KV cache of another version
+            prompt["cache_salt"] = _version_name(self.version)
         try:
             parameters, adapter = self._parameters(sampling, request.seed), self._adapter_request
             self._engine.add_request(key, prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
         except Exception as error:
             raise GenerationError(f"vLLM refuses request {request.request_id}: {error}") from error
-        self._request_ids[key] = request.request_id
+        seen = None
         if self._images is not None and len(request.images):
-            self._prompts[key] = self._images.read(request.prompt_ids, request.images).ids
+            seen = self._images.read(request.prompt_ids, request.images).ids
+        self._requests[key] = _Request(request.request_id, seen, strings, sampling.min_tokens)
         return key
 
     def _parameters(self, sampling: Sampling, seed: int | None) -> Any:
@@ -427,42 +355,36 @@ class VllmEngine:
                 outputs = self._engine.step()
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
-        each: Any
-        for each in outputs:
-            self._look_for_stop(each)
+        for output in outputs:
+            self._look_for_stop(output)  # pyright: ignore[reportArgumentType]
         finished: list[Any] = [output for output in outputs if output.finished]
         taken = self._take_routes([output.request_id for output in finished]) if finished else []
         for output, recorded in zip(finished, taken, strict=True):
-            request_id = self._request_ids.pop(output.request_id, None)
-            if request_id is not None:
+            request = self._requests.pop(output.request_id, None)
+            if request is not None:
                 routes = recorded if self._records_routes else output.outputs[0].routed_experts
-                self._finished[output.request_id] = self._response(output, request_id, routes)
+                self._finished[output.request_id] = self._response(output, request, routes)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
-        """End a request whose last token completes a stop string. The versions are counted here
-        because vLLM reports them only for requests that it finished itself."""
-        watched = self._watched.get(output.request_id)
-        if watched is None:
+        """End a request whose last token completes a stop string. vLLM reports versions only for
+        requests that it finished itself, so they are counted here."""
+        request = self._requests.get(output.request_id)
+        if request is None or request.strings is None:
             return
         token_ids = list(output.outputs[0].token_ids)
-        watched.versions += [self.version] * (len(token_ids) - len(watched.versions))
-        is_end = len(token_ids) > watched.min_tokens and watched.strings.end(token_ids)
-        if output.finished or is_end:
-            del self._watched[output.request_id]
-        request_id = self._request_ids.get(output.request_id)
-        if not is_end or request_id is None:
+        request.versions += [self.version] * (len(token_ids) - len(request.versions))
+        if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
             return
         if output.finished:
             output.outputs[0].finish_reason = "stop"
             return
         self._engine.abort_request([output.request_id])
-        del self._request_ids[output.request_id]
-        self._prompts.pop(output.request_id, None)
+        del self._requests[output.request_id]
         self._finished[output.request_id] = Response(
-            request_id=request_id,
+            request_id=request.request_id,
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
-            versions=np.asarray(watched.versions, dtype=np.int32),
+            versions=np.asarray(request.versions, dtype=np.int32),
             finish_reason="stop",
         )
 
@@ -472,8 +394,8 @@ class VllmEngine:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
 
-    def _response(self, output: RequestOutput, request_id: int, routes: np.ndarray | None) -> Response:
-        own = self._prompts.pop(output.request_id, None)
+    def _response(self, output: RequestOutput, request: _Request, routes: np.ndarray | None) -> Response:
+        own, request_id = request.seen_prompt, request.request_id
         if own is not None and not np.array_equal(own, output.prompt_token_ids or ()):
             raise GenerationError(
                 f"request {request_id}: vLLM reads {len(output.prompt_token_ids or ())} "
@@ -492,13 +414,15 @@ class VllmEngine:
 
 
 @dataclass
-class _Watched:
-    """A request that a stop string may end."""
-
-    strings: StopStrings
+class _Request:
+    request_id: int
+    seen_prompt: np.ndarray | None
+    """Prompt tokens, if it has images."""
+    strings: StopStrings | None
+    """Stop strings that may end it."""
     min_tokens: int
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token."""
+    """Version of the weights that sampled each token, if it has stop strings."""
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:
@@ -528,19 +452,17 @@ def _version_name(version: int) -> str:
 
 
 def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool) -> LLMEngine:
-    """Import vLLM and start its engine, then restore the process state that this changed."""
+    """Start vLLM's engine, then restore the process state that this changed."""
     import torch
 
-    # vLLM may read these at any time, so they stay set. A user's own values win.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # run the engine in this process, so that it ends with it
-    )
+    # vLLM may read these at any time, so they stay set. The first makes the engine run in this
+    # process, and end with it. For the others, a user's own values win.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    os.environ.setdefault(
-        "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
-    )  # a fork would copy OpenMP's locks, held or not
+    # A fork would copy OpenMP's locks, held or not.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
     for_children = {
@@ -580,16 +502,14 @@ def _cores(parts: int) -> str:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: value for name in variables if (value := os.environ.get(name)) is not None}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""VllmSettings: user settings of the vLLM engine, and the arguments passed to vLLM. Imports neither
-vLLM nor torch."""
+"""VllmSettings: settings of the vLLM engine, and the arguments passed to vLLM. Imports neither vLLM
+nor torch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-LARGEST_SHARE = 0.9
-"""Share of a GPU's memory that the engine uses if all of it is free."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM's kernels support; other ranks use the memory of the next larger one."""
 STEP_TOKENS = 16384
 """Prompt tokens per step, or one full context if that is longer. Fewer delay the first tokens of
 long prompts; on a CPU all prompts that are admitted together must fit."""
-MARGIN = 0.02
-"""Share of a GPU's memory to leave free if others use the GPU, because they may need more later."""
 
 
 def memory_share(free: float | None) -> float:
-    """Return the share of a GPU's memory for the engine.
+    """Return the share of a GPU's memory for the engine: 0.9, or if less is free, what is free,
+    less two hundredths that others who use the GPU may need.
 
     >>> memory_share(0.995), memory_share(0.7), memory_share(None)
     (0.9, 0.68, 0.9)
@@ -44,9 +41,7 @@ def memory_share(free: float | None) -> float:
     Args:
         free: share of memory that is free; None without a GPU, where the engine ignores the result.
     """
-    if free is None:
-        return LARGEST_SHARE
-    return max(0.01, min(LARGEST_SHARE, math.floor(100 * (free - MARGIN) + 1e-6) / 100))
+    return 0.9 if free is None else max(0.01, min(0.9, math.floor(100 * (free - 0.02) + 1e-6) / 100))
 
 
 class VllmSettings(Config):
@@ -102,19 +97,9 @@ class VllmSettings(Config):
         routes: bool = False,
         images: bool = False,
     ) -> dict[str, Any]:
-        """Return the keyword arguments of vLLM's `EngineArgs`.
-
-        Args:
-            model: folder or cached Hugging Face id.
-            max_context: longest prompt and response together, in tokens; None for the model's own
-                limit.
-            dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
-            seed: seed of requests without one.
-            free_share: free share of the GPU's memory; None if the engine runs on a CPU.
-            adapter: the adapter to serve, if any.
-            routes: whether to record the experts of each token.
-            images: whether prompts may have images.
-        """
+        """Return the keyword arguments of vLLM's `EngineArgs`. The arguments are those of
+        `VllmEngine`; `free_share` is the free share of the GPU's memory, or None if the engine runs
+        on a CPU."""
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
@@ -148,9 +133,7 @@ class VllmSettings(Config):
             "weight_transfer_config": {"backend": "weft"},
             "worker_extension_cls": "weft.workers.generation.vllm_worker.WorkerExtension",
         }
-        if (
-            routes and on_gpu
-        ):  # vLLM supports both or neither; on a CPU `weft_record_routes` records routes
+        if routes and on_gpu:
             arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
         if images:  # the image processor needs a tokenizer; videos would reserve much memory
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
@@ -165,15 +148,8 @@ class VllmSettings(Config):
         return arguments
 
     def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
-        """Check that the KV cache fits into memory.
-
-        Args:
-            memory_bytes: free memory.
-            where: name of the memory, for the message.
-            ranks: number of engines that share it.
-
-        Raises:
-            UserError: it does not fit.
+        """Check that the KV cache of a number of engines (`ranks`) fits into free memory. Raises a
+        UserError if it does not fit. The message calls the memory `where`.
 
         >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
         Traceback (most recent call last):
@@ -193,12 +169,12 @@ memory free; lower it below 4
 
         Args:
             settings: the model's `config.json`.
-            max_context: longest prompt and response together, or None if unknown.
+            max_context: [tokens] longest prompt and response together, or None if unknown.
             dtype: dtype of the weights. "auto" counts as half precision.
 
         Raises:
             UserError: a size does not fit; the message names the setting and the nearest valid
-                value.
+            value.
         """
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
@@ -207,26 +183,19 @@ memory free; lower it below 4
                 "tokens, at least one for each response; lower max_num_seqs"
             )
         text = text_settings(settings)
-        layers, heads, size = (
-            text.get("num_hidden_layers"),
-            text.get("num_key_value_heads") or num_heads(text),
-            head_dim(text),
-        )
-        special = any(
-            text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank")
-        )  # these models cache less
+        layers, heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or num_heads(text)
+        size = head_dim(text)
+        # These models cache less.
+        special = any(text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank"))
         if self.kv_cache_gib is None or max_context is None or special or not (layers and heads and size):
             return
-        token_bytes = (
-            2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
-        )
+        token_bytes = self._token_bytes(layers, heads, size, dtype)
         room = int(self.kv_cache_gib * GIB) // token_bytes
         if room < max_context:
             raise UserError(
-                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} "
-                f"tokens, but one response with its prompt may have {max_context:,}; raise "
-                f"it to {token_bytes * (max_context + 128) / GIB:.2g} or more, or lower "
-                "max_context"
+                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} tokens, "
+                f"but one response with its prompt may have {max_context:,}; raise it to "
+                f"{token_bytes * (max_context + 128) / GIB:.2g} or more, or lower max_context"
             )
 
     def compiles(self, on_gpu: bool) -> bool:
@@ -239,7 +208,12 @@ memory free; lower it below 4
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
         assert heads is not None and size is not None  # `transformers` filled in missing values
-        heads = math.ceil(heads / self.tensor_parallel)
-        token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
+        token_bytes = self._token_bytes(config.num_hidden_layers, heads, size, dtype)
         tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
         return max(token_bytes * tokens / GIB, 1 / 64)
+
+    def _token_bytes(self, layers: int, heads: int, size: int, dtype: str) -> int:
+        """Return the bytes of a token's keys and values on one rank."""
+        return (
+            2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
+        )

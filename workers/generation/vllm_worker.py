@@ -1,9 +1,8 @@
 """Weft's extension of vLLM's worker processes: receive weights and adapters, and record the experts
 of tokens.
 
-vLLM imports this module in each of its processes, because `VllmSettings` names `WorkerExtension`
-(vLLM accepts only one extension). The import also registers the weight receiver, so ranks that
-share a model need no plugin.
+vLLM imports this module in each of its processes, because `VllmSettings` names `WorkerExtension`.
+The import also registers the weight receiver, so ranks that share a model need no plugin.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Noted:
     tokens: int = 0
 
 
-class RouteRecorder:
+class _RouteRecorder:
     """Records which experts the routers of a rank chose for the tokens of each request.
 
     Args:
@@ -87,15 +86,12 @@ class RouteRecorder:
             noted.chunks.append(rows[begin:end].copy())
             noted.tokens += end - begin
 
-    def take(self, requests: Iterable[str]) -> list[np.ndarray | None]:
-        """Return [tokens, layers, k] of each request, by the name given to vLLM, or None for a
-        request without tokens. Forget these requests."""
+    def take_routes(self, requests: Iterable[str]) -> list[np.ndarray | None]:
+        """Return [tokens, layers, k] of each request by vLLM's name, or None for one without
+        tokens, and forget these requests."""
         by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
         found = [self._noted.pop(by_name.get(request, ""), _Noted()).chunks for request in requests]
         return [np.concatenate(chunks) if chunks else None for chunks in found]
-
-
-# Vllm worker
 
 
 class WorkerExtension:
@@ -109,7 +105,7 @@ class WorkerExtension:
     rank: int
     _weight_update_active: bool
     _weft_backends: VllmBackends | None = None
-    _weft_routes: RouteRecorder | None = None
+    _weft_routes: _RouteRecorder | None = None
 
     @property
     def _weft_receiver(self) -> BucketReceiver:
@@ -125,7 +121,6 @@ class WorkerExtension:
         self._weft_receiver.stage(WeightsUpdateInfo(**update_info).weights)
 
     def weft_is_staged(self) -> bool:
-        """Return whether the staged version has arrived."""
         return self._weft_receiver.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
@@ -137,13 +132,8 @@ class WorkerExtension:
         self.weight_transfer_engine = self._weft_backends.begin_version(backend)
 
     def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
-        """End such an update, complete or aborted. Return the tensors that the model's loaders
-        received.
-
-        Args:
-            whole: whether the version is complete. Otherwise layers with missing weights keep their
-                old ones.
-        """
+        """End such an update and return the tensors that the model's loaders received. If it is not
+        `whole`, layers with missing weights keep their old ones."""
         if self._weft_backends is None:  # this rank, or another one, could not begin
             assert not whole
             return {}
@@ -159,16 +149,13 @@ class WorkerExtension:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
 
     def weft_record_routes(self) -> None:
-        """Start recording the experts of all tokens."""
-        self._weft_routes = RouteRecorder(self.model_runner)
+        self._weft_routes = _RouteRecorder(self.model_runner)
 
     def weft_take_routes(self, requests: Sequence[str]) -> list[np.ndarray | None]:
-        """See `RouteRecorder.take`."""
         assert self._weft_routes is not None
-        return self._weft_routes.take(requests)
+        return self._weft_routes.take_routes(requests)
 
     def weft_weight_bytes(self) -> int:
-        """Return the bytes of this rank's parameters."""
         return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
 
     def weft_unlink_shared_memory(self) -> None:

@@ -36,25 +36,20 @@ _CACHED_BYTES = 256 << 20
 
 def check_images(model: str | Path, source: Source) -> None:
     """Check the images of a source against the model and against the placeholders of their prompts.
-
-    Raises:
-        UserError: the model does not read images, or a prompt's placeholders and images differ in
-            number.
-    """
+    Raises a UserError if the model does not read images, or a prompt's placeholders and images
+    differ in number."""
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
-    counts = _counts(source, str(IMAGES))
+    lengths = [c.value_lengths().fill_null(0).to_numpy() for c in source.table.column(str(IMAGES)).chunks]
+    counts = np.concatenate([np.empty(0, np.int64), *lengths])
     if not counts.any():
         return
     settings = read_model_config(model)
     if not sees_images(settings):
         kind = settings.get("model_type")
-        known = (
-            ", which is trained on text alone, even if it could read images"
-            if kind in causal_lm_types()
-            else ""
-        )
+        is_known = kind in causal_lm_types()
+        known = ", which is trained on text alone, even if it could read images" if is_known else ""
         raise UserError(
             f"{source.name}: column {str(IMAGES)!r} holds images, but the model in {model} "
             f"reads text alone (type {kind!r}{known}); leave the column out, or rename it "
@@ -63,9 +58,8 @@ def check_images(model: str | Path, source: Source) -> None:
     token = image_token(settings)
     if token is None:
         return
-    places = np.concatenate(
-        [_counts_of(chunk, token) for chunk in source.table.column(str(PROMPT_IDS)).chunks]
-    )
+    chunks = source.table.column(str(PROMPT_IDS)).chunks
+    places = np.concatenate([_counts_of(chunk, token) for chunk in chunks])
     wrong = np.flatnonzero(places != counts)
     if len(wrong):
         row = int(wrong[0])
@@ -73,20 +67,13 @@ def check_images(model: str | Path, source: Source) -> None:
 
 
 def image_token(settings: Mapping[str, Any]) -> int | None:
-    """Return the token id of an image placeholder from the settings of a model, or None if they
-    have none.
+    """Return the token id of an image placeholder from a model's settings, if they have one.
 
     >>> image_token({"image_token_id": 5}), image_token({"image_token_index": 7}), image_token({})
     (5, 7, None)
     """
-    return next(
-        (
-            settings[name]
-            for name in ("image_token_id", "image_token_index")
-            if settings.get(name) is not None
-        ),
-        None,
-    )
+    token = settings.get("image_token_id")
+    return settings.get("image_token_index") if token is None else token
 
 
 def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
@@ -96,22 +83,14 @@ def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
     )
 
 
-def _counts(source: Source, column: str) -> np.ndarray:
-    chunks = [
-        chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks
-    ]
-    return np.concatenate([np.empty(0, np.int64), *chunks])
-
-
 def _counts_of(chunk: Any, token: int) -> np.ndarray:
-    """Return how often a token occurs in each list."""
     found = np.concatenate([[0], np.cumsum(chunk.flatten().to_numpy() == token)])
     ends = np.concatenate([[0], np.cumsum(chunk.value_lengths().fill_null(0).to_numpy())])
     return np.diff(found[ends])
 
 
 @dataclass(frozen=True)
-class SeenImage:
+class _SeenImage:
     """One image in the form that a model reads."""
 
     tokens: np.ndarray
@@ -129,19 +108,12 @@ class SeenPrompt:
     """[P] int32, with all tokens of its images."""
     is_image: np.ndarray
     """[P] bool: positions where an image feature replaces the token embedding."""
-    images: tuple[SeenImage, ...] = ()
+    images: tuple[_SeenImage, ...] = ()
 
 
 class ImageReader:
-    """Reads images with the processor of a model.
-
-    Args:
-        model: the model's name, for messages.
-        folder: folder of the model.
-
-    Raises:
-        UserError: the folder has no processor that `transformers` can load.
-    """
+    """Reads images with the processor in a model's folder. Messages call the model `model`. Raises
+    a UserError if the folder has no processor that `transformers` can load."""
 
     def __init__(self, model: str | Path, folder: Path) -> None:
         self._model = model
@@ -150,15 +122,14 @@ class ImageReader:
         token = image_token(read_model_config(folder))
         self.token = int(self._processor.image_token_id if token is None else token)
         """Token id of an image placeholder."""
-        self._seen: OrderedDict[bytes, SeenImage] = OrderedDict()
+        self._seen: OrderedDict[bytes, _SeenImage] = OrderedDict()
         self._bytes = 0
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
-        """Return a prompt with the tokens of its images.
+        """Return a prompt with the tokens of its encoded images (bytes or buffers).
 
         Args:
             prompt_ids: [P] int32, with one placeholder for each image.
-            images: encoded images, as bytes or buffers.
 
         Raises:
             UserError: placeholders and images differ in number, or an image cannot be read.
@@ -177,12 +148,8 @@ class ImageReader:
         ids = np.concatenate([*pieces, prompt_ids[end:]]).astype(np.int32)
         return SeenPrompt(ids, ids == self.token, seen)
 
-    def see(self, encoded: Any) -> SeenImage:
-        """Process an encoded image (bytes or a buffer). Recent results are cached.
-
-        Raises:
-            UserError: the image cannot be read.
-        """
+    def see(self, encoded: Any) -> _SeenImage:
+        """Process an encoded image (bytes or a buffer). Recent results are cached."""
         encoded = memoryview(encoded)
         key = hashlib.blake2b(encoded, digest_size=16).digest()
         if key in self._seen:
@@ -195,7 +162,7 @@ class ImageReader:
             self._bytes -= _num_bytes(self._seen.popitem(last=False)[1])
         return found
 
-    def _process(self, encoded: memoryview) -> SeenImage:
+    def _process(self, encoded: memoryview) -> _SeenImage:
         processor = self._processor
         try:
             made = processor.image_processor(images=[open_image(encoded)], return_tensors="pt")
@@ -206,7 +173,7 @@ class ImageReader:
             ) from error
         tokens = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-        return SeenImage(np.asarray(tokens, np.int32), inputs)
+        return _SeenImage(np.asarray(tokens, np.int32), inputs)
 
 
 def open_image(encoded: Any) -> Any:
@@ -233,7 +200,7 @@ def probe_images() -> list[bytes]:
     return files
 
 
-def _num_bytes(image: SeenImage) -> int:
+def _num_bytes(image: _SeenImage) -> int:
     return sum(tensor.nbytes for tensor in image.inputs.values())
 
 
@@ -250,20 +217,16 @@ def _load_processor(folder: Path) -> Any:
     if "video_processor" not in kind.get_attributes():
         return AutoProcessor.from_pretrained(folder, local_files_only=True)
 
-    class WithoutVideos(kind):  # pyright: ignore[reportGeneralTypeIssues]
+    class _WithoutVideos(kind):  # pyright: ignore[reportGeneralTypeIssues]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return (
-                None
-                if argument is None
-                else super().check_argument_for_proper_class(argument_name, argument)
-            )
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
 
-    parts = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-    made = {
-        name: parts[name].from_pretrained(folder, local_files_only=True) if name in parts else None
-        for name in kind.get_attributes()
-    }
-    return WithoutVideos(**made)
+    made = dict.fromkeys(kind.get_attributes())
+    for name, part in (("image_processor", AutoImageProcessor), ("tokenizer", AutoTokenizer)):
+        made[name] = part.from_pretrained(folder, local_files_only=True)
+    return _WithoutVideos(**made)
 
 
 # Vision: how a `transformers` model reads a prompt with images. The model's own forward pass
@@ -277,7 +240,7 @@ LANGUAGE = "language_model"
 
 
 @dataclass(frozen=True)
-class Shown:
+class ImageInputs:
     """The images of the rows of a pass."""
 
     places: Tensor
@@ -287,24 +250,19 @@ class Shown:
     """Arguments of the vision tower by name, for all images in the order of their positions."""
 
     @classmethod
-    def of(cls, places: Tensor, images: Sequence[SeenImage]) -> Shown:
+    def of(cls, places: Tensor, images: Sequence[_SeenImage]) -> ImageInputs:
         """Collect the images on the device of `places`."""
-        names = images[0].inputs
-        return cls(
-            places,
-            {
-                name: torch.cat([image.inputs[name] for image in images]).to(places.device)
-                for name in names
-            },
-        )
+        inputs = {n: torch.cat([i.inputs[n] for i in images]).to(places.device) for n in images[0].inputs}
+        return cls(places, inputs)
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Return whether `transformers` settings describe a model for images and text (`sees_images`)."""
+    """Return whether `transformers` settings describe a model for images and text
+    (`sees_images`)."""
     return sees_images({"model_type": settings.model_type})
 
 
-def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
+def embed(backbone: Any, input_ids: Tensor, shown: ImageInputs) -> Tensor:
     """Return [B, L, hidden] inputs of the text layers: embeddings of tokens [B, L], with image
     features at the positions of images."""
     embedded = backbone.get_input_embeddings()(input_ids)
@@ -315,7 +273,7 @@ def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
 
 
 def positions(
-    backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | None = None
+    backbone: Any, input_ids: Tensor, shown: ImageInputs, inside: Tensor | None = None
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
     height and width (m-rope, arXiv:2409.12191).
@@ -332,9 +290,8 @@ def positions(
     takes = inspect.signature(rule).parameters
     grids = {name: value for name, value in shown.inputs.items() if name in takes}
     mask = None if inside is None else inside.to(torch.int64)
-    return rule(input_ids, mm_token_type_ids=shown.places.to(torch.int32), attention_mask=mask, **grids)[
-        0
-    ]
+    kinds = shown.places.to(torch.int32)
+    return rule(input_ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:

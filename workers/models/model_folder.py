@@ -33,11 +33,8 @@ EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
-    """Read the `config.json` of a model's folder or cached Hugging Face id.
-
-    Raises:
-        UserError: the model was not found; the message names the path, its contents and the nearest
-            model folder.
+    """Read the `config.json` of a model's folder or cached Hugging Face id. Raises a UserError if
+    the model was not found; the message names the path, its contents and the nearest model folder.
 
     >>> read_model_config("/no/such/folder")
     Traceback (most recent call last):
@@ -58,17 +55,14 @@ def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
     """Check the settings that Weft reads directly; `transformers` checks all of them when it builds
-    the model.
-
-    Raises:
-        UserError: a setting has a wrong type; the message names file, setting, value and expected
-            type.
-    """
+    the model."""
     # Setting -> expected type for messages, and its check.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),
-        **dict.fromkeys(_SIZES, ("a number of at least 1", _is_size)),
+        **dict.fromkeys(
+            _SIZES, ("a number of at least 1", lambda value: _is_integer(value) and value >= 1)
+        ),
         **dict.fromkeys(
             (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"),
             ("an integer", _is_integer),
@@ -90,10 +84,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
 
 
-def _is_size(value: Any) -> bool:
-    return _is_integer(value) and value >= 1
-
-
 def _is_token(value: Any) -> bool:
     return all(_is_integer(each) for each in value) if isinstance(value, list) else _is_integer(value)
 
@@ -110,39 +100,30 @@ def find_model_config(model: str | Path) -> Path:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read the index of a model with several weight files.
-
-    Returns:
-        File name of each tensor.
-
-    Raises:
-        UserError: the index is damaged; the message names it.
-    """
+    """Return the file name of each tensor from the index of a model with several weight files.
+    Raises a UserError if the index is damaged; the message names it."""
     try:
         files = read_json(file)["weight_map"]
-        if not (
-            isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
-        ):
+        if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"the index of a model's weights, {file}, is damaged ({error}): restore the "
-            "file; in the cache of the Hugging Face hub, remove it and the file that it "
-            "links to"
+            f"the index of a model's weights, {file}, is damaged ({error}): restore the file; in "
+            "the cache of the Hugging Face hub, remove it and the file that it links to"
         ) from None
     return files
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the ids that end a response, from the model's settings and from the end of
-    training texts."""
+    """Return the ids that end a response, from the model's settings and from the end of training
+    texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
 
 def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
-    """Return the ids that end a response in training data but are not in the model's settings, with
-    the writer of each."""
+    """Return the ids that end training texts but are not in the model's settings, with their
+    writers."""
     named = _named_stop_tokens(model)
     return {token: what for token, what in _end_tokens(model).items() if token not in named}
 
@@ -161,18 +142,16 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
     texts = ", ".join(f"{backend.id_to_token(token)!r} ({what})" for token, what in unnamed.items())
     others = ", ".join(repr(backend.id_to_token(token) or token) for token in named) or "none"
     return (
-        f"model {str(model)!r}: training texts end with {texts}, and its settings name "
-        f"{others} as end of a response; rollouts stop at all of them, and saved models "
-        "name all",
+        f"model {str(model)!r}: training texts end with {texts}, and its settings name {others} as "
+        "end of a response; rollouts stop at all of them, and saved models name all",
     )
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
     """Return the end tokens of the model's tokenizer; empty without a readable tokenizer, which is
     reported where texts are read."""
-    from ...dataflow.prompts.tokenizer import (
-        Tokenizer,
-    )  # imported late because commands import this module and must print help at once
+    # Imported late because commands import this module and must print help at once.
+    from ...dataflow.prompts.tokenizer import Tokenizer
 
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
@@ -183,10 +162,8 @@ def _end_tokens(model: str | Path) -> dict[int, str]:
 
 
 def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return `eos_token_id` of `generation_config.json`, or else of `config.json`.
-
-    Chat models name the end of a turn only in the former. Both may hold one id or several.
-    """
+    """Return `eos_token_id` of `generation_config.json`, which alone names the end of a turn of
+    chat models, or else of `config.json`: one id or several."""
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
         file = find_cached(model, file.name) or file
@@ -208,9 +185,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = settings.get("text_config")
     rest = {name: value for name, value in settings.items() if name != "text_config"}
-    return (
-        {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
-    )
+    is_multimodal = isinstance(text, Mapping)
+    return {**rest, **text, "model_type": settings.get("model_type")} if is_multimodal else rest
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
@@ -236,7 +212,6 @@ def context_of(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_heads(settings: Mapping[str, Any]) -> int | None:
-    """Return the attention heads of each layer, if the settings have them."""
     return _first(text_settings(settings), _HEADS_NAMES)
 
 
@@ -253,11 +228,8 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(settings: Any) -> int | None:
-    """Return the experts per layer, or None if the model is not a mixture of experts.
-
-    Args:
-        settings: text settings as `transformers` completes them (`complete_text_settings`).
-    """
+    """Return the experts per layer, or None if the model is not a mixture of experts. `settings`
+    are text settings as `transformers` completes them (`complete_text_settings`)."""
     counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
     return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
@@ -290,26 +262,17 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
 
 def complete_text_settings(model: str | Path) -> Any:
     """Return the text settings with the defaults and common names of `transformers`, which takes
-    seconds to import.
-
-    Raises:
-        UserError: `transformers` does not know the model.
-    """
+    seconds to import."""
     from transformers import AutoConfig
 
-    with refusals_named(model, "cannot be read", find_model_config(model)):
-        return AutoConfig.from_pretrained(
-            find_model_config(model).parent, local_files_only=True
-        ).get_text_config()
+    file = find_model_config(model)
+    with refusals_named(model, "cannot be read", file):
+        return AutoConfig.from_pretrained(file.parent, local_files_only=True).get_text_config()
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
     """Check that `transformers` has a causal language model of this type, and that it can be
-    trained.
-
-    Raises:
-        UserError: it cannot be trained; the message names the model and its type.
-    """
+    trained."""
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
     why = None
@@ -331,19 +294,13 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
     (True, False, False)
     """
     kind, causal = settings.get("model_type"), causal_lm_types()
-    return (
-        bool(causal)
-        and kind not in causal
-        and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-    )
+    with_images = _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    return bool(causal) and kind not in causal and kind in with_images
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that a model of this type can have a scalar head in place of its own.
-
-    Raises:
-        UserError: the model reads images.
-    """
+    """Check that a model of this type can have a scalar head in place of its own: models that read
+    images cannot."""
     if sees_images(settings):
         raise UserError(
             f"model {str(model)!r} (type {settings['model_type']!r}) reads images, and such "
@@ -364,10 +321,9 @@ def _types(table: str) -> frozenset[str]:
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
+    file = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
     try:
-        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(
-            encoding="utf-8"
-        )
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return frozenset()
     content = re.search(rf"^{table} = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
@@ -391,11 +347,8 @@ def read_vocabulary(model: str | Path) -> int | None:
 
 
 def check_vocabulary(model: str | Path, source: Source) -> None:
-    """Check that the largest ids in use are in the model's vocabulary.
-
-    Raises:
-        UserError: an id is too large; the message names the id and the vocabulary.
-    """
+    """Check that the largest ids in use are in the model's vocabulary. Raises a UserError if an id
+    is too large; the message names the id and the vocabulary."""
     size = read_vocabulary(model)
     if size is None:
         return
@@ -409,11 +362,9 @@ def check_vocabulary(model: str | Path, source: Source) -> None:
 def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
     file = find_model_config(model)
     generation = file.with_name("generation_config.json")
-    for name, settings in (
-        (CONFIG_FILE, text_settings(read_model_config(model))),
-        (generation.name, _read(generation)),
-    ):
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    of_model = text_settings(read_model_config(model))
+    for name, settings in ((CONFIG_FILE, of_model), (generation.name, _read(generation))):
+        for key in _TOKEN_NAMES:
             ids = settings.get(key)
             for one in ids if isinstance(ids, list) else [ids]:
                 if isinstance(one, int):
@@ -430,10 +381,8 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
     stamp = file.stat()
     largest, ids = _tokenizer_ids(file, stamp.st_mtime_ns, stamp.st_size)
     yield f"the tokenizer in {model} has ids up to", largest
-    named = {
-        **_read(file.with_name("special_tokens_map.json")),
-        **_read(file.with_name("tokenizer_config.json")),
-    }
+    named = _read(file.with_name("special_tokens_map.json"))
+    named |= _read(file.with_name("tokenizer_config.json"))
     for name in _NAMED:
         token = named.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
@@ -463,10 +412,8 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
         for chunk in source.table.column(column).chunks:
             ids = chunk.flatten()
             if len(ids):
-                yield (
-                    f"{source.name}: column {column!r} has token id",
-                    int(ids.to_numpy(zero_copy_only=False).max()),
-                )
+                largest = int(ids.to_numpy(zero_copy_only=False).max())
+                yield f"{source.name}: column {column!r} has token id", largest
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -33,10 +33,10 @@ _LOOK_S = 2.0
 
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a lock that only one process of the node can hold. A process that dies releases it.
+    """Hold a lock file that only one process of the node can hold. A process that dies releases it.
+    The file is created with its folder, and several users may share it.
 
     Args:
-        lock: the lock file. It is created with its folder, and several users may share it.
         what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
         wait_s: longest wait for the holder of the lock.
 
@@ -45,10 +45,10 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
         RunError: the holder did not release the lock in time.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _open(lock)
+    descriptor = _open_lock(lock)
     try:
         end = time.monotonic() + wait_s
-        while not _is_locked(descriptor):
+        while not _takes_lock(descriptor):
             if time.monotonic() > end:
                 holder = os.pread(descriptor, 20, 0).decode() or "unknown"
                 raise RunError(
@@ -96,7 +96,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _open(lock: Path) -> int:
+def _open_lock(lock: Path) -> int:
     """Open a lock file. The process that creates it makes it writable for all."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -107,8 +107,7 @@ def _open(lock: Path) -> int:
     return descriptor
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Return whether this process could take the lock."""
+def _takes_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -166,19 +165,12 @@ class FolderListing:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether this is the folder of a model or a tokenizer."""
     return any((path / mark).is_file() for mark in MARKS)
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files that workers read in the folder of a model.
-
-    Args:
-        weights: whether to include weights; False for a tokenizer.
-
-    Raises:
-        OSError: the folder is missing or cannot be read.
-    """
+    """List the files that workers read in the folder of a model or, without `weights`, of a
+    tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}
@@ -201,21 +193,16 @@ def _sampled(path: Path, size: int) -> str:
     with path.open("rb") as file:
         if size <= _SMALL_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
+        # Samples: its ends, even distances, and the middle of each tensor.
+        places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
+        if path.suffix == ".safetensors":
+            with suppress(ValueError):
+                places += [(entry.start + entry.end) // 2 for entry in read_header(path)[0].values()]
         taken = hashlib.sha256()
-        for start in _places(path, size):
+        for start in sorted(min(max(0, place), size - _SAMPLE_BYTES) for place in places):
             file.seek(start)
             taken.update(file.read(_SAMPLE_BYTES))
         return taken.hexdigest()
-
-
-def _places(path: Path, size: int) -> list[int]:
-    """Return the sampled offsets of a large file: its ends, even distances, and the middle of each
-    tensor."""
-    places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
-    if path.suffix == ".safetensors":
-        with suppress(ValueError):
-            places += [(entry.start + entry.end) // 2 for entry in read_header(path)[0].values()]
-    return sorted(min(max(0, place), size - _SAMPLE_BYTES) for place in places)
 
 
 def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
@@ -227,11 +214,8 @@ def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of copies on this node."""
-    given = os.environ.get("WEFT_CACHE")
-    if given:
-        return Path(given).expanduser() / "folders"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weft" / "folders"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("WEFT_CACHE") or caches / "weft").expanduser() / "folders"
 
 
 def copy_of(
@@ -254,12 +238,16 @@ def copy_of(
     copy, partial = cache / listing.key, cache / f".{listing.key}"
     try:
         make_folder(cache)
-        with (
-            growth_told(partial, advance),
-            once_a_node(Path(f"{partial}.lock"), f"copies {listing.name}"),
-        ):
+        lock = Path(f"{partial}.lock")
+        with growth_told(partial, advance), once_a_node(lock, f"copies {listing.name}"):
             if not copy.is_dir():
-                _check_room(listing, cache)
+                free = shutil.disk_usage(cache).free
+                if free < listing.num_bytes:
+                    raise UserError(
+                        f"{listing.name} ({listing.num_bytes / 1e9:.1f} GB) is on the driver's node "
+                        f"only, and {cache} of this node has room for {free / 1e9:.1f} GB; set "
+                        "WEFT_CACHE in the environment of this Ray node to another folder"
+                    )
                 _remove_old(cache)
                 _write(listing, pieces, partial)
                 partial.rename(copy)
@@ -291,16 +279,6 @@ def _write(
                 raise WorkerError(f"{listing.name}: {name} changed while it was copied; start again")
 
 
-def _check_room(listing: FolderListing, cache: Path) -> None:
-    free = shutil.disk_usage(cache).free
-    if free < listing.num_bytes:
-        raise UserError(
-            f"{listing.name} ({listing.num_bytes / 1e9:.1f} GB) is on the driver's node "
-            f"only, and {cache} of this node has room for {free / 1e9:.1f} GB; set "
-            "WEFT_CACHE in the environment of this Ray node to another folder"
-        )
-
-
 def _remove_old(cache: Path) -> None:
     oldest = time.time() - MAX_AGE_S
     for path in cache.iterdir():
@@ -310,18 +288,10 @@ def _remove_old(cache: Path) -> None:
 
 
 def pieces_of(size: int) -> Iterator[int]:
-    """Yield the offsets of a file's pieces.
-
-    >>> list(pieces_of(PIECE_BYTES + 1)) == [0, PIECE_BYTES], list(pieces_of(0))
-    (True, [])
-    """
     return iter(range(0, size, PIECE_BYTES))
 
 
-# Node folder
-
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""Files to download: settings, weights, tokenizer, chat template."""
+# Downloads
 
 
 def node_folder(
@@ -331,10 +301,8 @@ def node_folder(
     checked an id only on its own node.
 
     Args:
-        model: a folder or a Hugging Face id.
         wait_s: longest wait for another process that downloads the model.
-        advance: called whenever more has been downloaded, by whichever process of the node
-            (`Context.advance`).
+        advance: called whenever more has been downloaded, by whichever process of the node.
 
     Raises:
         UserError: the model does not exist or cannot be downloaded.
@@ -351,15 +319,7 @@ def node_folder(
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
     """Return the cached snapshot of a Hugging Face id on this node, or None if it is incomplete or
-    not an id.
-
-    Args:
-        name: id of a model or a tokenizer.
-        weights: whether the snapshot must hold a model with all of its weights.
-
-    Raises:
-        UserError: the index of the weights is damaged.
-    """
+    not an id. With `weights`, it must hold a model with all of its weights."""
     marks = (CONFIG_FILE,) if weights else MARKS
     found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
     return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
@@ -377,22 +337,21 @@ def _may_be_downloaded(model: str | Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all weight files are there, as safetensors or in torch's format.
-
-    Raises:
-        UserError: the index of the files is damaged.
-    """
-    for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
+    """Return whether all weight files are there, as safetensors or in torch's format."""
+    names = ("model.safetensors", "pytorch_model.bin")
+    for index in (folder / f"{name}.index.json" for name in names):
         if index.is_file():
             return all((folder / name).is_file() for name in read_index(index).values())
-    return any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+    return any((folder / name).is_file() for name in names)
 
 
 def _download(model: str) -> Path:
     import huggingface_hub
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
+        # Settings, weights, tokenizer, chat template.
+        files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=files))
     except (OSError, ValueError, RuntimeError) as error:  # not on the hub, or no network
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -405,12 +364,7 @@ def _download(model: str) -> Path:
 
 @contextmanager
 def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
-    """Let one process of the node at a time download a model.
-
-    Raises:
-        UserError: this user may not write to the cache.
-        RunError: the process with the lock did not finish in time.
-    """
+    """Let one process of the node at a time download a model."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.replace("/", "--")

@@ -75,9 +75,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         taken = math.prod(entry.shape) * DTYPES.get(entry.dtype, 0)
         if taken != entry.end - entry.start and entry.dtype in DTYPES:
             raise ValueError(
-                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype "
-                f"{entry.dtype} needs {taken} bytes, but the header gives it "
-                f"{entry.end - entry.start}"
+                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} "
+                f"needs {taken} bytes, but the header gives it {entry.end - entry.start}"
             )
     return entries, metadata
 
@@ -91,15 +90,8 @@ def _entry(file: Path, start: int, about: Any) -> TensorEntry:
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; empty if it has none.
-
-    Args:
-        model: the user's name for the model.
-        folder: folder of the model.
-
-    Raises:
-        UserError: the index is damaged, or names a missing file.
-    """
+    """Return the safetensors files of a model, which messages call `model`; empty if it has none.
+    Raises a UserError if the index is damaged, or names a missing file."""
     if (folder / FILE).is_file():
         return [folder / FILE]
     if not (folder / INDEX).is_file():
@@ -114,11 +106,8 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
 
 
 def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors in a model's safetensors files by name; empty if it has none.
-
-    Raises:
-        UserError: a file is damaged, missing, or lacks a tensor of the index.
-    """
+    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
+    UserError if a file is damaged, missing, or lacks a tensor of the index."""
     files = weight_files(model, folder)
     found: dict[str, TensorEntry] = {}
     try:
@@ -141,14 +130,8 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
     """Find mistakes in the headers of a model's files. Models that workers will download are not
-    checked.
-
-    Args:
-        trained: whether `FsdpEngine` trains the model, which needs floating-point weights.
-
-    Raises:
-        UserError: a file is wrong; the message names the file and the problem.
-    """
+    checked. `FsdpEngine` can only train (`trained`) floating-point weights. Raises a UserError if a
+    file is wrong; the message names the file and the problem."""
     if not Path(model).expanduser().is_dir():
         return
     folder = find_model_config(model).parent
@@ -169,35 +152,27 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
 
 
 def _not_only_tensors(file: Path) -> str:
-    """Return why a file of `torch.save` does not hold only tensors, by the names in its pickle, or
-    "" if it does. The check executes no code from the file; `torch` reads such files with
-    `weights_only=True`."""
+    """Return why a file of `torch.save` does not hold only tensors, or "" if it does. Only the
+    names in its pickle are read; no code is executed."""
     try:
         if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
-                found = _foreign_names(opened)
+            with zipfile.ZipFile(file) as archive:
+                name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
+                if name is None:
+                    raise ValueError("it holds no data.pkl")
+                with archive.open(name) as opened:
+                    found = _foreign_names(opened)
         else:  # files from before torch 1.6 are consecutive pickles
             with file.open("rb") as opened:
                 found = _foreign_names(opened)
                 with suppress(ValueError):
-                    # After the magic number: protocol, system information, tensors and storage
-                    # keys.
+                    # After the magic number: protocol, system information, tensors, storage keys.
                     for _ in range(4):
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         return f"is damaged or not a file of torch.save ({error})"
-    return (
-        f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}"
-        if found
-        else ""
-    )
-
-
-def _pickle_in(archive: zipfile.ZipFile) -> str:
-    for name in archive.namelist():
-        if name.endswith("data.pkl"):
-            return name
-    raise ValueError("it holds no data.pkl")
+    names = ", ".join(sorted(set(found))[:3])
+    return f"holds more than tensors: a pickle that calls {names}" if names else ""
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
@@ -212,26 +187,15 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
             named.append(".".join(texts[-2:]))
         elif isinstance(argument, str):
             texts.append(argument)
-    return [
-        name
-        for name in named
-        if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))
-    ]
+    of_tensors = ("torch.", "collections.OrderedDict", "numpy.", "_codecs.")
+    return [name for name in named if not name.startswith(of_tensors)]
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:
-    """Return the safetensors file of a model that holds this tensor, or None.
-
-    Raises:
-        UserError: the model does not exist, or a file is damaged.
-    """
-    return _files_of_tensors(model).get(name)
-
-
-def _files_of_tensors(model: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor, from the index if there is one, because the files may not be
-    downloaded yet."""
+    """Return the safetensors file of a model that holds this tensor, or None."""
     folder = find_model_config(model).parent
     if (folder / FILE).is_file() or not (folder / INDEX).is_file():
-        return {name: entry.file for name, entry in stored_tensors(model, folder).items()}
-    return {name: folder / file for name, file in read_index(folder / INDEX).items()}
+        entry = stored_tensors(model, folder).get(name)
+        return entry.file if entry else None
+    file = read_index(folder / INDEX).get(name)  # the files may not be downloaded yet
+    return folder / file if file else None

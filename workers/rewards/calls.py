@@ -1,4 +1,4 @@
-"""AsyncCalls: concurrent calls of asynchronous reward functions on one rank, with retries and a
+"""Concurrent calls of asynchronous reward functions on one rank, with retries and a
 rate limit.
 
 They run on a separate event loop in a separate thread. So a function can keep sessions open between
@@ -25,7 +25,7 @@ from typing import Any
 
 from ...dataflow.errors import Cancelled, Ended, NeedsMainThread, Planned, Silent
 from .function import Reward, as_failure
-from .main_thread import Child, portable_result, signals_noticed
+from .main_thread import ForkedCaller, portable_result, signals_noticed
 
 CLOSE_S = 10.0
 """Longest wait for the thread to end."""
@@ -44,7 +44,7 @@ class _Limits:
 
 
 @dataclass
-class AsyncCalls:
+class _AsyncCalls:
     """Calls in flight."""
 
     _loop: asyncio.AbstractEventLoop | None = None
@@ -58,20 +58,17 @@ class AsyncCalls:
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
-        """Start a call as soon as the limits of its function allow.
+        """Start a call as soon as the limits of its function allow. Return a future with the
+        result, or the exception of the last try.
 
         Args:
             call: creates a new awaitable for each try.
             deadline_s: timeout of each try in seconds.
-
-        Returns:
-            A future with the result, or the exception of the last try.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_turn, args=(self._loop,), name="reward calls", daemon=True
-            )
+            turning = (self._loop,)
+            self._thread = threading.Thread(target=_turn, args=turning, name="reward calls", daemon=True)
             self._thread.start()
         self._functions[id(reward.function)] = reward.function
         return asyncio.run_coroutine_threadsafe(self._carry_out(reward, call, deadline_s), self._loop)
@@ -82,13 +79,10 @@ class AsyncCalls:
 
     def is_alive(self) -> bool:
         """Return whether the loop responds. A function that blocks it stops all others."""
-        if self._beat is None or self._beat.done():
-            was_alive, self._beat = True, None
-        else:
-            was_alive = False
-        if self._loop is not None and self._beat is None:
+        is_alive = self._beat is None or self._beat.done()
+        if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        return was_alive
+        return is_alive
 
     def close(self) -> None:
         """Cancel calls in flight, close functions (`aclose`), and end the thread."""
@@ -104,26 +98,22 @@ class AsyncCalls:
         limits = self._limits.setdefault(id(reward), _Limits(asyncio.Semaphore(reward.concurrency)))
         async with limits.places:
             for attempt in range(reward.retries + 1):
-                await self._wait_for_turn(reward, limits)
+                if reward.per_second is not None:
+                    now = asyncio.get_running_loop().time()
+                    begins_s = max(now, limits.begins_s)
+                    limits.begins_s = begins_s + 1 / reward.per_second
+                    await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
-                        raise TimeoutError(
-                            str(error) or f"{reward.title} took longer than {deadline_s:g} s"
-                        ) from None
+                        why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
+                        raise TimeoutError(why) from None
                 except Exception:
                     if attempt == reward.retries:
                         raise
                 await asyncio.sleep(min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise AssertionError("a last attempt returns or raises")
-
-    async def _wait_for_turn(self, reward: Reward, limits: _Limits) -> None:
-        if reward.per_second is not None:
-            now = asyncio.get_running_loop().time()
-            begins = max(now, limits.begins_s)
-            limits.begins_s = begins + 1 / reward.per_second
-            await asyncio.sleep(begins - now)
 
     async def _end(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -166,29 +156,22 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
             loop.close()
 
 
-# Calls of plain reward functions
-
-
 Logged = list[tuple[str, float]]
 """Metrics that functions logged."""
 
 
 class Caller:
-    """Calls functions in this thread, or in a child process once they have set a signal handler
-    outside the main thread.
+    """Calls plain functions in this thread, or in a child process once they have set a signal
+    handler outside the main thread. Awaitables that they return are awaited by `calls`."""
 
-    Args:
-        calls: awaits awaitables that a plain function returns.
-    """
-
-    def __init__(self, rewards: Sequence[Reward], calls: AsyncCalls) -> None:
-        self._rewards = rewards
-        self._calls = calls
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self.rewards = rewards
+        self.calls = _AsyncCalls()
         self._apart: set[int] = set()
         """Functions that need a main thread."""
-        self._child: Child | None = None
+        self._child: ForkedCaller | None = None
 
-    def call(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
+    def call_reward(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
         """Return the result of function number `f`, and the metrics that it logged.
 
         Raises:
@@ -197,40 +180,40 @@ class Caller:
         if f not in self._apart:
             try:
                 with signals_noticed():
-                    return _called(self._rewards[f], arguments, self._calls)
+                    return _called(self.rewards[f], arguments, self.calls)
             except NeedsMainThread:
                 self._apart.add(f)
         if self._child is None:
-            self._child = Child(self._call_in_child)
+            self._child = ForkedCaller(self._call_in_child)
         try:
-            return self._child.call(f, arguments)
+            return self._child.call_function(f, arguments)
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._child = None  # it was closed
             raise
 
     def close(self) -> None:
-        """End the child process."""
+        self.calls.close()
         if self._child is not None:
             self._child.close()
 
     def _call_in_child(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        if self._calls.is_started:
-            self._calls = AsyncCalls()  # a fork has no threads
-        result, logged = _called(self._rewards[f], arguments, self._calls)
+        if self.calls.is_started:
+            self.calls = _AsyncCalls()  # a fork has no threads
+        result, logged = _called(self.rewards[f], arguments, self.calls)
         return portable_result(result), logged
 
 
-def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> tuple[Any, Logged]:
+def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) -> tuple[Any, Logged]:
     logged: Logged = []
     log = {
         "log_extra": lambda name, values: None,
         "log_metric": lambda name, value: logged.append((name, float(value))),
     }
     try:
-        result = reward.call(arguments, log)
+        result = reward.call_function(arguments, log)
         if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
-            tries = itertools.chain([result], iter(lambda: reward.call(arguments, log), None))
+            tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
@@ -253,8 +236,6 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGVTALRM)
 """Interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such as
 math-verify set and clear them."""
-_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle")
-"""Modules of debuggers: Python's (and IPython's), and those of editors."""
 
 
 class _Watch:
@@ -298,15 +279,12 @@ _watch = _Watch()
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
-    block ends. None disables the deadline.
+    block ends. None disables the deadline. Messages call the block `what`.
 
     Code that catches the error still fails when it is done. The deadline uses another signal than
     `SIGALRM`, so the block may use `signal.alarm`; a handler and a timer that it leaves behind are
     removed. Deadlines work only on the main thread (other threads log a warning), and cannot
     interrupt C functions. A program stopped in a debugger is not interrupted.
-
-    Args:
-        what: name of the block, for the error.
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:
@@ -338,13 +316,11 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
         finally:
             armed = False
             _watch.set(math.inf)
-            signal.signal(SIGNAL, before if before is not None and before != signal.SIG_DFL else _ignore)
+            # A signal may arrive just after its deadline was met.
+            is_set = before is not None and before != signal.SIG_DFL
+            signal.signal(SIGNAL, before if is_set else lambda number, frame: None)
         if rung:  # the code has caught it
             raise TimeoutError(too_late)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal that arrives just after its deadline was met."""
 
 
 @contextlib.contextmanager
@@ -365,8 +341,9 @@ def _own_alarm() -> Iterator[None]:
 
 
 def _in_debugger(frame: FrameType | None) -> bool:
+    debuggers = ("bdb", "pdb", "pydevd", "_pydevd_bundle")  # Python's (and IPython's), and of editors
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).split(".")[0] in _DEBUGGERS:
+        if str(frame.f_globals.get("__name__")).split(".")[0] in debuggers:
             return True
         frame = frame.f_back
     return False

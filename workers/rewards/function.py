@@ -18,14 +18,12 @@ from ...dataflow.config import Config
 from ...dataflow.errors import ResultError, SampleError, nearest
 from ...dataflow.operation import ALL_COLUMNS
 from ...dataflow.untrusted_text import beginning
-from .signature import ANSWERS, Samples, Signature, find_signature
+from .signature import ANSWERS, RewardRows, Signature, find_signature
 
 _TOTALS = ("reward", "score", "rewards")
 """Keys of a returned dictionary that hold the reward, in order of preference."""
 LARGEST = 3.4028234663852886e38
 """Largest reward: columns of rewards are float32."""
-_LOGGERS = ("log_extra", "log_metric")
-"""Callbacks of TRL."""
 
 
 class Reward(Config):
@@ -34,7 +32,8 @@ class Reward(Config):
 
     function: Callable[..., Any]
     """The reward function, or a grader. Its parameter names show whether it was written for Weft,
-    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no default."""
+    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no
+    default."""
     name: str = ""
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""
@@ -68,9 +67,8 @@ class Reward(Config):
         parameters = self._takes.parameters.values()
         names = [p.name for p in parameters]
         if self.signature is not None:
-            asked = [
-                p.name for p in self._open if p.name in self.signature.missing and p.default is p.empty
-            ]
+            missing = self.signature.missing
+            asked = [p.name for p in self._open if p.name in missing and p.default is p.empty]
             if asked:
                 raise ValueError(
                     f"reward function {takes} takes {asked[0]!r}, which only {self.signature.library}'s own trainer has"
@@ -79,14 +77,8 @@ class Reward(Config):
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             raise ValueError(f"reward function {takes} must name its parameters: each is a column")
         if not self.takes_all and not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
-            hint = next(
-                (
-                    f"; did you mean 'response' for {n!r}?"
-                    for n in names
-                    if nearest(n, ["response", "responses"])
-                ),
-                "",
-            )
+            close = [n for n in names if nearest(n, ["response", "responses"])]
+            hint = f"; did you mean 'response' for {close[0]!r}?" if close else ""
             raise ValueError(
                 f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}; "
                 "docs/rewards.md shows the signatures that are known"
@@ -104,7 +96,6 @@ class Reward(Config):
 
     @property
     def title(self) -> str:
-        """Name of the metric and column."""
         return self.name or name_of(self.function).rpartition(".")[2].strip("<>") or "reward"
 
     @property
@@ -113,8 +104,16 @@ class Reward(Config):
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable."""
-        return _is_async(self.function)
+        """Whether a call returns an awaitable. This depends on the callable itself, not on a
+        function that it wraps."""
+        own = self.function
+        while isinstance(own, functools.partial):
+            own = own.func
+        if inspect.iscoroutinefunction(own):
+            return True
+        if inspect.isroutine(own) or isinstance(own, type):
+            return False
+        return inspect.iscoroutinefunction(type(own).__call__)  # pyright: ignore[reportFunctionMemberAccess]
 
     @property
     def may_return_parts(self) -> bool:
@@ -126,41 +125,32 @@ class Reward(Config):
     @property
     def place(self) -> str:
         """File and line of the function's definition, or ""."""
-        code = getattr(self._inner, "__code__", None)
+        # The innermost function of a partial, a decorated function or a callable object.
+        own = self.function
+        inner: Any = inspect.unwrap(own.func if isinstance(own, functools.partial) else own)
+        code = getattr(inner if inspect.isroutine(inner) else type(inner).__call__, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-
-    @property
-    def _inner(self) -> Callable[..., Any]:
-        """The innermost function of a partial, a decorated function or a callable object."""
-        inner = inspect.unwrap(
-            self.function.func if isinstance(self.function, functools.partial) else self.function
-        )
-        return inner if inspect.isroutine(inner) else type(inner).__call__  # pyright: ignore[reportFunctionMemberAccess]
 
     # Columns
 
     @property
     def takes_all(self) -> bool:
-        """Whether the function takes `**columns`."""
         return any(p.kind is p.VAR_KEYWORD for p in self._takes.parameters.values())
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that the function requires."""
+    def needs(self) -> tuple[str, ...]:
         needed = (p.name for p in self._columns if p.default is p.empty)
         return tuple(name for name in needed if self.signature is None or name not in ANSWERS)
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that the function gets if they exist."""
         if self.takes_all:
             return (ALL_COLUMNS,)
-        optional = tuple(p.name for p in self._columns if p.name not in self.reads)
+        optional = tuple(p.name for p in self._columns if p.name not in self.needs)
         if self.signature is None:
             return optional
-        return tuple(
-            dict.fromkeys((*self.signature.reads, *optional, *(("answer",) if optional else ())))
-        )
+        answer = ("answer",) if optional else ()
+        return tuple(dict.fromkeys((*self.signature.reads, *optional, *answer)))
 
     @property
     def takes_text(self) -> bool:
@@ -177,73 +167,55 @@ class Reward(Config):
     @property
     def answers(self) -> tuple[str, ...]:
         """Required ground truths with parameter types that exclude None."""
-        named = [
-            p
-            for p in self._takes.parameters.values()
-            if p.name.removesuffix("s") in ANSWERS and p.default is p.empty
-        ]
-        taken = {p.name for p in self._open}
-        return tuple(
-            p.name.removesuffix("s") for p in named if p.name in taken and not _takes_none(p.annotation)
-        )
+        needed = [p for p in self._open if p.default is p.empty and not _takes_none(p.annotation)]
+        names = (p.name.removesuffix("s") for p in needed)
+        return tuple(name for name in names if name in ANSWERS)
 
     @property
     def _open(self) -> list[inspect.Parameter]:
         """Parameters without a fixed value."""
-        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
+        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = self._takes.parameters.values()
-        return [
-            p
-            for p in parameters
-            if p.kind not in kinds and p.name not in fixed and p.name not in self.settings
-        ]
+        return [p for p in parameters if p.kind not in several and p.name not in self._fixed]
+
+    @cached_property
+    def _fixed(self) -> set[str]:
+        """Names of keyword arguments with fixed values."""
+        keywords = self.function.keywords if isinstance(self.function, functools.partial) else {}
+        return {*keywords, *self.settings}
 
     @property
     def _columns(self) -> list[inspect.Parameter]:
-        given = (
-            (str(RESPONSE),)
-            if self.signature is None
-            else (*self.signature.gives, *self.signature.missing, *_LOGGERS)
-        )
+        given = (str(RESPONSE),)
+        if self.signature is not None:  # the last two are callbacks of TRL
+            given = (*self.signature.gives, *self.signature.missing, "log_extra", "log_metric")
         return [p for p in self._open if p.name not in given]
 
     # Calls
 
-    def arguments(self, samples: Samples) -> Mapping[str, Sequence[Any]]:
+    def arguments(self, samples: RewardRows) -> Mapping[str, Sequence[Any]]:
         """Return a value for each sample, by parameter, from the columns that exist."""
-        fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
-        columns = samples.rest if self.takes_all else {}
-        columns = {
-            name: values
-            for name, values in columns.items()
-            if name not in fixed and name not in self.settings
-        }
-        columns |= {
-            p.name: samples[p.name] for p in self._columns if p.name in samples or p.default is p.empty
-        }
+        fixed, rest = self._fixed, samples.rest if self.takes_all else {}
+        columns = {name: values for name, values in rest.items() if name not in fixed}
+        wanted = [p.name for p in self._columns if p.name in samples or p.default is p.empty]
+        columns |= {name: samples[name] for name in wanted}
         if self.signature is not None:
-            taken = {p.name for p in self._open} | set(self.signature.by_position)
+            taken = {p.name for p in self._open} | (
+                {*self.signature.gives} if self.signature.positional else set()
+            )
             given = self.signature.given(samples)
             return {**columns, **{n: v for n, v in given.items() if self.takes_all or n in taken}}
         if self.takes_all and RESPONSE_IDS in samples.rows:
             columns[str(RESPONSE_IDS)] = samples[str(RESPONSE_IDS)]
-            columns |= {
-                n: samples[n]
-                for n in samples.rows.columns
-                if n not in map(str, IDENTITY) and n not in fixed
-            }
+            ignored = {*map(str, IDENTITY), *fixed}
+            columns |= {n: samples[n] for n in samples.rows.columns if n not in ignored}
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
-    def call(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
-        """Call the function with the arguments of one sample or of all. An asynchronous function
-        returns an awaitable.
-
-        Args:
-            log: callbacks by name, for a function that takes them.
-        """
+    def call_function(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
+        """Call the function with the arguments of one sample or of all, and callbacks by name
+        (`log`) if it takes them. An asynchronous function returns an awaitable."""
         named = dict(arguments)
-        by_position = self.signature.by_position if self.signature else ()
+        by_position = self.signature.gives if self.signature and self.signature.positional else ()
         if "args" in by_position:
             named["args"] = SimpleNamespace(**self.settings)
         else:
@@ -265,12 +237,8 @@ class SampleScore:
 
 
 def results(reward: Reward, result: Any, number: int) -> list[Any]:
-    """Split the result of a batch call into one result per sample.
-
-    Raises:
-        ResultError: the result is neither a list with one entry for each sample nor a dictionary of
-            such lists.
-    """
+    """Split the result of a batch call into one result per sample. Raises a ResultError if the
+    result is neither a list with one entry for each sample nor a dictionary of such lists."""
     if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)
@@ -283,8 +251,8 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists into one dictionary for each sample. A single number applies to
-    the whole batch."""
+    """Split a dictionary of lists into one for each sample. A single number applies to the whole
+    batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -300,11 +268,8 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
             f"it must return a list with a reward for each{which}"
         )
-    whole = {
-        name: value
-        for name, value in entries.items()
-        if name not in lists and _as_number(value) is not None
-    }
+    single = {name: value for name, value in entries.items() if name not in lists}
+    whole = {name: value for name, value in single.items() if _as_number(value) is not None}
     return [{**whole, **{name: values[k] for name, values in lists.items()}} for k in range(number)]
 
 
@@ -320,9 +285,8 @@ def score(reward: Reward, result: Any) -> SampleScore:
     if not isinstance(result, Mapping):
         return SampleScore(number_of(reward, result))
     who = f"reward function {name_of(reward.function)} returned {_shown(result)}"
-    numbers = {
-        str(name): number for name, each in result.items() if (number := _as_number(each)) is not None
-    }
+    each = {str(name): _as_number(value) for name, value in result.items()}
+    numbers = {name: number for name, number in each.items() if number is not None}
     odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
     if odd is not None:
         raise SampleError(f"{who}; its {odd!r} is not a finite number")
@@ -332,15 +296,11 @@ def score(reward: Reward, result: Any) -> SampleScore:
     if total and total not in numbers:
         raise ResultError(f"{who}; its {total!r} is not a finite number")
     if total:
-        return SampleScore(
-            numbers[total], {name: value for name, value in numbers.items() if name != total}
-        )
-    other = next(
-        (name for name, each in result.items() if each is not None and str(name) not in numbers), None
-    )
-    if other is not None:
+        return SampleScore(numbers.pop(total), numbers)
+    other = [str(name) for name, value in result.items() if value is not None and each[str(name)] is None]
+    if other:
         raise ResultError(
-            f"{who}; its {str(other)!r} is not a number, so the parts have no sum: name the "
+            f"{who}; its {other[0]!r} is not a number, so the parts have no sum: name the "
             "part with the reward 'reward', or choose it with Reward(part=...)"
         )
     if not numbers:
@@ -351,12 +311,6 @@ def score(reward: Reward, result: Any) -> SampleScore:
 
 
 def number_of(reward: Reward, result: Any) -> float:
-    """Return the number that a function returned.
-
-    Raises:
-        ResultError: the result is not a number.
-        SampleError: the number is not finite.
-    """
     number = _as_number(result)
     if number is None or not _is_finite(number):
         refused = ResultError if number is None else SampleError
@@ -383,8 +337,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _listed(values: Any) -> list[Any] | None:
-    """Return a list, tuple, array, series or tensor as a list, or None for anything else, such as a
-    single number."""
+    """Return a list, tuple, array, series or tensor as a list, or None for anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
 
@@ -406,13 +359,8 @@ def as_failure(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception):
         return error
-    return RuntimeError(
-        f"it {'ended with' if isinstance(error, SystemExit) else 'raised'} {type(error).__name__}({_inside(error)})"
-    )
-
-
-def _inside(error: BaseException) -> str:
-    return ", ".join(map(repr, error.args))
+    what = "ended with" if isinstance(error, SystemExit) else "raised"
+    return RuntimeError(f"it {what} {type(error).__name__}({', '.join(map(repr, error.args))})")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
@@ -451,26 +399,9 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         own = signature_of(function.__call__)
     wrapped = getattr(function, "__wrapped__", None)
     kinds = {parameter.kind for parameter in own.parameters.values()}
-    hands_on = (
-        inspect.Parameter.VAR_KEYWORD
-        in kinds
-        <= {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-    )
+    several = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    hands_on = inspect.Parameter.VAR_KEYWORD in kinds <= several
     return signature_of(wrapped) if hands_on and callable(wrapped) else own
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calls return an awaitable. This depends on the callable itself, not on the
-    function that it wraps."""
-    if isinstance(function, functools.partial):
-        return _is_async(function.func)
-    if inspect.iscoroutinefunction(function):
-        return True
-    return not (
-        inspect.isroutine(function) or isinstance(function, type)
-    ) and inspect.iscoroutinefunction(
-        type(function).__call__  # pyright: ignore[reportFunctionMemberAccess]
-    )
 
 
 def _shown(value: object) -> str:

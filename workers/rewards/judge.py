@@ -91,41 +91,30 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets another
-        name, a weight, or limits."""
+        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets other
+        options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
-        """Check that the key is set.
-
-        Raises:
-            UserError: the environment lacks the key; the message names the variable.
-        """
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
         """Grade one response.
 
         Raises:
-            RuntimeError: no reply, a refusal, or a reply without a score. The message never
-                contains the key.
+            RuntimeError: no reply, a refusal, or a reply without a score. The message never has the
+            key.
         """
-        values = {
-            "prompt": prompt,
-            "answer": "(none)" if answer in (None, "") else answer_text(answer),
-            "response": response,
-        }
-        asked = _filled(
-            self.question, values | {"lowest": f"{self.scale[0]:g}", "highest": f"{self.scale[1]:g}"}
-        )
+        lowest, highest = (f"{end:g}" for end in self.scale)
+        reference = "(none)" if answer in (None, "") else answer_text(answer)
+        values = {"prompt": prompt, "answer": reference, "response": response}
+        values |= {"lowest": lowest, "highest": highest}
+        # In one pass, so that braces in a response stay untouched.
+        asked = re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), self.question)
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
-        """Return the reward in a reply, 0 to 1.
-
-        Raises:
-            RuntimeError: the reply has no score.
-        """
+        """Return the reward in a reply, 0 to 1. A reply without a score is a RuntimeError."""
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
@@ -158,9 +147,8 @@ class Judge(Config):
             else:
                 if reply.status_code == 200:
                     return _text_of(reply.json(), self.model)
-                failure = (
-                    f"the judge at {self.address} answered {reply.status_code}: {reply.text[:300]!r}"
-                )
+                status, text = reply.status_code, reply.text[:300]
+                failure = f"the judge at {self.address} answered {status}: {text!r}"
                 if reply.status_code not in REPEATED:
                     raise RuntimeError(failure)
                 pause_s = _retry_after(reply.headers.get("retry-after"), pause_s)
@@ -192,11 +180,6 @@ class Judge(Config):
         # Connections cannot be pickled.
         state = super().__getstate__()
         return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
-
-
-def _filled(question: str, values: dict[str, str]) -> str:
-    """Fill in the question in one pass, so that braces in a response stay untouched."""
-    return re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), question)
 
 
 def _text_of(reply: Any, model: str) -> str:

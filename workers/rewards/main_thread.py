@@ -58,9 +58,9 @@ def _signal(number: Any, handler: Any) -> Any:
 signal.signal = _signal
 
 
-class Child:
-    """A child process with everything that this process has loaded. It calls a function on its main
-    thread.
+class ForkedCaller:
+    """A child process with everything that this process has loaded, which calls a function on its
+    main thread.
 
     It is a fork, not a new interpreter, because reward functions may be closures, objects with
     loaded models, or functions of the user's script, which cannot be pickled. If another thread
@@ -68,21 +68,20 @@ class Child:
     child ends with the thread that made it, so make and call it on one thread.
 
     Args:
-        function: called with the arguments of `call`. Its result must be picklable.
+        function: called with the arguments of `call_function`. Its result must be picklable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._parent = os.getpid()
+        parent = os.getpid()
         self._connection, theirs = Pipe()
         with warnings.catch_warnings():
-            # Python warns about locks of other threads; see the docstring.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)  # about locks of other threads
             self._pid = os.fork()
         if self._pid == 0:
-            _serve(function, theirs, self._connection, self._parent)
+            _serve(function, theirs, self._connection, parent)
         theirs.close()
 
-    def call(self, *arguments: Any) -> Any:
+    def call_function(self, *arguments: Any) -> Any:
         """Call the function.
 
         Raises:
@@ -124,19 +123,22 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
     code = 1
     try:
         gc.freeze()  # the parent's objects are not the child's to finalise
-        _die_with(parent)
+        # End with the thread that made this process, however it ends.
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
         other_end.close()
         _here.noticed = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            _set_handler(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        _set_handler(signal.SIGINT, signal.SIG_IGN)
+        _set_handler(signal.SIGTERM, signal.SIG_DFL)
         while True:
             try:
                 arguments = requests.recv()
             except (EOFError, OSError):
                 break
             try:
-                reply = (True, function(*arguments), "")
-                sent = pickle.dumps(reply)
+                sent = pickle.dumps((True, function(*arguments), ""))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
                 sent = pickle.dumps((False, _portable(error), trace))
@@ -159,14 +161,6 @@ def _portable(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _die_with(parent: int) -> None:
-    """End the child when the thread that made it ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def portable_result(value: Any) -> Any:
     """Convert a result of a reward function to types that another process knows: tensors and arrays
     become lists."""
@@ -181,13 +175,12 @@ def portable_result(value: Any) -> Any:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        return Shown(repr(value))
+        return _AsText(repr(value))
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A value of a type that the parent may not know, as text. It is not a valid reward, so only
-    the error message needs it."""
+class _AsText:
+    """A value that is not a valid reward, as text for the error message."""
 
     text: str
 

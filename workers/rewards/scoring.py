@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ...dataflow.errors import ResultError, SampleError
-from ...dataflow.metrics import Mean, Metrics
+from ...dataflow.metrics import Mean
 from ..worker import Context
-from .calls import AsyncCalls, Caller, deadline
+from .calls import Caller, deadline
 from .function import LARGEST, Reward, SampleScore, as_failure, name_of, results, score
-from .signature import Samples
+from .signature import RewardRows
 
 PART_S = 1.0
 """[s] Longest time to hold back finished rewards in order to yield them together."""
@@ -37,49 +37,32 @@ class Outcome:
     """One score from each function, in the functions' order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all numbers that make up the reward, by name, without functions that do not apply."""
-        several = len(rewards) > 1
-        named = {
-            r.title: s.value
-            for r, s in zip(rewards, self.scores, strict=True)
-            if several and s.value is not None
-        }
-        for reward, said in zip(rewards, self.scores, strict=True):
-            named |= {
-                f"{reward.title}/{name}" if several else name: value for name, value in said.parts.items()
-            }
-        return named
+        """Return all numbers that make up the reward, by name, without functions that do not
+        apply."""
+        if len(rewards) == 1:
+            return dict(self.scores[0].parts)
+        each = list(zip(rewards, self.scores, strict=True))
+        named = {r.title: s.value for r, s in each if s.value is not None}
+        return named | {f"{r.title}/{name}": v for r, s in each for name, v in s.parts.items()}
 
 
 class Scoring:
-    """The samples of one call.
-
-    Args:
-        caller: calls the plain functions.
-        calls: runs asynchronous functions.
-        deadline_s: timeout of each function call in seconds.
-    """
+    """The samples of one call. Each function call takes at most `deadline_s`."""
 
     def __init__(
-        self,
-        rewards: Sequence[Reward],
-        samples: Samples,
-        context: Context,
-        caller: Caller,
-        calls: AsyncCalls,
-        deadline_s: float | None,
+        self, caller: Caller, samples: RewardRows, context: Context, deadline_s: float | None
     ) -> None:
         self.failed: dict[int, Exception] = {}
         """Exception of the first function that failed, by sample."""
-        self._rewards = rewards
+        self.logged: dict[str, Mean] = {}
+        """Metrics that the functions logged themselves."""
+        self._rewards = caller.rewards
         self._samples = samples
         self._context = context
         self._caller = caller
-        self._calls = calls
         self._deadline_s = deadline_s
         self._scores: list[dict[int, SampleScore]] = [{} for _ in range(len(samples))]
         self._ids: list[int] = samples.rows["sample_id"].to_pylist()
-        self._logged: dict[str, Mean] = {}
         self._given: set[int] = set()
         self._gave_s = time.monotonic()
 
@@ -91,20 +74,13 @@ class Scoring:
         """
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
-            pending = [
-                call for f, reward in kinds if reward.is_async for call in self._started(f, reward)
-            ]
+            pending = [call for f, r in kinds if r.is_async for call in self._started(f, r)]
             for f, reward in kinds:
                 if reward.is_batch and not reward.is_async:
                     self._call_batch(f, reward)
             yield from self._one_by_one([(f, r) for f, r in kinds if not r.is_batch and not r.is_async])
             yield from self._awaited(pending)
         yield self._take()
-
-    @property
-    def logged(self) -> Metrics:
-        """Metrics that the functions logged themselves."""
-        return self._logged
 
     # Plain functions
 
@@ -116,9 +92,8 @@ class Scoring:
             self._context.at(sample_id)
             for f, reward, columns in arguments:
                 with self._blaming(k):
-                    self._put(
-                        f, k, score(reward, self._called(f, {name: v[k] for name, v in columns.items()}))
-                    )
+                    result = self._called(f, {name: v[k] for name, v in columns.items()})
+                    self._put(f, k, score(reward, result))
             self._context.at(None)
             self._context.advance()
 
@@ -134,14 +109,13 @@ class Scoring:
         self._context.advance()
 
     def _call_parts(self, f: int, reward: Reward, error: Exception) -> None:
-        """Find the samples that make a batch function fail."""
         if len(self._samples) == 1:
             self._fail(0, error)
             return
         for k, sample_id in enumerate(self._ids):
             self._context.at(sample_id)
             with self._blaming(k):
-                result = self._called(f, reward.arguments(self._samples.take(k)))
+                result = self._called(f, reward.arguments(self._samples.one(k)))
                 self._put(f, k, score(reward, results(reward, result, 1)[0]))
             self._context.at(None)
             self._context.advance()
@@ -149,7 +123,7 @@ class Scoring:
     def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
         limit = None if self._context.watched else self._deadline_s
         with deadline(limit, f"reward function {self._rewards[f].title}"):
-            result, logged = self._caller.call(f, arguments)
+            result, logged = self._caller.call_reward(f, arguments)
         for name, value in logged:
             self._log(name, value)
         return result
@@ -166,8 +140,9 @@ class Scoring:
             yield self._in_flight(reward, {name: values[k] for name, values in arguments.items()}), f, k
 
     def _in_flight(self, reward: Reward, arguments: Mapping[str, Any]) -> Future[Any]:
-        return self._calls.start(
-            reward, lambda: reward.call(arguments, self._callbacks), self._deadline_s
+        log = {"log_extra": lambda name, values: None, "log_metric": self._log}
+        return self._caller.calls.start(
+            reward, lambda: reward.call_function(arguments, log), self._deadline_s
         )
 
     def _awaited(
@@ -178,7 +153,7 @@ class Scoring:
             while pending:
                 finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
                 # With a deadline every call ends, so a responsive loop counts as progress.
-                if finished or (self._deadline_s is not None and self._calls.is_alive()):
+                if finished or (self._deadline_s is not None and self._caller.calls.is_alive()):
                     self._context.advance()
                 for future in finished:
                     f, k = pending.pop(future)
@@ -198,7 +173,8 @@ class Scoring:
         try:
             result = _result(future)
         except Exception as error:
-            self._fail_all(error)
+            for sample in range(len(self._samples)):
+                self._fail(sample, error)
         else:
             self._put_all(f, reward, result)
 
@@ -206,7 +182,8 @@ class Scoring:
 
     @contextmanager
     def _blaming(self, k: int) -> Iterator[None]:
-        """Record an exception raised inside as the failure of sample `k`, unless it ends the run."""
+        """Record an exception raised inside as the failure of sample `k`, unless it ends the
+        run."""
         try:
             yield
         except BdbQuit:  # the user left the debugger
@@ -220,10 +197,6 @@ class Scoring:
     def _fail(self, k: int, error: Exception) -> None:
         self.failed.setdefault(k, error)
 
-    def _fail_all(self, error: Exception) -> None:
-        for k in range(len(self._samples)):
-            self._fail(k, error)
-
     def _put_all(self, f: int, reward: Reward, result: Any) -> None:
         try:
             each = results(reward, result, len(self._samples))
@@ -235,21 +208,18 @@ class Scoring:
                 self._put(f, k, score(reward, said))
 
     def _put(self, f: int, k: int, said: SampleScore) -> None:
-        self._scores[k][f] = said
-        if len(self._scores[k]) == len(self._rewards) and all(
-            s.value is None for s in self._scores[k].values()
-        ):
+        scores = self._scores[k]
+        scores[f] = said
+        if len(scores) < len(self._rewards):
+            return
+        if all(s.value is None for s in scores.values()):
             who = f"each of the reward functions {', '.join(reward.title for reward in self._rewards)}"
             if len(self._rewards) == 1:
                 who = f"reward function {name_of(self._rewards[0].function)}"
             self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
-        elif (
-            len(self._scores[k]) == len(self._rewards)
-            and abs(total := self._total(self._scores[k])) > LARGEST
-        ):
-            self._fail(
-                k, SampleError(f"the weighted sum of the rewards is {total}, which float32 cannot hold")
-            )
+        elif abs(total := self._total(scores)) > LARGEST:
+            why = f"the weighted sum of the rewards is {total}, which float32 cannot hold"
+            self._fail(k, SampleError(why))
 
     def _total(self, scores: Mapping[int, SampleScore]) -> float:
         return sum(
@@ -274,17 +244,12 @@ class Scoring:
         self._given |= done.keys()
         return done
 
-    @property
-    def _callbacks(self) -> Mapping[str, Callable[..., None]]:
-        return {"log_extra": lambda name, values: None, "log_metric": self._log}
-
     def _log(self, name: str, value: float) -> None:
-        self._logged[name] = self._logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
+        self.logged[name] = self.logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
 
 
 def _result(future: Future[Any]) -> Any:
-    """Return the result of an asynchronous call. A `GeneratorExit` becomes an exception that fails
-    only its sample."""
+    """Return the result of an asynchronous call. A `GeneratorExit` fails only its sample."""
     try:
         return future.result()
     except GeneratorExit as error:

@@ -34,9 +34,6 @@ from ...dataflow.column import (
 )
 from ...dataflow.errors import UserError, nearest
 
-# Samples: columns as Python values, read once for all reward functions
-
-
 ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
 """Names of the ground truth in other libraries. If the rows lack such a column, Weft's `answer` is
 used."""
@@ -46,12 +43,8 @@ MESSAGES = "prompt_messages"
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
-class Samples:
-    """Rows in the form that reward functions read.
-
-    Args:
-        decode: decodes the token ids of many texts.
-    """
+class RewardRows:
+    """Rows in the form that reward functions read. `decode` decodes the token ids of many texts."""
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.rows = rows
@@ -65,11 +58,8 @@ class Samples:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column by name; a ground truth also by its names in other libraries.
-
-        Raises:
-            UserError: the rows have no such column.
-        """
+        """Return a column by name; a ground truth also by its names in other libraries. Raises a
+        UserError if the rows have no such column."""
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
             if source not in self.rows:
@@ -77,9 +67,8 @@ class Samples:
             self._lists[name] = self.rows[source].to_pylist()
         return self._lists[name]
 
-    def take(self, k: int) -> Samples:
-        """Return one sample."""
-        return Samples(self.rows.take([k]), self._decode)
+    def one(self, k: int) -> RewardRows:
+        return RewardRows(self.rows.take([k]), self._decode)
 
     @cached_property
     def responses(self) -> list[str]:
@@ -97,10 +86,9 @@ class Samples:
         """Prompts and responses as messages if the prompts were messages, otherwise as texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
-        prompts = [
-            [{k: v for k, v in m.items() if v is not None} for m in messages]
-            for messages in self[MESSAGES]
-        ]
+        prompts: list[Any] = []
+        for messages in self[MESSAGES]:
+            prompts.append([{k: v for k, v in m.items() if v is not None} for m in messages])
         return prompts, [[{"role": "assistant", "content": text}] for text in self.responses]
 
     @property
@@ -114,7 +102,7 @@ class Samples:
         return [default if value is None else value for value in values]
 
 
-# Signature
+Given = Callable[[RewardRows], Mapping[str, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -126,11 +114,12 @@ class Signature:
     """Parameters that identify a function of this library."""
     gives: tuple[str, ...]
     """Parameters that the library supplies; all others are columns."""
-    given: Callable[[Samples], Mapping[str, Sequence[Any]]]
+    given: Given
     """Return the supplied values of each sample, by parameter."""
     batch: bool = False
     """Whether a call takes all samples as lists and returns one result for each."""
-    by_position: tuple[str, ...] = ()
+    positional: bool = False
+    """Whether the supplied parameters are passed by position."""
     reads: tuple[str, ...] = ()
     """Columns other than tokens that it uses if they exist."""
     returns_parts: bool = False
@@ -157,12 +146,12 @@ def find_signature(names: Sequence[str]) -> Signature | None:
     return next((signature for signature in SIGNATURES if set(signature.marks) <= set(names)), None)
 
 
-def _of_trl(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_trl(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     prompts, completions = samples.dialogues
     return {"prompts": prompts, "completions": completions, "completion_ids": samples[str(RESPONSE_IDS)]}
 
 
-def _of_verifiers(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_verifiers(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     prompts, completions = samples.dialogues
     given = {
         "prompt": prompts,
@@ -174,14 +163,13 @@ def _of_verifiers(samples: Samples) -> Mapping[str, Sequence[Any]]:
     return {**given, "state": states}
 
 
-def _of_openrlhf(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    queries = [
-        prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)
-    ]
+def _of_openrlhf(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
+    texts = zip(samples.prompts, samples.responses, strict=True)
+    queries = [prompt + response for prompt, response in texts]
     return {"queries": queries, "prompts": samples.prompts, "labels": samples.or_else("label", None)}
 
 
-def _of_verl(samples: Samples) -> Mapping[str, Sequence[Any]]:
+def _of_verl(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
     return {
         "data_source": samples.or_else("data_source", ""),
         "solution_str": samples.responses,
@@ -190,128 +178,84 @@ def _of_verl(samples: Samples) -> Mapping[str, Sequence[Any]]:
     }
 
 
-def _of_verl_batch(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    return {f"{name}s": values for name, values in _of_verl(samples).items()}
+def _plural(given: Given) -> Given:
+    return lambda samples: {f"{name}s": values for name, values in given(samples).items()}
 
 
-class SlimeSample(SimpleNamespace):
+class _SlimeSample(SimpleNamespace):
     """A sample with the attributes of slime's samples during scoring."""
 
-    class Status(enum.Enum):
-        """How generation ended."""
-
-        PENDING = "pending"
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-        ABORTED = "aborted"
-        FAILED = "failed"
+    Status: Any = enum.Enum(
+        "Status", {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")}
+    )
+    """How generation ended."""
 
 
-def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    status = SlimeSample.Status
+def _of_slime(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
+    status = _SlimeSample.Status
+    response_ids, reasons = samples[str(RESPONSE_IDS)], samples.or_else(str(FINISH_REASON), "stop")
+    tokens = zip(samples.or_else("prompt_ids", []), response_ids, strict=True)
     fields = {
         "prompt": samples.dialogues[0],
         "response": samples.responses,
-        "response_length": [len(ids) for ids in samples[str(RESPONSE_IDS)]],
-        "tokens": [
-            [*prompt, *response]
-            for prompt, response in zip(
-                samples.or_else("prompt_ids", []), samples[str(RESPONSE_IDS)], strict=True
-            )
-        ],
+        "response_length": [len(ids) for ids in response_ids],
+        "tokens": [[*prompt, *response] for prompt, response in tokens],
         "label": samples.or_else("label", None),
         "metadata": samples.or_else("metadata", {}),
         "index": samples[str(SAMPLE_ID)],
         "group_index": samples.or_else(str(GROUP_ID), None),
-        "status": [
-            status.TRUNCATED if reason == "length" else status.COMPLETED
-            for reason in samples.or_else(str(FINISH_REASON), "stop")
-        ],
+        "status": [status("truncated" if reason == "length" else "completed") for reason in reasons],
     }
     # Attributes that are None in slime's samples during scoring.
-    unset = dict.fromkeys(
-        ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
-    )
-    made = [
-        SlimeSample(**unset, **dict(zip(fields, row, strict=True)))
-        for row in zip(*fields.values(), strict=True)
-    ]
-    return {"sample": made}
-
-
-def _of_slime_batch(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    return {"samples": _of_slime(samples)["sample"]}
+    unset = ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
+    each = (dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True))
+    return {"sample": [_SlimeSample(**dict.fromkeys(unset), **sample) for sample in each]}
 
 
 _TEXTS = (str(PROMPT), str(PROMPT_IDS), MESSAGES)
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_VERL_READS = ("data_source", "ground_truth", "extra_info", "answer")
+_SLIME, _SLIME_BATCH = ("args", "sample"), ("args", "samples")
 _SLIME_READS = (*_TEXTS, "label", "answer", "metadata", str(FINISH_REASON))
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_BATCH = tuple(f"{name}s" for name in _VERL)
+_VERL_READS = ("data_source", "ground_truth", "extra_info", "answer")
+_OPENRLHF = ("queries", "prompts", "labels")
 _TRL = ("prompts", "completions", "completion_ids")
+_TRL_MISSING = ("trainer_state", "environments")
+_VERIFIERS = ("prompt", "completion", "answer", "info", "state")
+_VERIFIERS_MISSING = ("parser", "judge", "client")
 
 SLIME = Signature(
-    "slime",
-    ("args", "sample"),
-    ("args", "sample"),
-    _of_slime,
-    by_position=("args", "sample"),
-    reads=_SLIME_READS,
-    returns_parts=True,
-)
-SLIME_BATCH = replace(
-    SLIME,
-    marks=("args", "samples"),
-    gives=("args", "samples"),
-    given=_of_slime_batch,
-    batch=True,
-    by_position=("args", "samples"),
+    "slime", _SLIME, _SLIME, _of_slime, positional=True, reads=_SLIME_READS, returns_parts=True
 )
 VERL = Signature("verl", ("solution_str",), _VERL, _of_verl, reads=_VERL_READS, returns_parts=True)
-VERL_BATCH = replace(
-    VERL,
-    marks=("solution_strs",),
-    gives=tuple(f"{name}s" for name in _VERL),
-    given=_of_verl_batch,
-    batch=True,
-)
 OPENRLHF = Signature(
     "OpenRLHF",
     ("queries", "prompts"),
-    ("queries", "prompts", "labels"),
+    _OPENRLHF,
     _of_openrlhf,
     batch=True,
-    by_position=("queries", "prompts", "labels"),
+    positional=True,
     reads=(*_TEXTS, "label", "answer"),
     returns_parts=True,
 )
 TRL = Signature(
-    "TRL",
-    ("completions",),
-    _TRL,
-    _of_trl,
-    batch=True,
-    reads=_TEXTS,
-    logs=True,
-    missing=("trainer_state", "environments"),
-)
-VERIFIERS = Signature(
-    "verifiers",
-    ("completion",),
-    ("prompt", "completion", "answer", "info", "state"),
-    _of_verifiers,
-    reads=(*_TEXTS, "answer", "info"),
-    missing=("parser", "judge", "client"),
+    "TRL", ("completions",), _TRL, _of_trl, batch=True, reads=_TEXTS, logs=True, missing=_TRL_MISSING
 )
 # OpenRLHF's marks include one of TRL's, so the order matters.
 SIGNATURES = (
     SLIME,
-    SLIME_BATCH,
+    replace(SLIME, marks=_SLIME_BATCH, gives=_SLIME_BATCH, given=_plural(_of_slime), batch=True),
     VERL,
-    VERL_BATCH,
+    replace(VERL, marks=("solution_strs",), gives=_VERL_BATCH, given=_plural(_of_verl), batch=True),
     OPENRLHF,
-    TRL,
-    replace(TRL, marks=("completion_ids",)),
-    replace(TRL, marks=("prompts",)),
-    VERIFIERS,
+    *(replace(TRL, marks=(name,)) for name in ("completions", "completion_ids", "prompts")),
+    Signature(
+        "verifiers",
+        ("completion",),
+        _VERIFIERS,
+        _of_verifiers,
+        reads=(*_TEXTS, "answer", "info"),
+        missing=_VERIFIERS_MISSING,
+    ),
 )
 """Signatures of other libraries, in the order of matching."""

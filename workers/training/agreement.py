@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
-from ..models.images import ImageReader, Shown, probe_images
+from ..models.images import ImageInputs, ImageReader, probe_images
 from .head_logprobs import HeadForm
 from .packed_attention import NAME as PACKED
 from .packed_attention import VARLEN, find_kernel, may_pack, windows_reached_attention
@@ -283,13 +283,13 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     expected: list[Tensor] = []
     _set_attention(causal_lm, "eager")
     for row, of_image, prompt, last in zip(ids, places, seen, after, strict=True):
-        inputs = Shown.of(of_image, prompt.images).inputs
+        inputs = ImageInputs.of(of_image, prompt.images).inputs
         logits = causal_lm(
             input_ids=row[None], mm_token_type_ids=of_image[None].int(), **inputs, use_cache=False
         ).logits[0]
         expected.append(F.log_softmax(logits[last:-1].float(), -1).gather(1, row[last + 1 :, None])[:, 0])
     _set_attention(causal_lm, attention)
-    shown = Shown.of(torch.cat(places), [image for prompt in seen for image in prompt.images])
+    shown = ImageInputs.of(torch.cat(places), [image for prompt in seen for image in prompt.images])
     rows = replace(PackedSequences(np.array([len(row) for row in ids]), device), shown=shown)
     outputs, hidden = model.run_backbone(torch.cat(ids), rows)
     begins = np.cumsum([0, *rows.lengths])

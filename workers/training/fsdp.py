@@ -31,12 +31,11 @@ from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
 from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import TensorPart
-from ..device import rank_device
 from ..dispatch import Coordinates, row_cost_of
 from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
 from ..models.node_folder import node_folder
-from ..worker import Context
+from ..worker import Context, rank_device
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers

@@ -18,7 +18,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
 from ..dispatch import RowCost
-from ..models.images import ImageReader, Shown
+from ..models.images import ImageInputs, ImageReader
 from .microbatch_plan import (
     Placement,
     SharingCost,
@@ -305,9 +305,9 @@ class _ShownRows:
             is_image.append(seen.is_image)
         return cls(reader, encoded, is_image, (np.concatenate(ids), np.cumsum([0, *map(len, ids)])))
 
-    def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> Shown | None:
-        """Return the images of these rows, given the number of tokens `after` each prompt; None if
-        they have none."""
+    def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> ImageInputs | None:
+        """Return the images of these rows ([rows] int64), given the number of tokens `after` each
+        prompt; None if they have none."""
         images = [self.reader.see(image) for row in part for image in self.encoded[row]]
         if not images:
             return None
@@ -315,7 +315,7 @@ class _ShownRows:
             np.pad(self.is_image[row], (0, more))
             for row, more in zip(part.tolist(), after.tolist(), strict=True)
         ]
-        return Shown.of(torch.from_numpy(np.concatenate(places)).to(device), images)
+        return ImageInputs.of(torch.from_numpy(np.concatenate(places)).to(device), images)
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:

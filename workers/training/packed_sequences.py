@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from ..models.images import Shown
+    from ..models.images import ImageInputs
     from .routers import Routing
 
 
@@ -56,7 +56,7 @@ class PackedSequences:
     in half precision."""
     routing: Routing | None = None
     """Instructions for the routers of a mixture, if any."""
-    shown: Shown | None = None
+    shown: ImageInputs | None = None
     """Images of the rows, with places among the T tokens, if any."""
 
     @classmethod

@@ -94,17 +94,12 @@ def test_min_tokens_and_ignore_stop_hold_for_stop_strings(engine: GenerationEngi
 def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, with_tokenizer: Path):
     engine: Any = vllm_worker.engine
     responses_of(engine, Sampling(max_tokens=24, stop=STOPS))
-    assert (
-        engine.num_unfinished == 0
-        and not engine._watched
-        and not engine._finished
-        and not engine._request_ids
-    )
+    assert engine.num_unfinished == 0 and not engine._finished and not engine._requests
 
 
 def test_an_occurrence_before_min_tokens_ends_nothing_and_a_later_one_does():
     strings = StopStrings(("ab",), lambda ids: "".join("ab"[i] for i in ids))
-    assert [strings.end([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
+    assert [strings.completes([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
 
 
 def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
@@ -118,7 +113,7 @@ def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
     strings = stop_strings(Sampling(stop=("🙂 ends",)), str(tmp_path))
     ids = tokenizer.encode("x" * 50 + "🙂 ends here").ids
     assert strings is not None
-    assert [n for n in range(1, len(ids) + 1) if strings.end(ids[:n])] == [59]
+    assert [n for n in range(1, len(ids) + 1) if strings.completes(ids[:n])] == [59]
     assert stop_strings(Sampling(stop=("x",), ignore_stop=True), str(tmp_path)) is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.workers.generation.vllm_engine import OnDevice, SleepingEngine
+from weft.workers.generation.vllm_engine import SleepingEngine
 
 
 class TaggedEngine:
@@ -32,11 +32,11 @@ def engine() -> TaggedEngine:
 def test_weights_come_before_memory_for_keys_and_values(engine: TaggedEngine):
     sleeping = SleepingEngine(engine)
     sleeping.sleep()
-    assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
+    assert not sleeping.on_device and not engine.there
     sleeping.wake_weights()
-    assert sleeping.on_device is OnDevice.WEIGHTS and engine.there == {"weights"}
+    assert sleeping.on_device == engine.there == {"weights"}
     sleeping.wake()
-    assert sleeping.on_device is OnDevice.AWAKE and engine.calls == ["sleep", "weights", "kv_cache"]
+    assert engine.calls == ["sleep", "weights", "kv_cache"]
 
 
 def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEngine):
@@ -44,7 +44,7 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEn
     sleeping.sleep()
     sleeping.wake_weights()
     sleeping.sleep()
-    assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
+    assert not sleeping.on_device and not engine.there
 
 
 def test_repeated_sleep_and_wake_calls_change_nothing(engine: TaggedEngine):

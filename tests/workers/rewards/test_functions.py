@@ -67,7 +67,7 @@ def short(response_ids: list[int]) -> float:
 def test_several_functions_are_weighed_and_each_has_a_metric_and_a_column(model: Path):
     both = (right, Reward(function=short, weight=0.5, name="brevity"))
     config = RewardConfig(function=both, tokenizer=model)
-    assert config.columns("reward") == ("reward", "reward/right", "reward/brevity") and config.reads == (
+    assert config.columns("reward") == ("reward", "reward/right", "reward/brevity") and config.needs == (
         "answer",
         "response_ids",
     )

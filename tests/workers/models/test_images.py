@@ -33,7 +33,7 @@ from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.models.images import ImageReader, Shown, open_image
+from weft.workers.models.images import ImageInputs, ImageReader, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
 from weft.workers.rollout import RolloutConfig, RolloutWorker
@@ -290,7 +290,7 @@ def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image
         LlavaConfig(vision_config=tower, text_config=text, image_token_index=7)
     )
     model, ids = ResponseModel(llava), torch.tensor([1, 7, 2])
-    shown = Shown(ids == 7, {"pixel_values": torch.ones(1, 3, 4, 4)}) if with_image else None
+    shown = ImageInputs(ids == 7, {"pixel_values": torch.ones(1, 3, 4, 4)}) if with_image else None
     rows = replace(PackedSequences.of_lengths([3], ids.device), shown=shown)
     model(ids, rows, np.array([1]), torch.tensor([2]), None)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

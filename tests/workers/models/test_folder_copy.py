@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,14 @@ from safetensors.numpy import save_file
 
 from weft.dataflow.errors import UserError, WorkerError
 from weft.workers.models import node_folder
-from weft.workers.models.node_folder import copy_of, is_model_folder, list_folder, pieces_of, read_piece
+from weft.workers.models.node_folder import (
+    copy_of,
+    growth_told,
+    is_model_folder,
+    list_folder,
+    pieces_of,
+    read_piece,
+)
 
 
 @pytest.fixture
@@ -140,3 +148,22 @@ def test_copies_unused_for_long_are_removed(cache: Path, model: Path):
 
 def test_folders_of_models_and_tokenizers_are_known_by_their_files(model: Path, tmp_path: Path):
     assert is_model_folder(model) and not is_model_folder(tmp_path)
+
+
+def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    partial, whole, scan = tmp_path / ".copy", tmp_path / "copy", os.scandir
+    partial.mkdir()
+    looked: list[Any] = []
+
+    def rename_first(path: Any) -> Any:
+        if partial.exists():
+            partial.rename(whole)
+        looked.append(path)
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", rename_first)
+    with growth_told(partial, lambda: None):  # an exception in its thread fails this test
+        pass
+    assert looked and whole.exists()
