@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.dataflow.metric_names import INTRODUCTION, SECTIONS, MetricEntry
+from weft.dataflow.metric_names import INTRODUCTION, SECTIONS
 
 
 def page() -> str:
@@ -10,18 +10,12 @@ def page() -> str:
     parts = [INTRODUCTION]
     for section in SECTIONS:
         rows = [
-            f"| `{_shown(e)}` | {e.unit} | {e.meaning.replace('|', chr(92) + '|')} | {e.good or '-'} | {e.bad or '-'} |"
+            f"| `{e.shown}` | {e.unit} | {e.meaning.replace('|', chr(92) + '|')} | {e.good or '-'} | {e.bad or '-'} |"
             for e in section.entries
         ]
         head = "| metric | unit | what it is | good | bad |\n|---|---|---|---|---|"
         parts.append("\n".join([f"## {section.title}\n\n{section.text}\n", head, *rows]) + "\n")
     return "\n".join(parts)
-
-
-def _shown(entry: MetricEntry) -> str:
-    return {"run": entry.name, "group": f"GROUP/{entry.name}", "either": f"[GROUP/]{entry.name}"}[
-        entry.place
-    ]
 
 
 if __name__ == "__main__":
