@@ -400,23 +400,6 @@ def score_label(name: str) -> str | None:
     return next((label for pattern, label in SCORES.items() if re.fullmatch(pattern, name)), None)
 
 
-# The page
-
-INTRODUCTION = """\
-# Metrics
-
-All metrics of a run, in sections of related ones. This page is generated from the table in `dataflow/metric_names.py`
-(`python docs/generate/metrics_page.py > docs/metrics.md`), and a test compares the two.
-
-A worker group's name is the prefix of its metrics: `actor/entropy`, `rollout/response_length`. An evaluation's name is a further prefix:
-`eval/reward/mean`, `eval/rollout/response_length`. Capital letters are placeholders. Metrics of your own rewards, losses and workers
-appear as `GROUP/NAME`, and metrics of your own functions as `functions/NAME`. These are not in the table.
-
-A metric is missing in a step that did not measure it. `metrics.parquet` has a row for each step and a column for each metric. Trackers
-get the same values ([watching.md](watching.md)).
-"""
-
-
 def metric_of(row: Mapping[str, float], metric: str) -> str | None:
     """Return the written name of a training metric in a step, or None.
 

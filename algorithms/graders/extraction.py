@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from ...dataflow.prompts.formats import boxes
+from ...dataflow.prompts.answers import boxes
 from .numbers import NUMBER_IN_TEXT
 
 _PHRASE = re.compile(
