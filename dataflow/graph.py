@@ -181,9 +181,6 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
         worker_class: class of the workers.
         name: name of the group; by default, the parameter name of the first graph that gets it.
         settings: fields of `worker_class.Config`.
-
-    Raises:
-        UserError: a setting is wrong, or the class has no `Config`.
     """
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):

@@ -389,10 +389,7 @@ SCORES = {
 
 
 def score_label(name: str) -> str | None:
-    """Return the label of an evaluation's score, or None if the metric is not one of `SCORES`.
-
-    Args:
-        name: the metric's name without the evaluation's.
+    """Return the label of an evaluation's score by its name without the evaluation's, or None.
 
     >>> score_label("pass@1"), score_label("avg@8"), score_label("judge/mean"), score_label("loss")
     ('pass@1', 'mean reward', 'mean reward', None)

@@ -70,9 +70,6 @@ def bind_signature(
         kwargs: keyword arguments.
         name: the function's name in messages; by default its own name.
         others: end of the message about an unknown argument without a near match.
-
-    Raises:
-        UserError: an argument is unknown, missing, given twice, or one too many.
     """
     who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -318,16 +315,8 @@ class Declaration:
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """Check the declaration's rules, and return it.
-
-        Args:
-            function: the declared function.
-            skip: number of its leading parameters that are not arguments of a call: the rows (1),
-                or self and the rows (2).
-
-        Raises:
-            UserError: a rule is broken.
-        """
+        """Check the declaration's rules, and return it. The first `skip` parameters of the function
+        are no arguments of a call: the rows (1), or self and the rows (2)."""
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
             value = getattr(self, part)

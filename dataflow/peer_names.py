@@ -135,10 +135,6 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     "; max_steps is TRL's name: Weft's is weft.train(steps=...) (updates, not epochs)"
     >>> peer_hint("nonsense", ["n"])
     ''
-
-    Args:
-        name: name as given by the user.
-        known: known settings.
     """
     name = name.lstrip("+-").replace("-", "_")
     parts = name.split(".")

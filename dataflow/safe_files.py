@@ -77,11 +77,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
 
 
 def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
-    """Parse a JSON object, like `parse_json`.
-
-    Raises:
-        UserError: the text is not a JSON object.
-    """
+    """Parse a JSON object, like `parse_json`."""
     value = parse_json(text, of)
     if not isinstance(value, dict):
         raise UserError(f"{of} is damaged: it holds a {type(value).__name__}, not an object")
@@ -89,11 +85,5 @@ def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        UserError: the path is not a regular file, the file is too large, or it does not hold a JSON
-            object.
-    """
+    """Read a JSON object from a file. Raises the errors of `read_file` and `parse_object`."""
     return parse_object(read_file(path, max_bytes), path)

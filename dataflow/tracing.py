@@ -96,7 +96,6 @@ class SymbolicRows:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Reject functions that are not nodes, such as estimators, which need values."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {_NO_VALUES}")
@@ -165,16 +164,7 @@ class Trace:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> SymbolicRows:
-        """Add the node of one call, and return its output rows.
-
-        Args:
-            rows: input rows of the node.
-            handle: worker group whose method is called; None for a pure function.
-            function: the method or function.
-            declaration: its declaration.
-            args: positional arguments of the call after the rows.
-            kwargs: keyword arguments of the call.
-        """
+        """Add the node of one call, and return its output rows. A pure function has no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
@@ -218,11 +208,8 @@ class Trace:
         )
 
     def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
-        """Return the nodes that a reader of these columns waits for.
-
-        A node that updates a group also waits for the other calls on the group, which use the
-        weights before the update.
-        """
+        # A node that updates a group also waits for the other calls on the group, which use the
+        # weights before the update.
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name

@@ -92,16 +92,13 @@ _SUSPICIOUS = (
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Replace the secrets in a text.
-
-    A value from the environment is replaced by the name of its variable, and a text that looks like
-    a secret by `[hidden]`.
+    """Replace the secrets in a text: values of environment variables, by default of this process, by
+    the variable's name, and texts that look like a secret by `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
     >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
     'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
-    By default, the environment is the one of this process.
     """
     found = os.environ if environment is None else environment
     values = {

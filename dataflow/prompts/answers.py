@@ -63,12 +63,7 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 def after_hashes(text: str, *, at_end: bool = False) -> str | None:
     """Return the rest of the line after the last `####`, where GSM8K has its answers.
 
-    Args:
-        text: a worked solution or a response.
-        at_end: only accept the last line, so that a section heading does not count.
-
-    Returns:
-        The answer, or None if the text marks none.
+    With `at_end`, only the last line counts, not a section heading.
 
     >>> after_hashes("6 * 7 = 42\\n#### 42")
     '42'
@@ -113,16 +108,13 @@ class Answers:
 
 
 def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) -> Answers | None:
-    """Return the ground truth of each row as in the file, or None if the rows have none.
+    """Return the ground truth of each row, or None if the rows have none.
 
     Args:
         rows: the rows, with the values of the file.
         format: the format of the rows.
         answer: the column; None uses the first known one in the rows.
-        extract: extract the final answer of worked solutions (`final_answer`).
-
-    Raises:
-        UserError: there is no such column.
+        extract: extract the final answer of worked solutions.
     """
     name = answer or _usual_column(rows.table, format)
     if name is None:
@@ -154,10 +146,8 @@ def final_answer(text: str) -> tuple[bool, str | None]:
     r"""Return the final answer of a worked solution: after `####` in its last line, or in its last
     `\boxed{}`.
 
-    Commas between thousands after `####` are removed, as in GSM8K's own rule.
-
-    Returns:
-        Whether it comes after `####`, and the answer, or None if the text marks none.
+    Also returns whether it comes after `####`. Commas between thousands are then removed, as in
+    GSM8K's own rule.
 
     >>> final_answer("5 * 200 = 1000, and 2 more.\n#### 1,002")
     (True, '1002')
@@ -174,8 +164,7 @@ def final_answer(text: str) -> tuple[bool, str | None]:
 
 
 def _is_json_text(text: str) -> bool:
-    """Return whether a text is a JSON object or list, which is data for a grader and not a worked
-    solution."""
+    # A JSON object or list is data for a grader, not a worked solution.
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -263,11 +252,7 @@ def find_images(rows: Rows) -> Images | None:
     """Return the images of rows, or None.
 
     A column has bytes, or structs with a field `bytes` as written by `datasets`; one or a list of
-    them per row.
-
-    Raises:
-        UserError: a value is not an encoded image, or it has too many pixels. The message names the
-            row.
+    them per row. Raises a `UserError` for a value that is no image, or has too many pixels.
     """
     table = rows.table
     found = [name for name in IMAGE_COLUMNS if name in table.column_names and _holds_any(table[name])]

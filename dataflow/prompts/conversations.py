@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,12 +37,7 @@ _OF_RENDERING = frozenset(
 
 def read_messages(rows: Rows, path: str) -> list[Messages]:
     """Read a column of conversations, or of single messages, as lists of `{"role": ..., "content":
-    ...}` without null fields.
-
-    Raises:
-        UserError: a row has no messages, or a message has no role or no content. The error names
-            the row.
-    """
+    ...}` without null fields. Raises a `UserError` that names a row without messages or content."""
     dialogues: list[Messages] = []
     for row, value in enumerate(rows.column(path).to_pylist()):
         # A single message counts as a list of one.
@@ -79,8 +74,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields. Arrow gives every struct of a column all fields, but templates test whether
-    a field exists."""
+    # Arrow gives every struct of a column all fields, but templates test whether a field exists.
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -118,11 +112,8 @@ def _read_json(rows: Rows, name: str) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes).
-
-    Nulls in JSON text were written by the user and are kept. Nulls in structs may only fill up
-    fields of other rows.
-    """
+    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes). Nulls in
+    JSON text are the user's, nulls in structs may only fill up fields of other rows."""
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
@@ -131,7 +122,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two messages are equal except for white space."""
+    # White space does not count.
     rest = [{key: value for key, value in each.items() if key != "content"} for each in (one, other)]
     return rest[0] == rest[1] and _words(one.get("content")) == _words(other.get("content"))
 
@@ -156,9 +147,7 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
 
     The places are such blocks in the messages, or else the marks `<image>` in their texts (as in
     verl), or else the beginning of the first user message (as in TRL).
-
-    Raises:
-        UserError: the number of places differs from the number of images.
+    Raises a `UserError` if the number of places differs.
 
     >>> with_places([{"role": "user", "content": "What is it?"}], 1)
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -183,7 +172,6 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
 
 
 def _refuse_places(messages: Sequence[dict[str, Any]]) -> None:
-    """Refuse content blocks of type `image` in responses, and in rows without images."""
     for message in messages:
         if _count_places(message):
             raise UserError(
@@ -317,28 +305,28 @@ class Renderer:
         self._images = images
 
     def render(
-        self, dialogues: Sequence[Dialogue], columns: Mapping[str, str], *, split: bool = False
+        self, divide: Callable[[int], Dialogue], columns: Mapping[str, str], *, split: bool = False
     ) -> Texts:
-        """Render rows as text. Gaps exclude everything but assistant turns from training.
+        """Render all rows as text. Gaps exclude everything but assistant turns from training.
 
         Args:
-            dialogues: the messages of each row. All have the same responses.
+            divide: row -> its messages. All rows have the same responses.
             columns: file column of each response.
             split: make several rows of a conversation if the template changes earlier turns when
                 later ones follow, so that each turn is trained after the same text as in
                 generation. Without `split`, this is an error.
 
         Raises:
-            UserError: the template rejects the messages of a row, or its rendering cannot be split
-                into prompt and response. The message names the row.
+            UserError: the rendering of a row cannot be split into prompt and response.
         """
         prompts: list[str] = []
         responses: dict[str, list[str]] = {name: [] for name in columns}
         gaps: dict[str, list[list[Gap]]] = {name: [] for name in columns}
         sources: list[int] = []
-        own_system = trained = 0
-        for row, dialogue in enumerate(dialogues):
+        own_system = turns = trained = 0
+        for row in range(len(self._rows.table)):
             with self._rows.naming(row):
+                dialogue = divide(row)
                 is_own, prompt, runs = self._render_row(row, dialogue)
                 made = max(map(len, runs.values()), default=1)
                 if made > 1 and not split:
@@ -347,6 +335,7 @@ class Renderer:
                         f"the response in {columns[name]!r} has several assistant turns, and the chat template changes "
                         "the earlier ones when later ones follow; make the row end with its first assistant turn that is to be trained"
                     )
+            turns += dialogue.turns
             own_system += is_own
             trained += sum(run.turns for found in runs.values() for run in found)
             sources += [row] * made
@@ -361,8 +350,8 @@ class Renderer:
             chat=True,
             own_system=own_system,
             gaps=gaps,
-            rows=sources if len(sources) > len(dialogues) else None,
-            turns=sum(dialogue.turns for dialogue in dialogues),
+            rows=sources if len(sources) > len(self._rows.table) else None,
+            turns=turns,
             trained_turns=trained,
         )
 
@@ -389,14 +378,9 @@ class Renderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response. A turn joins the previous run if its prompt
-        extends the text of that run.
-
-        Args:
-            prompt: text of the prompt.
-            first: text up to the end of the response's first turn.
-            before: messages before the response.
-        """
+        """Collect the assistant turns of a response, after the messages `before` it. A turn joins
+        the previous run if its prompt extends the text of that run. `first` is the text up to the
+        end of the response's first turn."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):
@@ -419,8 +403,7 @@ class Renderer:
     def _prompt(
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
-        """Render the prompt with the header for generation, and check that all finished turns begin
-        with it.
+        """Render the prompt with the header for generation, with which all finished turns begin.
 
         Some templates open a turn for generation with text that finished turns lack (`<think>`).
         The prompt then ends with the header of finished turns, and never elsewhere, such as inside
@@ -444,10 +427,9 @@ class Renderer:
         )
 
     def _finished(self, row: int, messages: Messages) -> str:
-        """Render messages up to the token that ends the last turn, where generation stops.
-        Templates often add a newline."""
+        """Render messages up to the token that ends the last turn, where generation stops."""
         text = self._text(row, messages)
-        stripped = text.rstrip("\n")
+        stripped = text.rstrip("\n")  # templates often add a newline
         return stripped if stripped.endswith(self._tokenizer.special_texts) else text
 
     def _text(self, row: int, messages: Messages, **how: bool) -> str:
@@ -464,8 +446,7 @@ class Renderer:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt. Also return whether the row's own one takes precedence over the
-        setting `system`."""
+        """Add the system prompt. Also return whether the row's own one takes precedence."""
         has_own = messages[0]["role"] in _SYSTEM_ROLES
         column = self._own_systems[row] if self._own_systems else None
         is_column = column is not None and bool(column.strip())
@@ -481,48 +462,24 @@ class Renderer:
 
 
 def _end(text: str, other: str, characters: int = 30) -> str:
-    """Return an excerpt of a text around its first difference from another text, for error
-    messages."""
+    """Return an excerpt of a text around its first difference from another text."""
     pairs = enumerate(zip(text, other, strict=False))
     same = next((k for k, (a, b) in pairs if a != b), min(len(text), len(other)))
     return repr(text[max(0, same - 15) : same + characters])
 
 
-# Dividing messages into prompts and responses
+# Dividing the messages of a row into a prompt and responses
 
 
-def divide_after_prompts(
-    rows: Rows,
-    prompts: Sequence[Messages],
-    responses: Mapping[str, Sequence[Messages]],
-    columns: Mapping[str, str],
-) -> list[Dialogue]:
-    """Pair prompts with their responses.
+def divide_after_prompt(
+    prompt: Messages, responses: Mapping[str, Messages], columns: Mapping[str, str]
+) -> Dialogue:
+    """Pair a prompt with its responses, by token column. `columns` are the file's.
 
     A response is either the assistant's turn, or a whole conversation that repeats the prompt,
     which is then used once. If a prompt ends with an assistant turn, the response continues it
-    (TRL's rule).
-
-    Args:
-        rows: the rows, for messages.
-        prompts: messages by row.
-        responses: messages by token column and row.
-        columns: file column by token column.
-
-    Raises:
-        UserError: a response has neither form. The message names the row.
+    (TRL's rule). Raises a `UserError` if a response has neither form.
     """
-    made: list[Dialogue] = []
-    for row, prompt in enumerate(prompts):
-        own = {name: column[row] for name, column in responses.items()}
-        with rows.naming(row):
-            made.append(_with_responses(prompt, own, columns))
-    return made
-
-
-def _with_responses(
-    prompt: Messages, responses: Mapping[str, Messages], columns: Mapping[str, str]
-) -> Dialogue:
     begun = prompt[-1]["role"] == "assistant"
     if not responses:
         return Dialogue(prompt, begun=begun)
@@ -531,82 +488,39 @@ def _with_responses(
         if all(continued.values()):
             _check_ends(continued, columns)
             return Dialogue(prompt, continued, begun=True)
-    wholes: dict[str, Messages] = {}
-    start = 0
-    for name, response in responses.items():
-        wholes[name], end = _whole(prompt, response, columns[name])
-        start = max(start, end)
-    return _divided(wholes, columns, start)
+    wholes = {name: _whole(prompt, each, columns[name]) for name, each in responses.items()}
+    start = max(end for _, end in wholes.values())
+    return divide_wholes({name: whole for name, (whole, _) in wholes.items()}, columns, start)
 
 
-def divide_pairs(
-    rows: Rows, pairs: Mapping[str, Sequence[Messages]], columns: Mapping[str, str]
-) -> list[Dialogue]:
-    """Split pairs of whole conversations after the messages that both begin with.
-
-    Raises:
-        UserError: the conversations of a row have no common prompt, or do not end with the
-            assistant's turn.
-    """
-    made: list[Dialogue] = []
-    for row, pair in enumerate(zip(*pairs.values(), strict=True)):
-        with rows.naming(row):
-            made.append(_divided(dict(zip(pairs, pair, strict=True)), columns, 1))
-    return made
-
-
-def divide_last_turns(
-    rows: Rows, conversations: Sequence[Messages], column: str, answered: bool
-) -> list[Dialogue]:
-    """Split conversations before their last message if it is the assistant's. Otherwise they are
-    prompts.
-
-    Args:
-        rows: the rows, for messages.
-        conversations: messages by row.
-        column: the file's column.
-        answered: whether the first row ends with the assistant's turn.
-
-    Raises:
-        UserError: another row ends differently, or has only a response.
-    """
-    for row, messages in enumerate(conversations):
-        if (messages[-1]["role"] == "assistant") != answered:
-            said = "without it (a prompt)", "with the assistant's turn (a response)"
-            raise rows.error(
-                f"{column!r} ends {said[not answered]}, but the rows before end {said[answered]}; "
-                "keep the two in different files, or train on every assistant turn (train_on='all')",
-                row,
-            )
-        if answered and len(messages) == 1:
-            raise rows.error(f"{column!r} holds only a response, with no message before it", row)
+def divide_last_turn(messages: Messages, column: str, answered: bool) -> Dialogue:
+    """Split a conversation before its last message, if the first row ends with the assistant's turn
+    (`answered`). Otherwise it is a prompt. Raises a `UserError` if the row ends differently."""
+    if (messages[-1]["role"] == "assistant") != answered:
+        said = "without it (a prompt)", "with the assistant's turn (a response)"
+        raise UserError(
+            f"{column!r} ends {said[not answered]}, but the rows before end {said[answered]}; "
+            "keep the two in different files, or train on every assistant turn (train_on='all')"
+        )
     if not answered:
-        return [Dialogue(messages) for messages in conversations]
-    return [Dialogue(messages[:-1], {"response_ids": messages[-1:]}) for messages in conversations]
+        return Dialogue(messages)
+    if len(messages) == 1:
+        raise UserError(f"{column!r} holds only a response, with no message before it")
+    return Dialogue(messages[:-1], {"response_ids": messages[-1:]})
 
 
-def divide_all_turns(rows: Rows, conversations: Sequence[Messages], column: str) -> list[Dialogue]:
-    """Split conversations before their first assistant turn. Messages after the last assistant turn
-    are dropped.
-
-    Raises:
-        UserError: a conversation has no assistant turn, or begins with one.
-    """
-    made: list[Dialogue] = []
-    for row, messages in enumerate(conversations):
-        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[0] == 0:
-            begins = "begins with the assistant's turn, with no message before it"
-            what = begins if turns else "has no assistant turn"
-            raise rows.error(f"{column!r} {what} (train_on='all')", row)
-        responses = {"response_ids": messages[turns[0] : turns[-1] + 1]}
-        made.append(Dialogue(messages[: turns[0]], responses))
-    return made
+def divide_all_turns(messages: Messages, column: str) -> Dialogue:
+    """Split a conversation before its first assistant turn. Messages after the last assistant turn
+    are dropped. Raises a `UserError` if there is none, or the conversation begins with it."""
+    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        begins = "begins with the assistant's turn, with no message before it"
+        raise UserError(f"{column!r} {begins if turns else 'has no assistant turn'} (train_on='all')")
+    return Dialogue(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]})
 
 
 def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-    """Return the whole conversation of a response, and the index of the first message after its
-    prompt."""
+    """Return the whole conversation of a response, and the number of messages of its prompt."""
     systems = sum(message["role"] in _SYSTEM_ROLES for message in prompt[:1])
     # The response may repeat the prompt with or without its system message.
     for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
@@ -621,14 +535,9 @@ def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages,
     )
 
 
-def _divided(wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int) -> Dialogue:
-    """Split conversations before an assistant turn, after the longest shared beginning.
-
-    Args:
-        wholes: whole conversations by token column.
-        columns: file column by token column.
-        start: smallest index for the split.
-    """
+def divide_wholes(wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1) -> Dialogue:
+    """Split whole conversations before an assistant turn, after the longest shared beginning of at
+    least `start` messages. Raises a `UserError` if there is no such place."""
     _check_ends(wholes, columns)
     first, *others = wholes.values()
     names = " and ".join(repr(columns[name]) for name in wholes)
@@ -636,15 +545,10 @@ def _divided(wholes: Mapping[str, Messages], columns: Mapping[str, str], start: 
     if others:
         differ = (k for k in range(most) if not all(_same_message(first[k], o[k]) for o in others))
         shared = next(differ, most)
+        if shared < start:
+            raise UserError(f"{names} begin with different messages: no common prompt")
     else:
         shared = start
-    if shared < start:
-        why = (
-            "begin with different messages: no common prompt"
-            if others
-            else "has no message before the response"
-        )
-        raise UserError(f"{names} {why}")
     # Go back to a place where all responses begin with an assistant turn.
     for end in range(min(shared, most), start - 1, -1):
         if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
@@ -661,8 +565,7 @@ def _check_ends(wholes: Mapping[str, Messages], columns: Mapping[str, str]) -> N
 
 
 def _continued(prompt: Messages, response: Messages) -> Messages:
-    """Complete the assistant turn that ends the prompt with the response. Return no messages if the
-    response does not continue it."""
+    """Complete the assistant turn that ends the prompt, if the response continues it."""
     *before, last = prompt
     repeats = len(response) > len(before) and all(map(_same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response

@@ -96,8 +96,7 @@ class Rows:
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix that determines the format: `.jsonl` for `train.jsonl` and
-    `train.jsonl.gz`."""
+    """Return the suffix of the format: `.jsonl` for `train.jsonl` and `train.jsonl.gz`."""
     return Path(path.stem).suffix if path.suffix == _COMPRESSED else path.suffix
 
 
@@ -114,17 +113,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     source: str | Path | Sequence[str | Path], subset: str | None, split: str | None, limit: int | None
 ) -> Rows:
-    """Read the rows of a source.
-
-    Args:
-        source: a file, files (read one after the other), a folder, or a Hugging Face id.
-        subset: subset, for a folder or data set.
-        split: split, for a folder or data set.
-        limit: most rows to read.
-
-    Raises:
-        UserError: naming the file or id, the rule, the value and the nearest valid name.
-    """
+    """Read up to `limit` rows of a file, of files one after the other, of a folder, or of a data
+    set with a Hugging Face id. Folders and data sets may have subsets and splits."""
     alone = isinstance(source, (str, Path))
     paths: Any = [source] if alone else source
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
@@ -157,12 +147,8 @@ _ACCEPTED_ROWS = "a list of dictionaries, a datasets.Dataset, a pandas DataFrame
 
 
 def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
-    """Convert rows in memory to a table without changing values. Missing keys become null.
-
-    Args:
-        rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
-        name: name of the rows in messages.
-        limit: most rows to read.
+    """Convert rows in memory, of the types `_ACCEPTED_ROWS`, to a table without changing values.
+    Missing keys become null.
 
     Raises:
         UserError: the rows have another type, or none exist, or a value has neither an Arrow nor a
@@ -206,7 +192,6 @@ def _is_frame(value: object) -> bool:
 
 
 def _table_of_frame(frame: Any, name: str) -> pa.Table:
-    """Convert a pandas data frame to a table without its index; missing values become null."""
     columns: dict[str, pa.Array] = {}
     for place, key in enumerate(frame.columns):
         if not isinstance(key, str):
@@ -231,7 +216,6 @@ def _table_of_frame(frame: Any, name: str) -> pa.Table:
 
 
 def _is_missing(value: object) -> bool:
-    """Return whether pandas counts a value as missing: None, nan, `pandas.NA` or `pandas.NaT`."""
     is_nan = isinstance(value, float) and value != value
     return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")
 
@@ -274,10 +258,6 @@ def _find_files(
 
     Returns:
         The files; the split, or None if the files have no splits; the defaults that were used.
-
-    Raises:
-        UserError: the folder has no readable files, or files of several kinds, or the subset or
-            split is ambiguous.
     """
     subsets = _subsets(folder)
     choices: list[str] = []
@@ -315,11 +295,7 @@ def choose(
 ) -> tuple[str, list[str]]:
     """Choose the subset or split to read: the wanted one, else the only one, else a usual one.
 
-    Returns:
-        Its name, and lines to tell the user if a default was used.
-
-    Raises:
-        UserError: the wanted one does not exist, or there are several and none is usual.
+    Also returns lines to tell the user if a default was used.
 
     >>> choose("split", ["train", "test"], None, "sums", ["train"])
     ('train', ["split 'train' of train, test"])
@@ -348,10 +324,7 @@ def _is_data(path: Path) -> bool:
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
     """Return the readable files in a folder, and in its folders named `data` or after a split.
-
-    Args:
-        above: real paths of the parent folders; links back to one of them are not followed.
-    """
+    Links back to the real paths `above` are not followed."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -410,15 +383,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _read_hub(name: str, subset: str | None, split: str | None, limit: int | None) -> Rows:
-    """Read a split of a data set, mapped from the cache of `datasets`.
-
-    The default subset is the only one, else `default` or `main`; the default split is the only one,
-    else `train`.
-
-    Raises:
-        UserError: `datasets` is not installed, there is no such data set, subset or split, or
-            neither network nor cache has it.
-    """
+    """Read a split of a data set, mapped from the cache of `datasets`."""
     try:
         import datasets
         import datasets.config
@@ -451,8 +416,7 @@ def _read_hub(name: str, subset: str | None, split: str | None, limit: int | Non
 
 
 def _cached(name: str) -> str | None:
-    """Return the folder of a data set in the hub's local cache, if it has files other than its
-    card."""
+    """Return the folder of a data set in the hub's local cache, unless it only has a card."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -504,12 +468,6 @@ _ROWS = 8192
 
 
 def _read_files(name: str, paths: Sequence[Path], limit: int | None) -> Rows:
-    """Read all files, one after the other, up to `limit` rows.
-
-    Raises:
-        UserError: a file is missing, empty, broken or of an unknown kind, or has other columns than
-            the first.
-    """
     if not paths:
         raise UserError("no prompt file was given: the list of paths is empty")
     for path in paths:
@@ -527,7 +485,6 @@ def _read_files(name: str, paths: Sequence[Path], limit: int | None) -> Rows:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse missing or unknown files before any file is read."""
     if not path.exists():
         folder = path.parent
         if not folder.is_dir():
@@ -561,8 +518,7 @@ def _read(path: Path, limit: int | None) -> pa.Table:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has no rows")
-    # Drop metadata of other libraries (pandas' index, datasets' features), which does not apply
-    # here.
+    # Drop metadata of other libraries (pandas' index, datasets' features).
     return table.replace_schema_metadata(None)
 
 
@@ -618,12 +574,8 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows to a table without changing values.
-
-    Args:
-        rows: the place of each row, and the row.
-        where: where to expect an object, for messages.
-    """
+    """Convert rows with their places to a table without changing values. `where` tells where to
+    expect an object."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):
@@ -836,8 +788,7 @@ def lone_surrogate(value: object) -> str | None:
 
 
 def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
-    """Parse a CSV file that pyarrow cannot read, to name the first row that is not UTF-8, or has
-    more or fewer fields than the header."""
+    """Parse a CSV file that pyarrow cannot read, to name the first wrong row."""
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         try:
             line.decode()
@@ -872,11 +823,7 @@ def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_mixed(name: str, rows: Rows) -> None:
-    """Refuse a column whose values have different types.
-
-    Raises:
-        UserError: naming the first value whose type differs from the same field in earlier rows.
-    """
+    """Refuse a column with a value whose type differs from the same field in earlier rows."""
     seen: dict[str, tuple[str, int]] = {}
 
     def visit(name: str, value: Any, row: int) -> None:

@@ -101,12 +101,7 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 def find_format(rows: Rows, how: ReadSettings) -> Format:
     """Return the format that the settings describe, or the first known format whose columns the
-    rows have, with their column of system prompts if there is one.
-
-    Raises:
-        UserError: there is no such column, or no known format has these columns; the message names
-            the nearest.
-    """
+    rows have, with their column of system prompts. Raises a `UserError` that names the nearest."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
     used = {*format.columns, how.answer} - {format.system}
     found = [name for name in _SYSTEM_COLUMNS if name in table.column_names and name not in used]
@@ -175,8 +170,6 @@ def refuse_quoted_messages(rows: Rows, format: Format) -> None:
 
 
 def _unknown(rows: Rows) -> UserError:
-    """Return the error for unknown columns: the columns found, and the columns missing for the
-    nearest format."""
     names = rows.table.column_names
     best = max(
         FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns)
@@ -253,8 +246,7 @@ def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def count_matches(column: pa.ChunkedArray, pattern: str) -> int:
-    """Count the texts that match a regular expression (RE2). Arrow does it without a Python string
-    per row."""
+    """Count the texts that match a regular expression (RE2), without a Python string per row."""
     found = pc.call_function("match_substring_regex", [column], pc.MatchSubstringOptions(pattern))
     return pc.call_function("sum", [found]).as_py() or 0
 

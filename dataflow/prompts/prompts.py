@@ -285,14 +285,7 @@ class _Observer:
         lengths: Mapping[str, npt.ArrayLike],
         images: Images | None = None,
     ) -> Understanding:
-        """Return the summary of all rows.
-
-        Args:
-            rows: the source rows.
-            answers: answers of the rows.
-            lengths: [rows] token counts, by token column.
-            images: images of the rows, if any.
-        """
+        """Return the summary of all rows. `lengths` are token counts [rows] by token column."""
         rendering = self._rendering
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
         return Understanding(
@@ -518,9 +511,6 @@ class Prompts:
             tokenizer: as for `read`.
             name: name of the source.
             settings: the fields of `ReadSettings`.
-
-        Raises:
-            UserError: as for `read`.
         """
         how = ReadSettings(**settings)
         return cls._of(rows_in_memory(rows, name, how.limit), tokenizer, how)
@@ -614,11 +604,7 @@ class Prompts:
 
     def keeping_short(self, kept: np.ndarray, reason: str) -> Prompts:
         """Drop rows that are too long for a model, if `too_long` is `drop` and some rows are left.
-
-        Args:
-            kept: [rows] bool, False for rows that are too long.
-            reason: completes "rows were dropped: ...".
-        """
+        `kept` is [rows] bool; `reason` completes "rows were dropped: ..."."""
         if self.too_long != "drop" or kept.all() or not kept.any():
             return self
         return self._keeping(kept, reason)
@@ -628,10 +614,6 @@ class Prompts:
         train on, and `rows` random ones to evaluate on.
 
         If a drawn prompt occurs several times, its other rows are dropped.
-
-        Args:
-            rows: number of rows to hold out, at least 1 and fewer than there are.
-            seed: seed of the draw.
 
         Raises:
             UserError: `rows` is not an integer, or leaves nothing to train or evaluate on.
@@ -666,12 +648,11 @@ class Prompts:
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
         """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
 
-        Args:
-            keep: called with each row as a dictionary of its columns.
+        The function gets each row as a dictionary of its columns. An error inside it is raised
+        unchanged, with a note that names the row.
 
         Raises:
-            UserError: the function does not return True or False, or keeps no row. An error inside
-                the function is raised unchanged, with a note that names the row.
+            UserError: the function does not return True or False, or keeps no row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -692,15 +673,11 @@ class Prompts:
         return self if kept.all() else self._keeping(kept, f"filter({name})")
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
-        """Sort the rows by a key. The sort is stable. A schedule with `shuffle=False` issues rows in this order.
-
-        Args:
-            key: called with each row as a dictionary of its columns.
-            reverse: largest keys first.
+        """Sort the rows by a key, which gets each row as a dictionary. The sort is stable. A schedule
+        with `shuffle=False` issues rows in this order.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is nan. An error inside the function is
-                raised unchanged, with a note that names the row.
+            UserError: two keys cannot be compared, or a key is nan.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))

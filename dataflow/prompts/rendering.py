@@ -14,14 +14,15 @@ import pyarrow as pa
 from ..batch import ragged_array
 from ..errors import UserError
 from .conversations import (
+    Dialogue,
     Gap,
     Messages,
     Renderer,
     Texts,
-    divide_after_prompts,
+    divide_after_prompt,
     divide_all_turns,
-    divide_last_turns,
-    divide_pairs,
+    divide_last_turn,
+    divide_wholes,
     read_messages,
 )
 from .files import Rows, short
@@ -72,12 +73,8 @@ class Rendering:
 
     @classmethod
     def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
-        """Decide for all rows of a table.
-
-        Raises:
-            UserError: a column is neither text nor messages, or a setting does not fit the columns
-                or the template.
-        """
+        """Decide for all rows. Raises a `UserError` if a column is neither text nor messages, or a
+        setting does not fit."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
@@ -110,10 +107,6 @@ class Rendering:
             rows: the rows.
             images: number of images in each row; None if the source has none. Without a template,
                 prompts have their own placeholders.
-
-        Raises:
-            UserError: a row lacks its text or messages, or the chat template refuses it. The
-                message names the row.
         """
         format, parts = self.format, self.format.responses
         if format.text:
@@ -134,24 +127,35 @@ class Rendering:
         renderer = Renderer(
             rows, self.tokenizer, self.settings.system, self.variables or {}, systems, images
         )
-        if format.dialogue:
-            conversations = read_messages(rows, format.dialogue)
-            response = {"response_ids": format.dialogue}
+        if column := format.dialogue:
+            conversations = read_messages(rows, column)
             if self.settings.train_on == "all":
-                dialogues = divide_all_turns(rows, conversations, format.dialogue)
-                return renderer.render(dialogues, response, split=images is None)
-            dialogues = divide_last_turns(rows, conversations, format.dialogue, self.answered)
-            return renderer.render(dialogues, response if self.answered else {})
+                return renderer.render(
+                    lambda row: divide_all_turns(conversations[row], column),
+                    {"response_ids": column},
+                    split=images is None,
+                )
+            return renderer.render(
+                lambda row: divide_last_turn(conversations[row], column, self.answered),
+                {"response_ids": column} if self.answered else {},
+            )
         replies = {
             name: _as_messages(answers[name], "assistant")
             if name in answers
             else read_messages(rows, path)
             for name, path in parts.items()
         }
-        if not format.prompt:
-            return renderer.render(divide_pairs(rows, replies, parts), parts)
-        asked = _as_messages(prompts, "user") if prompts else read_messages(rows, format.prompt)
-        return renderer.render(divide_after_prompts(rows, asked, replies, parts), parts)
+        asked = _as_messages(prompts, "user")
+        if format.prompt and not prompts:
+            asked = read_messages(rows, format.prompt)
+
+        def divide(row: int) -> Dialogue:
+            of_row = {name: column[row] for name, column in replies.items()}
+            return (
+                divide_after_prompt(asked[row], of_row, parts) if asked else divide_wholes(of_row, parts)
+            )
+
+        return renderer.render(divide, parts)
 
     def _prompts(self, rows: Rows, path: str) -> list[str]:
         prompts, context = _strings(rows, path, blank=False), self.format.context
@@ -233,8 +237,7 @@ def _needs_template(
 
 
 def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
-    """Return whether every plain text begins with the beginning-of-sequence token, because a
-    template was applied before."""
+    """Return whether every plain text has the beginning-of-sequence token of a template."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
@@ -244,8 +247,7 @@ def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
 
 
 def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
-    """Refuse settings and columns of the chat template if it is not applied, because they would be
-    ignored."""
+    """Refuse settings and columns of the chat template, which would be ignored."""
     for name in ("system", "thinking", "chat_template_kwargs"):
         value = getattr(how, name)
         if value is not None and value != {} and not (name == "thinking" and value is False):
@@ -335,11 +337,7 @@ ones."""
 
 def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Array]:
     """Return the `*_ids` columns of rows (lists of int32), and a `*_mask` (lists of uint8) for
-    responses that may have gaps.
-
-    Raises:
-        UserError: a prompt or response has no tokens. The message names the row.
-    """
+    responses that may have gaps. Raises a `UserError` for a text without tokens."""
 
     def error(problem: str, row: int) -> UserError:
         return rows.error(problem, texts.source_row(row))
@@ -465,8 +463,7 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 def _responses(
     prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """Return the tokens of responses, by column. If a prompt's last token reaches into a response,
-    shorten the prompt in place."""
+    """Return the tokens of responses, by column. May shorten prompts in place."""
     # Tokenise prompt and response together, so that the response's first word is split as in
     # running text.
     wholes = {
@@ -511,14 +508,8 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-    """Return the ids of texts, without end tokens from the tokenizer and without a second beginning
-    token.
-
-    Args:
-        tokenizer: the tokenizer.
-        texts: the texts.
-        special: whether the tokenizer adds special tokens at the beginning.
-    """
+    """Return the ids of texts. With `special`, the tokenizer adds a beginning token, but no second
+    one, and no end tokens."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
     rows = np.split(values, offsets[1:-1]) if len(texts) else []
     before, after = tokenizer.added if special else ((), ())

@@ -200,7 +200,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class _Generation(Extension):
         """Supports `{% generation %}`, which marks the assistant's text, without an effect."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -226,7 +226,7 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, sort_keys=sort_keys, **how)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
