@@ -459,21 +459,16 @@ class Graph:
 
     def structure(self) -> dict[str, Any]:
         """Return the graph for display, as JSON values."""
+        shown = ("name", "group", "reads", "writes", "writers", "after", "path")
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
             "nodes": [
                 {
-                    "name": n.name,
-                    "group": n.group,
+                    **{name: getattr(n, name) for name in shown},
                     "shape": n.operation.shape.value,
                     "takes": str(takes_as_json(n.operation.takes)),
                     "updates": n.operation.updates,
-                    "reads": [*n.reads],
-                    "writes": [*n.writes],
-                    "writers": dict(n.writers),
-                    "after": [*n.after],
                     "level": self.levels[n.level],
-                    "path": [*n.path],
                     "code": _place_of(n.function),
                 }
                 for n in self.nodes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import gzip
 import io
 import itertools
@@ -167,9 +168,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
     elif _is_frame(rows):
         table = _table_of_frame(rows.head(limit) if limit is not None else rows, name)
     elif isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
-        table = _table(
-            ((f"{name}, row {number}", row) for number, row in enumerate(rows[:limit], start=1)), name
-        )
+        table = _table(_numbered(rows[:limit], name), name)
     else:
         raise UserError(f"{name}: rows are {_ACCEPTED_ROWS}, not {_described(rows)}")
     if not table.num_rows:
@@ -203,8 +202,7 @@ def _table_of_frame(frame: Any, name: str) -> pa.Table:
         series = frame.iloc[:, place]
         if series.dtype == object:
             values = [None if _is_missing(value) else value for value in series.tolist()]
-            rows = [(f"{name}, row {row}", {key: v}) for row, v in enumerate(values, start=1)]
-            columns[key] = _column(key, rows)
+            columns[key] = _column(key, list(_numbered([{key: value} for value in values], name)))
             continue
         try:
             columns[key] = pa.Array.from_pandas(series)
@@ -598,6 +596,10 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
     return pa.table({name: joined([column(part, name) for part in parts]) for name in names})
 
 
+def _numbered(rows: Iterable[Any], name: object) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1))
+
+
 def _column(key: Any, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> pa.Array:
     if not isinstance(key, str) or lone_surrogate(key):
         place = next(place for place, row in rows if key in row)
@@ -615,12 +617,8 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
     _refuse_deep(str(path), data)
     try:
         # Accepts a byte order mark.
-        text = data.decode("utf-8-sig")
-        array = text.lstrip().startswith("[")
-        rows = itertools.islice((_elements if array else _objects)(text), limit)
-        return _table(
-            ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)), str(path)
-        )
+        rows = itertools.islice(_values(data.decode("utf-8-sig")), limit)
+        return _table(_numbered(rows, path), str(path))
     except UserError:
         raise
     except ValueError as error:
@@ -635,25 +633,20 @@ def _after_blank(text: str, at: int) -> int:
     return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it always matches
 
 
-def _objects(text: str) -> Iterator[Any]:
+def _values(text: str) -> Iterator[Any]:
+    """Yield the elements of a JSON array, or concatenated values."""
     at = _after_blank(text, 0)
-    while at < len(text):
+    is_array = text.startswith("[", at)
+    at = _after_blank(text, at + is_array)
+    while not text.startswith("]", at) if is_array else at < len(text):
         value, end = _decode(text, at)
         yield value
         at = _after_blank(text, end)
-
-
-def _elements(text: str) -> Iterator[Any]:
-    at = _after_blank(text, _after_blank(text, 0) + 1)
-    while not text.startswith("]", at):
-        element, end = _decode(text, at)
-        yield element
-        at = _after_blank(text, end)
-        if text.startswith(",", at):
+        if is_array and text.startswith(",", at):
             at = _after_blank(text, at + 1)
-        elif not text.startswith("]", at):
+        elif is_array and not text.startswith("]", at):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if (end := _after_blank(text, at + 1)) < len(text):
+    if is_array and (end := _after_blank(text, at + 1)) < len(text):
         raise json.JSONDecodeError("Text after the array", text, end)
 
 
@@ -687,10 +680,6 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     return table.slice(0, limit)
 
 
-def _read_tsv(path: Path, limit: int | None) -> pa.Table:
-    return _read_csv(path, limit, "\t")
-
-
 def _bytes(path: Path) -> bytes:
     data = path.read_bytes()
     return gzip.decompress(data) if path.suffix == _COMPRESSED else data
@@ -701,7 +690,7 @@ _READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": functools.partial(_read_csv, delimiter="\t"),
     ".arrow": _read_arrow,
 }
 

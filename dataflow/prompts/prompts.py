@@ -237,16 +237,14 @@ class _Observer:
                 "; the template changes earlier turns when later ones follow, so some conversations became several rows "
                 f"({self._split:,} more)"
             )
-            said = (
-                f"every assistant turn, {self._trained_turns:,} in {_rows(self._rows)} (train_on='all')"
-            )
-            return said + (split if self._split else "")
+            rows = f"{self._trained_turns:,} in {_rows(self._rows)}"
+            return f"every assistant turn, {rows} (train_on='all'){split if self._split else ''}"
         if format.dialogue and rendering.answered:
-            more = (
-                f", {self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
+            turns = (
+                f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
             )
-            said = "the last assistant turn of each conversation"
-            return said + (more if self._turns > self._trained_turns else "")
+            more = f", {turns}" if self._turns > self._trained_turns else ""
+            return f"the last assistant turn of each conversation{more}"
         if format.response:
             return f"the response{turns}"
         return "no text of these rows: they are prompts, which the model is to answer"
@@ -338,11 +336,9 @@ def _has_arguments(kind: pa.DataType) -> bool:
 
 def _extraction(answers: Answers, rows: Rows, extract: bool) -> str:
     number, missing = len(answers.values), np.flatnonzero(answers.values.is_null().to_numpy()).tolist()
-    none = (
-        f"; none in {len(missing):,} of {number:,} rows, the first {rows.place(missing[0])}"
-        if missing
-        else ""
-    )
+    none = ""
+    if missing:
+        none = f"; none in {len(missing):,} of {number:,} rows, the first {rows.place(missing[0])}"
     if not extract:
         return f"as written (extract_answer=False){none}"
     found = ((answers.after_hashes, "what follows ####"), (answers.boxed, r"what \boxed{} holds"))
@@ -519,8 +515,8 @@ class Prompts:
     def _of(cls, exact: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
         _refuse_columns(exact)
         names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
-        # Values that Arrow cannot hold exactly stay in `exact`; formats are found without them.
         exact = replace(exact, table=exact.table.rename_columns(names))
+        # Texts, messages and images need plain types; answers and further columns stay exact.
         rows = replace(exact, table=readable_by_arrow(exact.table))
         images = find_images(rows)
         format = find_format(rows, how)
@@ -640,10 +636,9 @@ class Prompts:
                 f"{self.name}: hold_out(rows={rows}) of {len(self)} rows leaves {len(rest)} to train on and {len(held_out)} to "
                 "evaluate on; each needs at least one"
             )
-        train = replace(self, table=rest)._compact()
-        return train, replace(
-            self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None
-        )._compact()
+        name = f"{self.name}_held_out"
+        held_out = replace(self, name=name, table=held_out, dropped=0, understood=None)
+        return replace(self, table=rest)._compact(), held_out._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
         """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
@@ -687,13 +682,11 @@ class Prompts:
         """
         keys = list(self._of_each_row(key))
         name = getattr(key, "__name__", repr(key))
-        unordered = next(
-            (k for k, value in enumerate(keys) if isinstance(value, float) and value != value), None
-        )
-        if unordered is not None:
-            raise UserError(
-                f"{self.name}, row {unordered + 1}: the key of sort({name}) is nan, which has no order"
-            )
+        for row, value in enumerate(keys, start=1):
+            if isinstance(value, float) and value != value:
+                raise UserError(
+                    f"{self.name}, row {row}: the key of sort({name}) is nan, which has no order"
+                )
         try:
             order = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
         except TypeError as error:
@@ -728,12 +721,8 @@ class Prompts:
     def _keeping(self, kept: np.ndarray, reason: str) -> Prompts:
         dropped = int((~kept).sum())
         understood = self.understood.without(dropped, reason) if self.understood else None
-        rest = replace(
-            self,
-            table=self.table.filter(pa.array(kept)),
-            dropped=self.dropped + dropped,
-            understood=understood,
-        )
+        table = self.table.filter(pa.array(kept))
+        rest = replace(self, table=table, dropped=self.dropped + dropped, understood=understood)
         return rest._compact()
 
     def _compact(self) -> Prompts:
