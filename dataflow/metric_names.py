@@ -21,7 +21,7 @@ from .errors import UserError, nearest
 # table.
 
 
-class MetricEntry(NamedTuple):
+class _MetricEntry(NamedTuple):
     shown: str
     """Name with its prefix."""
     unit: str
@@ -42,12 +42,12 @@ class _Section(NamedTuple):
 
     title: str
     text: str
-    entries: tuple[MetricEntry, ...]
+    entries: tuple[_MetricEntry, ...]
 
 
 def _section(title: str, text: str, table: str) -> _Section:
     rows = [row.split(" | ") for row in re.sub(r"\n +", " ", table).strip().splitlines()]
-    entries = (MetricEntry(n.rstrip("*"), *cells, is_timed=n.endswith("*")) for n, *cells in rows)
+    entries = (_MetricEntry(n.rstrip("*"), *cells, is_timed=n.endswith("*")) for n, *cells in rows)
     return _Section(title, text, tuple(entries))
 
 
@@ -294,13 +294,13 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile("".join(f"(?:{part})" for part in parts))
 
 
-def entries() -> Iterable[MetricEntry]:
+def entries() -> Iterable[_MetricEntry]:
     """Iterate over the whole table."""
     return (entry for section in SECTIONS for entry in section.entries)
 
 
 @cache
-def entry_named(name: str) -> MetricEntry | None:
+def entry_named(name: str) -> _MetricEntry | None:
     """Return the entry of a metric, without evaluation and group names, or None."""
     # Exact names first: `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
@@ -344,7 +344,7 @@ def untimed(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name.rpartition("/")[2] not in timed}
 
 
-def entry_of(name: str) -> MetricEntry:
+def entry_of(name: str) -> _MetricEntry:
     """Return the entry of a metric by its written name, with evaluation and group names.
 
     >>> entry_of("critic/loss").unit, entry_of("eval/stale/drop").name
@@ -372,7 +372,7 @@ def undeclared(names: Iterable[str]) -> list[str]:
     return [name for name in names if _find(name) is None]
 
 
-def _find(name: str) -> MetricEntry | None:
+def _find(name: str) -> _MetricEntry | None:
     # Drop prefixes until a name of the table remains.
     parts = name.split("/")
     return next((e for k in range(len(parts)) if (e := entry_named("/".join(parts[k:])))), None)

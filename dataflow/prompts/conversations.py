@@ -570,8 +570,9 @@ def _continued(prompt: Messages, response: Messages) -> Messages:
     repeats = len(response) > len(before) and all(map(_same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response
     begun, text = last.get("content"), turn.get("content")
-    are_texts = isinstance(begun, str) and isinstance(text, str)
-    if turn["role"] != "assistant" or not are_texts or turn == last:
+    if not isinstance(begun, str) or not isinstance(text, str):
+        return []
+    if turn["role"] != "assistant" or turn == last:
         return []
     if text.startswith(begun):
         return [turn, *rest]

@@ -76,7 +76,7 @@ class Rendering:
         """Decide for all rows. Raises a `UserError` if a column is neither text nor messages, or a
         setting does not fit."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
-        kinds = {path: column_kind(rows, path) for path in columns}
+        kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
             raise rows.error(
                 f"column {format.dialogue!r} is text, in the format {format} it is messages; "
