@@ -18,8 +18,8 @@ from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph, group
 from ..dataflow.operation import names_parameters
 from ..dataflow.prompts.files import is_rows
+from ..dataflow.prompts.formats import ReadArguments
 from ..dataflow.prompts.prompts import Prompts
-from ..dataflow.prompts.settings import ReadArguments
 from ..dataflow.source import Source
 from ..dataflow.untrusted_text import show
 from ..workers.actor import ActorWorker

@@ -56,11 +56,7 @@ class Batch:
                 pairs of values `[T]` and cu_seqlens `[rows + 1]`. Columns that Weft declares
                 (`dataflow/column.py`) get their declared type; others keep their own.
         """
-        return cls(
-            pa.RecordBatch.from_arrays(
-                [_array(name, data) for name, data in columns.items()], names=list(columns)
-            )
-        )
+        return _batch({name: _array(name, data) for name, data in columns.items()})
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -71,10 +67,8 @@ class Batch:
     def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
         """Create a batch from all rows of a table. Columns with one chunk are not copied.
 
-        Args:
-            table: the rows.
-            max_bytes: columns with several chunks and more bytes than this get 64-bit offsets
-                (`large_string`, `large_list`).
+        Columns with several chunks and more than `max_bytes` get 64-bit offsets (`large_string`,
+        `large_list`).
 
         Raises:
             UserError: a column needs 64-bit offsets, and its type has none.
@@ -85,17 +79,14 @@ class Batch:
         """
         columns = {name: _joined(name, table.column(name), max_bytes) for name in table.column_names}
         # An Arrow batch without columns still needs its number of rows.
-        if not columns:  # rows without columns
+        if not columns:
             return cls(table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([]))
-        return cls(pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)))
+        return _batch(columns)
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """Concatenate batches, in order.
-
-        Args:
-            batches: batches with the same columns. The types of a column may differ if one can hold
-                the other, such as integers and floats, or a list column that is empty in one batch.
+        """Concatenate batches with the same columns, in order. The types of a column may differ if
+        one can hold the other, such as integers and floats.
 
         Raises:
             UserError: there is no batch, or columns or types differ.
@@ -112,10 +103,9 @@ class Batch:
                 raise UserError(
                     "batches to concatenate must have the same columns, not {} and {}".format(*names)
                 )
+        tables = [pa.Table.from_batches([r]) for r in records]
         try:
-            table = pa.concat_tables(
-                [pa.Table.from_batches([r]) for r in records], promote_options="permissive"
-            )
+            table = pa.concat_tables(tables, promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
             raise UserError(
                 f"batches to concatenate must have columns of the same types: {error}"
@@ -129,10 +119,7 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """Return one column as an Arrow array.
-
-        Args:
-            column: a name or a `Column`.
+        """Return one column, by its name or `Column`, as an Arrow array.
 
         Raises:
             UserError: the batch has no such column. The message suggests the nearest one.
@@ -214,16 +201,7 @@ class Batch:
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
-        """Return a ragged column as a padded copy.
-
-        Args:
-            column: a ragged column.
-            fill: value of the padding.
-            left: pad on the left instead of the right.
-
-        Returns:
-            `[rows, longest]`, in the dtype of the column.
-        """
+        """Return a ragged column as a padded copy `[rows, longest]`, in its dtype."""
         values, cu_seqlens = self.ragged(column)
         lengths = cu_seqlens.diff()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -241,12 +219,8 @@ class Batch:
 
     def select(self, columns: Iterable[object]) -> Batch:
         """Return only these columns, in this order."""
-        names = [str(c) for c in columns]
-        return (
-            Batch(pa.RecordBatch.from_arrays([self[n] for n in names], names=names))
-            if names
-            else Batch(self.record.select([]))
-        )
+        chosen = {str(c): self[c] for c in columns}
+        return _batch(chosen) if chosen else Batch(self.record.select([]))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """Return these rows, in this order. Repeats are allowed."""
@@ -257,10 +231,7 @@ class Batch:
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split the batch into consecutive parts, without a copy.
-
-        Args:
-            sizes: number of rows of each part.
+        """Split the batch into consecutive parts of these sizes, without a copy.
 
         Raises:
             UserError: the sizes do not add up to the number of rows.
@@ -273,10 +244,7 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """Return the batch with columns added or replaced.
-
-        Args:
-            columns: as for `of`.
+        """Return the batch with columns added or replaced, given as for `of`.
 
         Raises:
             UserError: a column does not have one value per row.
@@ -288,13 +256,10 @@ class Batch:
                 raise UserError(
                     f"column {name!r} has {len(merged[name])} values for a batch of {len(self)} rows"
                 )
-        return Batch(pa.RecordBatch.from_arrays(list(merged.values()), names=list(merged)))
+        return _batch(merged)
 
     def groups(self, by: object = "group_id") -> tuple[np.ndarray, np.ndarray]:
         """Group the rows by the values of a column. The rows of a group need not be adjacent.
-
-        Args:
-            by: a column with one value per row.
 
         Returns:
             keys `[groups]`, in ascending order, and index `[rows]`: row i belongs to group
@@ -316,6 +281,10 @@ class Batch:
         if start:  # a slice of a larger batch: rebase the offsets
             offsets = pa.array(offsets.to_numpy() - offsets.type.to_pandas_dtype()(start))
         return values, offsets
+
+
+def _batch(columns: Mapping[str, pa.Array]) -> Batch:
+    return Batch(pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)))
 
 
 def _from_message(message: pa.Buffer) -> Batch:
@@ -390,10 +359,9 @@ def _array(name: str, data: Any) -> pa.Array:
     wanted = KNOWN[name].type if name in KNOWN and name != str(ANSWER) else None
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)
-    if name == str(ANSWER) and isinstance(data, list):  # text, or any other value of a file
-        return (
-            exact_array(data) if any(value is not None for value in data) else pa.array(data, pa.string())
-        )
+    if name == str(ANSWER) and isinstance(data, list):
+        is_null = all(value is None for value in data)
+        return pa.array(data, pa.string()) if is_null else exact_array(data)
     if isinstance(data, pa.Array):
         return data if wanted is None or data.type == wanted else data.cast(wanted)
     if isinstance(data, tuple) and len(data) == 2:

@@ -35,8 +35,7 @@ class ChildProcess:
         arguments: command line of the program.
         log: append all output to this file. By default, standard output carries lines of JSON
             for `receive`.
-        errors: file descriptor for standard error, if there is no log; by default the one of
-            this process.
+        errors: file descriptor for standard error, if there is no log; by default this process's.
         environment: variables to add.
         detached: start a new session, so that signals from the terminal do not reach the process.
         descriptors: file descriptors that the process inherits.
@@ -89,7 +88,6 @@ class ChildProcess:
 
     @property
     def stdin(self) -> IO[bytes]:
-        """For data after a line of JSON, such as an Arrow stream."""
         assert self._process.stdin is not None
         return self._process.stdin
 

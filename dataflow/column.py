@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def ragged(item: pa.DataType) -> pa.DataType:
-    """Return the type of a column of lists of `item`, of any length (int32 offsets)."""
+    """Return the type of a column of lists of `item` (int32 offsets)."""
     return pa.list_(item)
 
 
@@ -36,6 +36,7 @@ class Column:
 
 
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
+INTS, FLOATS, FLAGS = ragged(int32), ragged(float32), ragged(pa.uint8())
 
 # Identity: every row has these. Only operations that name DRAW_PATH or MADE_BEFORE get them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
@@ -43,19 +44,19 @@ GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the parent row; for rows of a source, their own")
 DRAW_PATH = Column(
     "draw_path",
-    ragged(int32),
+    INTS,
     "path for seeds, in addition to the group: the expansion, and the expanded row (`Row.draw`)",
 )
 MADE_BEFORE = Column(
     "made_before",
-    ragged(int32),
+    INTS,
     "numbers of the child rows that an earlier worker already published; absent: none",
 )
 IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE)
 
 # Prompts and generated responses.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")
-PROMPT_IDS = Column("prompt_ids", ragged(int32), "[P] token ids")
+PROMPT_IDS = Column("prompt_ids", INTS, "[P] token ids")
 IMAGES = Column(
     "images",
     ragged(pa.large_binary()),
@@ -63,18 +64,14 @@ IMAGES = Column(
     "the data has them: a column 'images' of encoded images, read by Prompts.read",
 )
 ANSWER = Column(
-    "answer",
-    string,
-    "ground truth of the prompt: text, or any other value of the file (`JsonType`)",
+    "answer", string, "ground truth of the prompt: text, or any other value of the file (`JsonType`)"
 )
-RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, including the stop token")
+RESPONSE_IDS = Column("response_ids", INTS, "[L] sampled token ids, including the stop token")
 RESPONSE = Column("response", string, "text of the response, without special tokens")
 RESPONSE_LOGPROBS = Column(
-    "response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token"
+    "response_logprobs", FLOATS, "[L] nats, under the weights that sampled each token"
 )
-RESPONSE_VERSIONS = Column(
-    "response_versions", ragged(int32), "[L] policy version that sampled each token"
-)
+RESPONSE_VERSIONS = Column("response_versions", INTS, "[L] policy version that sampled each token")
 ROUTES = Column(
     "routes",
     ragged(pa.uint16()),
@@ -82,9 +79,7 @@ ROUTES = Column(
     "token by token, layer by layer; 0 in layers without a router",
     "the generator records it: rollout = weft.group(weft.RolloutWorker, model=..., routes=True)",
 )
-RESPONSE_MASK = Column(
-    "response_mask", ragged(pa.uint8()), "[L] 1 for trained tokens; absent: all are trained"
-)
+RESPONSE_MASK = Column("response_mask", FLAGS, "[L] 1 for trained tokens; absent: all are trained")
 TEMPERATURE = Column("temperature", float32, "sampling temperature of the response; absent: 1")
 FINISH_REASON = Column(
     "finish_reason", string, "'stop' (ended by a stop token) or 'length' (reached the limit)"
@@ -100,32 +95,32 @@ BASELINE_REWARD = Column(
     "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.grpo)",
 )
 TOKEN_REWARDS = Column(
-    "token_rewards", ragged(float32), "[L] reward of each token; the sum is the reward of the response"
+    "token_rewards", FLOATS, "[L] reward of each token; the sum is the reward of the response"
 )
 VALUES = Column(
     "values",
-    ragged(float32),
+    FLOATS,
     "[L] the critic's prediction of future rewards, before each token",
     "a critic makes it: critic = weft.group(weft.CriticWorker, model=...), and samples = critic.values(samples)",
 )
-RETURNS = Column("returns", ragged(float32), "[L] training target of the critic")
-ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
+RETURNS = Column("returns", FLOATS, "[L] training target of the critic")
+ADVANTAGES = Column("advantages", FLOATS, "[L] advantage of each token")
 OLD_LOGPROBS = Column(
     "old_logprobs",
-    ragged(float32),
+    FLOATS,
     "[L] nats, under the actor before the update",
     "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)",
 )
 ENTROPIES = Column(
     "entropies",
-    ragged(float32),
+    FLOATS,
     "[L] nats, entropy of the actor's distribution of each token before the update",
     "the actor makes it with its log-probabilities: grpo(..., entropies=True), or in your own graph "
     "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.policy_loss)",
 )
 REFERENCE_LOGPROBS = Column(
     "reference_logprobs",
-    ragged(float32),
+    FLOATS,
     "[L] nats, under the reference model",
     "a reference makes it: give the graph reference=weft.group(weft.ReferenceWorker, model=...), or, for an actor with LoRA, "
     "reference=weft.adapter_off(actor); in a graph of your own, samples = reference.logprobs(samples)",
@@ -134,24 +129,24 @@ REFERENCE_LOGPROBS = Column(
 # Reward models.
 TOKEN_SCORES = Column(
     "token_scores",
-    ragged(float32),
+    FLOATS,
     "[L] a reward model's score of the response up to and including each token",
 )
 STEP_LABELS = Column(
     "step_labels",
-    ragged(float32),
+    FLOATS,
     "[L] 0 to 1: correctness of the step that ends with this token; nan: no step ends here",
 )
 
 # Preferences.
-CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
-REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
-CHOSEN_MASK = Column(
-    "chosen_mask", ragged(pa.uint8()), "[L] 1 for tokens of chosen_ids that count; absent: all count"
+CHOSEN_IDS = Column("chosen_ids", INTS, "[L] tokens of the preferred response")
+REJECTED_IDS = Column("rejected_ids", INTS, "[L] tokens of the other response")
+MISMATCHED_IDS = Column("mismatched_ids", INTS, "[L] tokens of the response to another prompt")
+CHOSEN_MASK, REJECTED_MASK = (
+    Column(name, FLAGS, f"[L] 1 for tokens of {ids} that count; absent: all count")
+    for name, ids in (("chosen_mask", CHOSEN_IDS), ("rejected_mask", REJECTED_IDS))
 )
-REJECTED_MASK = Column(
-    "rejected_mask", ragged(pa.uint8()), "[L] 1 for tokens of rejected_ids that count; absent: all count"
-)
+MISMATCHED_MASK = Column("mismatched_mask", FLAGS, "[L] 1 for tokens of mismatched_ids that count")
 PREFERRED = Column(
     "preferred",
     pa.uint8(),
@@ -160,39 +155,17 @@ PREFERRED = Column(
 REFERENCE_POINT = Column(
     "reference_point", float32, "nats; KTO's z0, the divergence that responses are compared with"
 )
-MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
-MISMATCHED_MASK = Column(
-    "mismatched_mask", ragged(pa.uint8()), "[L] 1 for tokens of mismatched_ids that count"
-)
-MISMATCHED_LOGPROBS = Column(
-    "mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor"
-)
-MISMATCHED_REFERENCE_LOGPROBS = Column(
-    "mismatched_reference_logprobs",
-    ragged(float32),
-    "[L] nats, of mismatched_ids under the reference model",
-)
-CHOSEN_REFERENCE_LOGPROBS = Column(
-    "chosen_reference_logprobs", ragged(float32), "[L] nats, of chosen_ids under the reference model"
-)
-REJECTED_REFERENCE_LOGPROBS = Column(
-    "rejected_reference_logprobs", ragged(float32), "[L] nats, of rejected_ids under the reference model"
+MISMATCHED_LOGPROBS = Column("mismatched_logprobs", FLOATS, "[L] nats, of mismatched_ids under the actor")
+CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS = (
+    Column(f"{of}_reference_logprobs", FLOATS, f"[L] nats, of {of}_ids under the reference model")
+    for of in ("chosen", "rejected", "mismatched")
 )
 
 DESCRIBED: dict[Column, tuple[Column, ...]] = {
     PROMPT_IDS: (ROUTES,),
     RESPONSE_IDS: (
-        *(
-            RESPONSE_LOGPROBS,
-            RESPONSE_VERSIONS,
-            ROUTES,
-            RESPONSE_MASK,
-            TOKEN_REWARDS,
-            VALUES,
-            RETURNS,
-            ADVANTAGES,
-        ),
-        *(OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
+        *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS),
+        *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),

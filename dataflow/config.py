@@ -52,9 +52,7 @@ class Config(pydantic.BaseModel):
             super().__init__(**settings)
         except pydantic.ValidationError as error:
             problems = error.errors()
-            told = [
-                (".".join(str(part) for part in each["loc"]), self.problem(each)) for each in problems
-            ]
+            told = [(".".join(map(str, each["loc"])), self.problem(each)) for each in problems]
             text = "\n".join(self._explain(problem) for problem in problems)
             raise SettingError(text, type(self).__name__, told) from None
 
@@ -91,23 +89,16 @@ class Config(pydantic.BaseModel):
     @classmethod
     def hint(cls, name: str) -> str:
         """Return the tail of an error about an unknown setting."""
+        for each in cls.__mro__:
+            if gone := vars(each).get("retired", {}).get(name):
+                return f"; {gone}"
         known = list(cls.model_fields)
-        gone = next(
-            (each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), ""
-        )
-        return (
-            f"; {gone}"
-            if gone
-            else peer_hint(name, known) or nearest(name, known) or f"; it has {', '.join(known)}"
-        )
+        return peer_hint(name, known) or nearest(name, known) or f"; it has {', '.join(known)}"
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """Return pydantic's message about a value, with the value and the nearest allowed one.
-
-        Args:
-            problem: an error of a `ValidationError`.
-        """
+        """Return the message of an error of a `ValidationError`, with the value and the nearest
+        allowed one."""
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
             case "missing":
@@ -141,20 +132,14 @@ def _of_kind(value: Any, field: Any) -> Any:
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to names with dots. Lists stay values.
-
-    Args:
-        settings: names and values, which may be mappings.
-        name: prefix of the names.
+    """Flatten nested mappings to names with dots, after the prefix `name`. Lists stay values.
 
     >>> flattened({"schedule": {"steps": 3}, "seed": 0, "graphs": ["a"]})
     {'schedule.steps': 3, 'seed': 0, 'graphs': ['a']}
     """
     if not isinstance(settings, Mapping):
         return {name: settings}
-    of = f"{name}." if name else ""
-    return {
-        full: value
-        for key, inner in settings.items()
-        for full, value in flattened(inner, f"{of}{key}").items()
-    }
+    found: dict[str, Any] = {}
+    for key, inner in settings.items():
+        found |= flattened(inner, f"{name}.{key}" if name else key)
+    return found

@@ -46,14 +46,13 @@ import enum
 import sys
 from collections.abc import Iterable
 from types import TracebackType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 
 class WeftError(Exception):
-    """Root of the tree: `except WeftError` catches all exceptions of Weft, and no others."""
+    """Root of the tree. The message may be followed by `advice` to the user."""
 
     advice: ClassVar[str] = ""
-    """Advice to the user, unless the message already contains it."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -71,7 +70,7 @@ class Ended(SystemExit):
 
 
 class Silent(BaseException):
-    """A call in this process was silent for too long. `except Exception` does not catch it."""
+    """A call in this process was silent for too long."""
 
     def __init__(self, stack: str = "") -> None:
         super().__init__(stack)
@@ -96,8 +95,7 @@ class Planned(BaseException):
 class UserError(WeftError, ValueError):
     """A mistake in the user's settings, graph, data or placement.
 
-    The message names the place, the rule, the value and the nearest right name. A command, or a
-    script that does not catch it, ends with the message and exit code 2.
+    A command, or a script that does not catch it, ends with the message and exit code 2.
     """
 
     def __init__(self, *args: object) -> None:
@@ -108,17 +106,9 @@ class UserError(WeftError, ValueError):
 
 
 def _end_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """End a script with the message of its `UserError` and exit code 2.
-
-    Other exceptions, interactive sessions and Python's development mode (`python -X dev`) keep the
-    traceback and the exit code.
-    """
-    if (
-        not isinstance(error, UserError)
-        or sys.flags.dev_mode
-        or sys.flags.interactive
-        or hasattr(sys, "ps1")
-    ):
+    # Interactive sessions and Python's development mode (`python -X dev`) keep the traceback.
+    keeps = sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1")
+    if keeps or not isinstance(error, UserError):
         sys.__excepthook__(kind, error, traceback)
         return
     # Imported here, because every module may import this one.
@@ -171,20 +161,14 @@ class SymptomError(UserError):
 
 
 class NoSignalError(SymptomError):
-    """All rewards within each group of the first steps are equal: all advantages are 0.
-
-    If the run makes checkpoints, it has made one; `resume="latest"` continues from it.
-    """
+    """All rewards within each group of the first steps are equal: all advantages are 0."""
 
 
 # Errors that end a run
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot continue. The message is complete without a traceback; exit code 1.
-
-    A run that makes checkpoints can continue from the last one with `resume="latest"`.
-    """
+    """A run cannot continue. The message is complete without a traceback; exit code 1."""
 
 
 class StalledError(RunError):
@@ -194,7 +178,7 @@ class StalledError(RunError):
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows, because weight updates did not reach their group."""
+    """Rows are older than the schedule allows: weight updates did not reach their group."""
 
     advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
 
@@ -229,23 +213,12 @@ class FormatError(RecoveryError):
     )
 
 
-class MessageReference(Protocol):
-    """Position of a message in a segment, for errors (a `Segment` has it)."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
 class DamagedSegment(RunError):
     """A message can no longer be read: its file is missing, too short, or changed."""
 
     advice = "Continue with resume='latest': prompts with damaged rows are issued again."
 
-    def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
+    def __init__(self, segment: Any, path: object, problem: str) -> None:
         super().__init__(segment, str(path), problem)  # arguments for unpickling
         self.segment = segment
 

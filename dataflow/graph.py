@@ -7,6 +7,7 @@ when.
 
 from __future__ import annotations
 
+import graphlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,9 +77,7 @@ def _from_here(config: Any) -> Any:
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
             folder = Path(value).expanduser()
             if not Path(value).is_absolute() and folder.is_dir():
-                found[name] = (
-                    type(value)(folder.absolute()) if isinstance(value, str) else folder.absolute()
-                )
+                found[name] = type(value)(folder.absolute())
     return config.model_copy(update=found) if found else config
 
 
@@ -121,10 +120,6 @@ class Handle:
 
     def follows(self, leader: object, *, every: int = 1) -> None:
         """Load the weights of `leader` after every `every`-th update of `leader`.
-
-        Args:
-            leader: handle of the group that publishes weights.
-            every: number of updates between two loads.
 
         Raises:
             UserError: `leader` is not a handle or has no weights to publish, or this group cannot
@@ -186,9 +181,6 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
         worker_class: class of the workers.
         name: name of the group; by default, the parameter name of the first graph that gets it.
         settings: fields of `worker_class.Config`.
-
-    Raises:
-        UserError: a setting is wrong, or the class has no `Config`.
     """
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
@@ -203,88 +195,74 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
 # Drawing: a graph as text, and as a Mermaid flowchart.
 
 
-def graph_text(
-    name: str,
-    source: Source,
-    nodes: Sequence[Node],
-    edges: Sequence[ParameterEdge],
-    levels: Mapping[int, str],
-) -> str:
-    """Describe a graph: one line for the source and each edge, two or three for each node."""
+def _text(graph: Graph) -> str:
+    source, levels = graph.source, graph.levels
     lines = [
-        f"graph {name}",
+        f"graph {graph.name}",
         f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}",
     ]
-    for number, node in enumerate(nodes, 1):
+    for number, node in enumerate(graph.nodes, 1):
         rows = levels[node.level]
         if node.makes_level is not None:
             rows += f" -> {levels[node.makes_level]}"
-        kind = f"{node.operation.shape.value}; {rows}; takes {_taken(node.operation)}"
+        operation = node.operation
+        taken = "a batch" if operation.updates else "groups" if operation.whole_groups else "rows"
+        kind = f"{operation.shape.value}; {rows}; takes {taken}"
         lines.append(f"  {number}. {'/'.join((*node.path, node.name))}  [{kind}]")
         lines.append(f"       reads {', '.join(node.reads) or '-'}")
         if node.writes:
             lines.append(f"       writes {', '.join(node.writes)}")
-    lines += [f"  {edge.follower} follows {edge.leader}, {_every(edge.every)}" for edge in edges]
+    lines += [f"  {e.follower} follows {e.leader}, {_every(e.every)}" for e in graph.follows]
     return "\n".join(lines)
 
 
-def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> str:
+_BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shape.EXPAND: "[/{}/]"}
+
+
+def _mermaid(graph: Graph) -> str:
     """Draw a flowchart: solid edges carry columns, dotted edges carry parameters."""
-    ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(nodes)}
-    lines = ["flowchart LR", f"  source[({_quoted(source.name)})]"]
-    for path in dict.fromkeys(n.path for n in nodes):
-        drawn = [f"  {ids[n.name]}{_box(n)}" for n in nodes if n.path == path]
-        lines += (
-            [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"]
-            if path
-            else drawn
-        )
-    for node in nodes:
+    ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(graph.nodes)}
+    lines = ["flowchart LR", f"  source[({_quoted(graph.source.name)})]"]
+    for path in dict.fromkeys(n.path for n in graph.nodes):
+        inside = [n for n in graph.nodes if n.path == path]
+        boxes = ["([{}])" if n.operation.updates else _BOXES[n.operation.shape] for n in inside]
+        drawn = [
+            f"  {ids[n.name]}{b.format(_quoted(n.name))}" for n, b in zip(inside, boxes, strict=True)
+        ]
+        if path:
+            drawn = [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"]
+        lines += drawn
+    for node in graph.nodes:
         carried: dict[str, list[str]] = {w: [] for w in node.after}
         for column in node.reads:
             carried.setdefault(node.writers[column], []).append(column)
         for writer, columns in carried.items():
             label = f"-- {_quoted(', '.join(columns))} " if columns else ""
             lines.append(f"  {ids[writer]} {label}--> {ids[node.name]}")
-    return "\n".join([*lines, *_parameter_edges(ids, nodes, edges)]) + "\n"
+    return "\n".join([*lines, *_parameter_edges(ids, graph)]) + "\n"
 
 
-def _parameter_edges(
-    ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]
-) -> list[str]:
+def _parameter_edges(ids: Mapping[str, str], graph: Graph) -> list[str]:
     """Return the dotted edges, from the updating node to each node that uses the weights.
 
     A group without such a node in this graph (another graph of the run may have one) gets a
     separate box.
     """
-    groups = dict.fromkeys(g for e in edges for g in (e.leader, e.follower))
+    groups = dict.fromkeys(g for e in graph.follows for g in (e.leader, e.follower))
     alone = {g: f"g{i}" for i, g in enumerate(groups)}
     drawn_alone: dict[str, None] = {}
     lines: list[str] = []
-    for edge in edges:
-        updates = [ids[n.name] for n in nodes if n.group == edge.leader and n.operation.updates]
+    for edge in graph.follows:
+        updates = [ids[n.name] for n in graph.nodes if n.group == edge.leader and n.operation.updates]
         # With several updates, followers load the weights after the last one.
         start = updates[-1] if updates else alone[edge.leader]
-        ends = [ids[n.name] for n in nodes if n.group == edge.follower] or [alone[edge.follower]]
+        ends = [ids[n.name] for n in graph.nodes if n.group == edge.follower] or [alone[edge.follower]]
         drawn_alone |= dict.fromkeys(
             g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends)
         )
         label = _quoted(f"weights, {_every(edge.every)}")
         lines += [f"  {start} -. {label} .-> {end}" for end in ends]
     return [f"  {alone[g]}[{_quoted(g)}]" for g in drawn_alone] + lines
-
-
-_BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shape.EXPAND: "[/{}/]"}
-
-
-def _box(node: Node) -> str:
-    return ("([{}])" if node.operation.updates else _BOXES[node.operation.shape]).format(
-        _quoted(node.name)
-    )
-
-
-def _taken(operation: Operation) -> str:
-    return "a batch" if operation.updates else "groups" if operation.whole_groups else "rows"
 
 
 def _quoted(text: str) -> str:
@@ -298,43 +276,15 @@ def _every(every: int) -> str:
 # Validation: each broken rule gives a line with the node, the column and the nearest right name.
 
 
-def refuse(problems: Sequence[str]) -> None:
-    """Raise a `GraphError` with a line for each problem, if there are any."""
-    if problems:
-        raise GraphError("\n".join(problems))
-
-
-def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
-    """Return the problems of a single graph: columns, groups and cycles."""
-    return [
-        *_column_problems(source, nodes),
-        *_group_problems(source, nodes),
-        *_cycle_problems(nodes, edges),
-    ]
-
-
-def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
-    """Return the problems of followers whose leader no node updates.
-
-    Args:
-        edges: parameter edges of a graph.
-        updated: names of the groups that any graph of the run updates.
-    """
-    followers = {e.follower for e in edges}
-    for edge in edges:
-        if edge.leader not in updated and edge.leader not in followers:
-            some = ", ".join(dict.fromkeys(g for g in updated if g)) or "none"
-            yield f"{edge.follower!r} follows {edge.leader!r}, which no node updates; updated groups: {some}"
-
-
-def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
+def _column_problems(graph: Graph) -> Iterable[str]:
+    source, identity = graph.source, {str(c) for c in IDENTITY}
     made = [column for column in source.columns if column not in file_columns(source)]
     written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
-    for position, node in enumerate(nodes):
+    for position, node in enumerate(graph.nodes):
         for column in node.missing:
-            yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, source, nodes)}"
+            yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, graph)}"
         for column in node.writes:
-            if column in {str(c) for c in IDENTITY}:
+            if column in identity:
                 yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
             # An EXPAND creates new rows, so a dialogue's next prompt may reuse the column of the
             # first.
@@ -344,7 +294,8 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
             written.setdefault(column, f"node {node.name!r}")
 
 
-def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
+def _why_missing(column: str, position: int, graph: Graph) -> str:
+    source, nodes = graph.source, graph.nodes
     reader = nodes[position]
     at, writer = next(
         ((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, "")
@@ -367,12 +318,18 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
             reasons = getattr(value, "leaves_out", None)
             if isinstance(reasons, Mapping) and column in reasons:
                 return f"which node {node.name!r} leaves out: {reasons[column]}"
+    if column in KNOWN and KNOWN[column].made:
+        way = f"; {KNOWN[column].made}"
+    else:
+        known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
+        near = nearest(column, [c for c in known if c not in reader.writes])
+        way = near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
     if column in file_columns(source):
         return (
             f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft does not use it as its own"
-            f"{_how_to_have(column, reader, source, nodes)}"
+            f"{way}"
         )
-    return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
+    return f"which no node writes{way}"
 
 
 def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
@@ -384,20 +341,11 @@ def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
-    """Explain how to get a column that no node writes, or suggest the nearest column."""
-    if column in KNOWN and KNOWN[column].made:
-        return f"; {KNOWN[column].made}"
-    known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
-    near = nearest(column, [c for c in known if c not in reader.writes])
-    return near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
-
-
-def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
-    for node in nodes:
+def _group_problems(graph: Graph) -> Iterable[str]:
+    for node in graph.nodes:
         if node.operation.whole_groups and node.level == SOURCE:
             yield (
-                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a separate group; "
+                f"node {node.name!r} sees complete groups, but each row of the source {graph.source.name!r} is a separate group; "
                 "put it after a node that expands rows (such as generate)"
             )
         n = node.operation.quorum.n if node.operation.quorum else 1
@@ -405,32 +353,21 @@ def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
             yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be an integer of at least 1"
 
 
-def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> Iterable[str]:
-    cycle = _cycle({n.name: n.after for n in nodes})
-    if cycle:
+def _cycle_problems(graph: Graph) -> Iterable[str]:
+    if cycle := _cycle({n.name: n.after for n in graph.nodes}):
         yield f"nodes wait for each other: {' -> '.join(cycle)}"
-    cycle = _cycle({e.follower: (e.leader,) for e in edges})
-    if cycle:
+    if cycle := _cycle({e.follower: (e.leader,) for e in graph.follows}):
         yield f"worker groups follow each other's weights: {' -> '.join(cycle)}"
 
 
-def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the names along one cycle of a dependency relation, or an empty list."""
-    state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
-
-    def walk(name: str, path: list[str]) -> list[str]:
-        if state.get(name) == 2:
-            return []
-        if name in path:
-            return [*path[path.index(name) :], name]
-        for other in after.get(name, ()):
-            found = walk(other, [*path, name])
-            if found:
-                return found
-        state[name] = 2
-        return []
-
-    return next((found for name in after if (found := walk(name, []))), [])
+def _cycle(after: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """Return the names along one cycle of a dependency relation, or none."""
+    try:
+        graphlib.TopologicalSorter(after).prepare()
+    except graphlib.CycleError as error:
+        # graphlib names a predecessor before its successor; a waiting node comes first here.
+        return tuple(reversed(error.args[1]))
+    return ()
 
 
 # Graph
@@ -494,40 +431,45 @@ class Graph:
             also: other graphs of the run, whose updates this graph may follow.
 
         Raises:
-            GraphError: the graph breaks rules. For each, the message names the node, the column and
-                the nearest existing column.
+            GraphError: the graph breaks rules; the message has a line for each.
         """
         # A leader may be updated in another graph of the run.
-        updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
-        edges = self.follows
-        refuse([*rows_problems(self.source, self.nodes, edges), *following_problems(edges, updated)])
+        updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
+        followers = {e.follower for e in self.follows}
+        some = ", ".join(dict.fromkeys(updated)) or "none"
+        self.refuse_problems(
+            f"{e.follower!r} follows {e.leader!r}, which no node updates; updated groups: {some}"
+            for e in self.follows
+            if e.leader not in updated and e.leader not in followers
+        )
         return self
 
+    def refuse_problems(self, more: Iterable[str] = ()) -> None:
+        """Raise a `GraphError` for broken rules that do not depend on other graphs, or for more."""
+        own = (*_column_problems(self), *_group_problems(self), *_cycle_problems(self))
+        if problems := [*own, *more]:
+            raise GraphError("\n".join(problems))
+
     def __str__(self) -> str:
-        return graph_text(self.name, self.source, self.nodes, self.follows, self.levels)
+        return _text(self)
 
     def mermaid(self) -> str:
         """Return the graph as a Mermaid flowchart."""
-        return as_mermaid(self.source, self.nodes, self.follows)
+        return _mermaid(self)
 
     def structure(self) -> dict[str, Any]:
         """Return the graph for display, as JSON values."""
+        shown = ("name", "group", "reads", "writes", "writers", "after", "path")
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
             "nodes": [
                 {
-                    "name": n.name,
-                    "group": n.group,
+                    **{name: getattr(n, name) for name in shown},
                     "shape": n.operation.shape.value,
                     "takes": str(takes_as_json(n.operation.takes)),
                     "updates": n.operation.updates,
-                    "reads": [*n.reads],
-                    "writes": [*n.writes],
-                    "writers": dict(n.writers),
-                    "after": [*n.after],
                     "level": self.levels[n.level],
-                    "path": [*n.path],
-                    "code": place_of(n.function),
+                    "code": _place_of(n.function),
                 }
                 for n in self.nodes
             ],
@@ -536,36 +478,20 @@ class Graph:
 
     def outline(self) -> dict[str, Any]:
         """Return what a ledger needs of the graph, as JSON values."""
-        return {
-            "name": self.name,
-            "source": self.source.name,
-            "nodes": [
-                {
-                    "name": n.name,
-                    "group": n.group,
-                    "operation": {
-                        **asdict(n.operation),
-                        "shape": n.operation.shape.value,
-                        "takes": takes_as_json(n.operation.takes),
-                    },
-                    "reads": n.reads,
-                    "writes": n.writes,
-                    "level": n.level,
-                    "makes_level": n.makes_level,
-                    "writers": n.writers,
-                    "after": n.after,
-                }
-                for n in self.nodes
-            ],
-        }
+        kept = ("reads", "writes", "level", "makes_level", "writers", "after")
+        nodes: list[dict[str, Any]] = []
+        for n in self.nodes:
+            operation = asdict(n.operation) | {
+                "shape": n.operation.shape.value,
+                "takes": takes_as_json(n.operation.takes),
+            }
+            fields = {name: getattr(n, name) for name in kept}
+            nodes.append({"name": n.name, "group": n.group, "operation": operation, **fields})
+        return {"name": self.name, "source": self.source.name, "nodes": nodes}
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph from an outline, for a ledger. It cannot run, and its source has no rows.
-
-        Args:
-            outline: result of `outline()`.
-        """
+        """Create a graph from an outline, for a ledger. It cannot run, and its source has no rows."""
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             # JSON has no tuples, so restore them.
@@ -574,19 +500,12 @@ class Graph:
             operation["shape"] = Shape(operation["shape"])
             operation["takes"] = takes_from_json(operation["takes"])
             columns = {k: tuple(fields[k]) for k in ("reads", "writes", "after")}
-            nodes.append(
-                Node(
-                    **{**fields, **columns, "operation": Operation(**operation)},
-                    function=_without_code,
-                    arguments={},
-                    missing=(),
-                )
-            )
+            known = {**fields, **columns, "operation": Operation(**operation)}
+            nodes.append(Node(**known, function=_without_code, arguments={}, missing=()))
         return cls(outline["name"], TableSource(outline["source"], pa.table({})), tuple(nodes))
 
 
-def place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """Return file and first line of a function; None if they are unknown."""
+def _place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 

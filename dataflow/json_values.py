@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,11 @@ import pyarrow as pa
 
 _CHUNK = 8192
 
+CANNOT_HOLD = (pa.ArrowException, OverflowError, TypeError, ValueError)
+"""Errors of Arrow for values without a common type."""
 
-class JsonScalar(pa.ExtensionScalar):
-    """A value of such a column."""
 
+class _JsonScalar(pa.ExtensionScalar):
     def as_py(self, **_: Any) -> Any:
         return None if self.value is None else json.loads(self.value.as_py())
 
@@ -43,8 +45,8 @@ class JsonType(pa.ExtensionType):
     def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> JsonType:
         return cls(storage_type)
 
-    def __arrow_ext_scalar_class__(self) -> type[JsonScalar]:
-        return JsonScalar
+    def __arrow_ext_scalar_class__(self) -> type[_JsonScalar]:
+        return _JsonScalar
 
     def __hash__(self) -> int:
         return hash((JsonType, self.storage_type))
@@ -74,7 +76,7 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
     """
     try:
         array = pa.array(values)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+    except CANNOT_HOLD:
         return json_array(values)
     # Arrow converts silently, for example integers to floats.
     if _gives_back(array, values):
@@ -89,11 +91,7 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:
-    """Create an array of JSON text.
-
-    Raises:
-        ValueError or TypeError: JSON cannot hold one of the values.
-    """
+    """Create an array of JSON text. Raises ValueError or TypeError if JSON cannot hold a value."""
     texts = [None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values]
     return pa.ExtensionArray.from_storage(JsonType(), pa.array(texts, pa.string()))
 
@@ -120,25 +118,19 @@ def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
     kind = kinds[0] if len(kinds) == 1 else _holds_all(kinds)
     if kind is None:
         columns, kind = [as_json(column) for column in columns], JsonType()
-    chunks = [
-        pa.nulls(len(column), kind) if pa.types.is_null(column.type) else column.cast(kind)
-        for column in columns
-        if len(column)
-    ]
-    return pa.chunked_array(
-        [c for one in chunks for c in (one.chunks if isinstance(one, pa.ChunkedArray) else [one])], kind
-    )
+    chunks: list[pa.Array] = []
+    for column in filter(len, columns):
+        is_null = pa.types.is_null(column.type)
+        chunks += [pa.nulls(len(column), kind)] if is_null else column.cast(kind).chunks
+    return pa.chunked_array(chunks, kind)
 
 
 def readable_by_arrow(table: pa.Table) -> pa.Table:
     """Convert `JsonType` columns to plain Arrow types if possible, even if values change."""
     for at, name in enumerate(table.column_names):
         if is_json(table.schema.field(name).type):
-            try:
-                plain = pa.array(table.column(name).to_pylist())
-            except (pa.ArrowException, OverflowError, TypeError, ValueError):
-                continue
-            table = table.set_column(at, name, plain)
+            with suppress(*CANNOT_HOLD):
+                table = table.set_column(at, name, pa.array(table.column(name).to_pylist()))
     return table
 
 
@@ -146,12 +138,9 @@ def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
     """Return the Arrow type that holds values of all these types unchanged, or None."""
     if any(map(is_json, kinds)):
         return None
+    schemas = [pa.schema([("x", kind)]) for kind in kinds]
     try:
-        kind = (
-            pa.unify_schemas([pa.schema([("x", kind)]) for kind in kinds], promote_options="permissive")
-            .field("x")
-            .type
-        )
+        kind = pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
     return kind if all(_same_values(each, kind) for each in kinds) else None
@@ -175,13 +164,8 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
 
 def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
     """Whether an array made of these values preserves all of them."""
-    kind = array.type
-    if (
-        pa.types.is_string(kind)
-        or pa.types.is_boolean(kind)
-        or pa.types.is_integer(kind)
-        or pa.types.is_null(kind)
-    ):
+    kind, types = array.type, pa.types
+    if any(of(kind) for of in (types.is_string, types.is_boolean, types.is_integer, types.is_null)):
         return True  # Arrow mixes these types with no others
     present = [value for value in values if value is not None]
     if pa.types.is_floating(kind):
@@ -190,16 +174,11 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         return _gives_back(array.flatten(), [item for value in present for item in value])
     if pa.types.is_struct(kind):
         names = [field.name for field in kind]
-        if not all(isinstance(value, Mapping) and len(value) == len(names) for value in present):
+        if not all(isinstance(value, Mapping) and value.keys() == set(names) for value in present):
             return False
         # `present` has no None, so the array must drop its nulls to stay aligned.
         whole = array.drop_null()
-        try:
-            return all(
-                _gives_back(whole.field(name), [value[name] for value in present]) for name in names
-            )
-        except KeyError:
-            return False
+        return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
     if pa.types.is_binary(kind):
         return all(isinstance(value, bytes | bytearray | memoryview) for value in present)
     return array.to_pylist() == list(values)
@@ -210,10 +189,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError(
-                f"the keys of an object must be text, not {next(k for k in value if not isinstance(k, str))!r}"
-            )
+        if foreign := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the keys of an object must be text, not {foreign[0]!r}")
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 
-class LazyModule:
+class _LazyModule:
     """A module that is imported when one of its attributes is first used.
 
-    >>> LazyModule("math").sqrt(9.0)
+    >>> _LazyModule("math").sqrt(9.0)
     3.0
     """
 
@@ -22,12 +22,12 @@ class LazyModule:
     def __getattr__(self, attribute: str) -> Any:
         return getattr(importlib.import_module(self._name), attribute)
 
-    def __reduce__(self) -> tuple[type[LazyModule], tuple[str]]:
+    def __reduce__(self) -> tuple[type[_LazyModule], tuple[str]]:
         # cloudpickle pickles users' functions together with their globals.
-        return LazyModule, (self._name,)
+        return _LazyModule, (self._name,)
 
 
 if TYPE_CHECKING:
     import torch as torch
 else:
-    torch = LazyModule("torch")
+    torch = _LazyModule("torch")

@@ -68,13 +68,9 @@ class Max:
     value: float
 
     def __add__(self, other: Max) -> Max:
-        return (
-            self
-            if isnan(self.value)
-            else other
-            if isnan(other.value)
-            else Max(max(self.value, other.value))
-        )
+        if isnan(self.value):
+            return self
+        return other if isnan(other.value) else Max(max(self.value, other.value))
 
 
 @dataclass(frozen=True)
@@ -91,10 +87,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values.
-
-    It stores the number of values and the exact sums of the values and their squares, so the result
-    does not depend on grouping or merge order.
+    """The standard deviation of all values, stored as exact sums: independent of merge order.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
@@ -108,11 +101,8 @@ class Std:
     def of(cls, values: Sequence[float]) -> Self:
         """Return the deviation of these values, each with weight 1."""
         values = [float(value) for value in values]
-        return cls(
-            float(len(values)),
-            exact_sum(values),
-            exact_sum(part for value in values for part in _square(value)),
-        )
+        squares = exact_sum(part for value in values for part in _square(value))
+        return cls(float(len(values)), exact_sum(values), squares)
 
     def __add__(self, other: Std) -> Self:
         return cast(Self, _total("", [self, other]))
@@ -180,10 +170,7 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
     found: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
-            if name in found:
-                found[name].append(metric)
-            else:
-                found[name] = [metric]
+            found.setdefault(name, []).append(metric)
     return {name: _total(name, metrics) for name, metrics in found.items()}
 
 

@@ -77,21 +77,13 @@ def folders_near(name: str | Path, file: str) -> str:
     It searches the folder `name` if it exists, or else its parent.
     """
     path = Path(name).expanduser()
-    root = (
-        path
-        if path.is_dir()
-        else path.parent
-        if path.parent.is_dir()
-        else Path()
-        if _is_hub_id(name)
-        else None
-    )
-    if root is None:
+    near = [folder for folder in (path, path.parent) if folder.is_dir()]
+    if not near and not _is_hub_id(name):
         return ""
+    root = near[0] if near else Path()
     try:
-        folders = sorted(
-            str(found.parent) for depth in ("*", "*/*") for found in root.glob(f"{depth}/{file}")
-        )
+        found = [each for depth in ("*", "*/*") for each in root.glob(f"{depth}/{file}")]
+        folders = sorted(str(each.parent) for each in found)
     except OSError:
         return ""
     # Compare last names only: `Qwen2-tiny` matches `models/qwen2-tiny`.

@@ -35,14 +35,7 @@ def bind(
 ) -> dict[str, Any]:
     """Return the arguments of a traced call by name, with defaults.
 
-    Args:
-        function: the called function.
-        skip: number of leading parameters to leave out (self, the rows).
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Raises:
-        UserError: the function does not take an argument. The message suggests the nearest one.
+    Raises the errors of `bind_signature`, and refuses arguments for `*args`.
     """
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
@@ -72,14 +65,11 @@ def bind_signature(
 
     Args:
         function: the called function.
-        skip: number of leading parameters to leave out.
+        skip: number of leading parameters to leave out (self, the rows).
         args: positional arguments.
         kwargs: keyword arguments.
         name: the function's name in messages; by default its own name.
         others: end of the message about an unknown argument without a near match.
-
-    Raises:
-        UserError: an argument is unknown, missing, given twice, or one too many.
     """
     who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -97,39 +87,11 @@ def bind_signature(
     return bound
 
 
-def names_arguments(cls: type[T]) -> type[T]:
-    """Make a class check the arguments of its constructor with `bind_signature`.
-
-    >>> @names_arguments
-    ... class Point:
-    ...     def __init__(self, *, height: int) -> None: ...
-    >>> Point(hieght=1)
-    Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Point takes no argument 'hieght' (value 1); did you mean 'height'?
-    >>> Point()
-    Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Point: missing a required argument: 'height'; it takes height
-    """
-    construct: Any = cls.__init__
-
-    @functools.wraps(construct)
-    def check_and_construct(self: T, *args: Any, **kwargs: Any) -> None:
-        bind_signature(construct, 1, args, kwargs, name=cls.__name__)
-        construct(self, *args, **kwargs)
-
-    cls.__init__ = check_and_construct
-    return cls
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
-    """Make a function check its arguments with `bind_signature`.
-
-    Args:
-        name: the function's name in messages.
-        others: see `bind_signature`.
+def names_parameters(name: str, others: str = "", *, skip: int = 0) -> Callable[[F], F]:
+    """Make a function check its arguments with `bind_signature`, whose arguments these are.
 
     >>> @names_parameters("measure")
     ... def measure(*, height: int) -> int:
@@ -142,12 +104,27 @@ def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def check_and_call(*args: Any, **kwargs: Any) -> Any:
-            bind_signature(function, 0, args, kwargs, name=name, others=others)
+            bind_signature(function, skip, args[skip:], kwargs, name=name, others=others)
             return function(*args, **kwargs)
 
         return cast(F, check_and_call)
 
     return decorate
+
+
+def names_arguments(cls: type[T]) -> type[T]:
+    """Make a class check the arguments of its constructor with `bind_signature`.
+
+    >>> @names_arguments
+    ... class Point:
+    ...     def __init__(self, *, height: int) -> None: ...
+    >>> Point()
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Point: missing a required argument: 'height'; it takes height
+    """
+    construct: Any = cls.__init__
+    cls.__init__ = names_parameters(cls.__name__, skip=1)(construct)
+    return cls
 
 
 # The input of one call: rows, groups, a quorum of a group, or a training batch.
@@ -189,7 +166,7 @@ class TrainingBatch:
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
 
-_RECORDS: Mapping[str, type[Quorum] | type[TrainingBatch]] = {
+_RECORDS: Mapping[str, type[Quorum | TrainingBatch]] = {
     "quorum": Quorum,
     "training batch": TrainingBatch,
 }
@@ -203,10 +180,8 @@ def takes_as_json(takes: Takes) -> dict[str, Any]:
     """
     if isinstance(takes, Unit):
         return {"kind": takes.value}
-    return {
-        "kind": next(kind for kind, record in _RECORDS.items() if record is type(takes)),
-        **asdict(takes),
-    }
+    kind = next(kind for kind, record in _RECORDS.items() if record is type(takes))
+    return {"kind": kind, **asdict(takes)}
 
 
 def takes_from_json(fields: Mapping[str, Any]) -> Takes:
@@ -261,7 +236,7 @@ class Operation:
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
-    """Whether the method is a generator that lets other calls on its worker run at each yield."""
+    """Whether other calls on the worker may run at each yield of the method."""
 
     @property
     def takes_groups(self) -> bool:
@@ -271,9 +246,7 @@ class Operation:
     @property
     def whole_groups(self) -> bool:
         """Whether all rows of a group are in one call, on one rank."""
-        return (
-            self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes is not ROWS
-        )
+        return self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes_groups
 
     @property
     def updates(self) -> bool:
@@ -300,8 +273,8 @@ class Operation:
 class Declaration:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
-    Fields that depend on the arguments of a call are functions of them. The parameters of such a
-    function name the arguments that it needs; `config` is the configuration of the worker group.
+    Fields may be functions of arguments of a call, which their parameters name; `config` is the
+    configuration of the worker group.
 
     >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
     >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
@@ -325,12 +298,7 @@ class Declaration:
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """Return the operation of one call.
-
-        Raises:
-            UserError: a function of the declaration fails with these arguments, or its result
-                breaks a rule.
-        """
+        """Return the operation of one call. Raises a `UserError` if a rule is broken."""
         return Operation(
             self.name,
             self.shape,
@@ -343,25 +311,12 @@ class Declaration:
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
         """Return the names of the columns that one call reads and that are a `Column`."""
-        named = [
-            name
-            for part in ("reads", "may_read")
-            for name in self._value(part, getattr(self, part), arguments)
-        ]
-        return frozenset(str(name) for name in named if isinstance(name, Column))
+        parts = (self._value(p, getattr(self, p), arguments) for p in ("reads", "may_read"))
+        return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
-    def check(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """Check the declaration's rules, and return it.
-
-        Args:
-            function: the declared function.
-            skip: number of leading parameters that are not arguments of a call: the rows (1), or
-                self and the rows (2).
-
-        Raises:
-            UserError: a rule is broken. The message names the part of the declaration and the
-                nearest argument.
-        """
+    def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
+        """Check the declaration's rules, and return it. The first `skip` parameters of the function
+        are no arguments of a call: the rows (1), or self and the rows (2)."""
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
             value = getattr(self, part)
@@ -454,8 +409,7 @@ def node(
             pair with the rows.
 
     Raises:
-        UserError: the declaration breaks a rule, for example `reads` depends on an argument that
-            the function does not have.
+        UserError: the declaration breaks a rule.
 
     >>> @node(reads=lambda of: (of,), writes=("doubled",))
     ... def double(batch, *, of="reward"):
@@ -466,9 +420,8 @@ def node(
     """
 
     def attach(function: Callable[P, R]) -> Callable[P, R]:
-        declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes).check(
-            function, 1
-        )
+        declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes)
+        declaration.checked(function, 1)
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:

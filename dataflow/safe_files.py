@@ -48,19 +48,14 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         UserError: the path is not a regular file, or the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
-        # One more byte shows whether the file is too large, without reading all of it.
-        data = file.read(max_bytes + 1)
+        data = file.read(max_bytes + 1)  # one more byte shows whether the file is too large
     if len(data) > max_bytes:
         raise UserError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
     return data
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """Parse JSON.
-
-    Args:
-        text: JSON in UTF-8.
-        of: name of the text in messages, such as the path of its file.
+    """Parse JSON. `of` names the text in messages, such as the path of its file.
 
     Raises:
         UserError: the text is not JSON, or nested too deep.
@@ -72,25 +67,17 @@ def parse_json(text: bytes | str, of: object) -> Any:
     except ValueError as error:
         raise UserError(f"{of} is damaged: it is not JSON ({error})") from None
     # Level by level instead of recursively, which could overflow the stack.
-    level, depth = [value], 0
+    level, depth = [value] if isinstance(value, dict | list) else [], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
             raise UserError(f"{of} is damaged: its JSON is nested more than {MAX_DEPTH} deep")
-        inside = (
-            one.values() if isinstance(one, dict) else one
-            for one in level
-            if isinstance(one, dict | list)
-        )
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [each for values in inside for each in values if isinstance(each, dict | list)]
     return value
 
 
 def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
-    """Parse a JSON object, like `parse_json`.
-
-    Raises:
-        UserError: the text is not a JSON object.
-    """
+    """Parse a JSON object, like `parse_json`."""
     value = parse_json(text, of)
     if not isinstance(value, dict):
         raise UserError(f"{of} is damaged: it holds a {type(value).__name__}, not an object")
@@ -98,11 +85,5 @@ def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        UserError: the path is not a regular file, the file is too large, or it does not hold a JSON
-            object.
-    """
+    """Read a JSON object from a file. Raises the errors of `read_file` and `parse_object`."""
     return parse_object(read_file(path, max_bytes), path)

@@ -26,8 +26,8 @@ class Source(Protocol):
 def file_columns(source: Source) -> frozenset[str]:
     """Return the columns that a source copied unchanged from the user's file.
 
-    They belong to the user. A node gets them if it names them or asks for all columns, but never
-    instead of a Weft column with the same name (`Declaration.weft_columns`).
+    A node gets them if it names them or asks for all columns, but never instead of a Weft column
+    with the same name (`Declaration.weft_columns`).
     """
     return getattr(source, "file_columns", frozenset())
 
@@ -89,17 +89,11 @@ CURSOR = "cursor"
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
-    """Yield the rows of a source in issue order, without end.
-
-    Args:
-        size: rows of the source.
-        seed: seed of the run. Each epoch draws another order from it.
-        shuffle: False keeps the order of the source.
-    """
+    """Yield the `size` rows of a source in issue order, without end. Each epoch draws another order
+    from `seed`, or keeps the order of the source without `shuffle`."""
     for epoch in itertools.count():
-        yield from (
-            np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
-        )
+        drawn = np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else None
+        yield from drawn or range(size)
 
 
 @dataclass(frozen=True)
@@ -113,9 +107,8 @@ class Cursor:
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
         """Return the rows that remain after `issued` rows were issued from this cursor."""
-        return itertools.islice(
-            itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None
-        )
+        rest = itertools.chain(self.again, itertools.islice(order, self.issued, None))
+        return itertools.islice(rest, issued, None)
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
         """Return the cursor after `issued` more rows; the `untrained` ones will be issued again."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from .column import DRAW_PATH, IDENTITY, Column, not_inherited
 from .errors import GraphError, NoSuchNodeError, UserError
-from .graph import SOURCE, Graph, Handle, Node, refuse, rows_problems
+from .graph import SOURCE, Graph, Handle, Node
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape, bind, bind_signature
 from .source import Source, file_columns
 
-NO_VALUES = "rows have no values while a graph is traced"
-NODES_OF_PARTS = {
+_NO_VALUES = "rows have no values while a graph is traced"
+_NODES_OF_PARTS = {
     "advantages": "an estimator is part of a node: group_advantages(rows, estimator=...)",
     "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
     "loss": "a loss is part of an update: actor.update(rows, loss=...)",
@@ -24,9 +24,9 @@ NODES_OF_PARTS = {
 """Module or folder of functions that are parts of nodes -> how to use them."""
 
 
-def no_node(name: str, module: str) -> str:
+def _no_node(name: str, module: str) -> str:
     """Return the error message for a function called on symbolic rows, with the right node."""
-    known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
+    known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
@@ -40,7 +40,7 @@ def refusing_rows(part: type) -> None:
     def called(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, SymbolicRows) for arg in args):
             kind = type(args[0])
-            raise UserError(no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
+            raise UserError(_no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
         return call(*args, **kwargs)
 
     part.__call__ = called  # pyright: ignore[reportAttributeAccessIssue]
@@ -79,7 +79,7 @@ class SymbolicRows:
         args: Any,
         kwargs: Any,
     ) -> SymbolicRows:
-        return self.trace.add(self, handle, function, declaration, args, kwargs)
+        return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
         """Join two branches over the same rows. Columns of nodes take precedence over the
@@ -96,16 +96,15 @@ class SymbolicRows:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Reject functions that are not nodes, such as estimators, which need values."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {NO_VALUES}")
+        raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {_NO_VALUES}")
 
     def __getitem__(self, key: object) -> Any:
-        raise UserError(f"{self._reader()} reads {key!r}, but {NO_VALUES}")
+        raise UserError(f"{self._reader()} reads {key!r}, but {_NO_VALUES}")
 
     def __len__(self) -> int:
-        raise UserError(f"{self._reader()} asks for the number of rows, but {NO_VALUES}")
+        raise UserError(f"{self._reader()} asks for the number of rows, but {_NO_VALUES}")
 
     def _reader(self) -> str:
         """Describe the function that asks for values, and how to use it if it is part of a node."""
@@ -120,7 +119,7 @@ class SymbolicRows:
         if name in (self.trace.name, *self.trace.path):
             return f"graph {name!r}"
         called = type(owner).__name__ if name == "__call__" and owner is not None else name
-        return f"{no_node(called, module)}. It"
+        return f"{_no_node(called, module)}. It"
 
     def __bool__(self) -> bool:
         raise UserError(
@@ -156,7 +155,7 @@ class Trace:
             )
         return handle.name
 
-    def add(
+    def add_node(
         self,
         rows: SymbolicRows,
         handle: Handle | None,
@@ -165,19 +164,7 @@ class Trace:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> SymbolicRows:
-        """Add the node of one call.
-
-        Args:
-            rows: input rows of the node.
-            handle: worker group whose method is called; None for a pure function.
-            function: the method or function.
-            declaration: its declaration.
-            args: positional arguments of the call after the rows.
-            kwargs: keyword arguments of the call.
-
-        Returns:
-            The output rows of the node.
-        """
+        """Add the node of one call, and return its output rows. A pure function has no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
@@ -211,41 +198,28 @@ class Trace:
         self.num_levels += expands
         # New rows with other tokens do not inherit columns that describe the old tokens.
         left = not_inherited(operation.writes) if expands else ()
+        writers = {c: w for c, w in rows.writers.items() if c not in left or rows.is_of_file(c)}
+        filters = () if expands else rows.filters
         return SymbolicRows(
             trace=self,
             level=rows.level if node.makes_level is None else node.makes_level,
-            writers={
-                **{
-                    c: writer for c, writer in rows.writers.items() if c not in left or rows.is_of_file(c)
-                },
-                **dict.fromkeys(operation.writes, name),
-            },
-            filters=(*rows.filters, name)
-            if operation.shape is Shape.FILTER
-            else ()
-            if expands
-            else rows.filters,
+            writers={**writers, **dict.fromkeys(operation.writes, name)},
+            filters=(*filters, name) if operation.shape is Shape.FILTER else filters,
         )
 
     def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
-        """Return the nodes that a reader of these columns waits for.
-
-        A node that updates a group also waits for the other calls on the group, which use the
-        weights before the update.
-        """
+        # A node that updates a group also waits for the other calls on the group, which use the
+        # weights before the update.
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name
             for n in self.nodes
             if updated and n.group == updated and not n.operation.updates and n.level == rows.level
         ]
-        return tuple(
-            n
-            for n in dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *users])
-            if n
-        )
+        waits = [*makers, *rows.filters, *(rows.writers[c] for c in reads), *users]
+        return tuple(n for n in dict.fromkeys(waits) if n)
 
-    def finish(self) -> Graph:
+    def graph(self) -> Graph:
         return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles))
 
 
@@ -279,9 +253,9 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
                 outer.path = path
         bound.arguments[first] = SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
         function(*bound.args, **bound.kwargs)
-        finished = inner.finish()
+        finished = inner.graph()
         # Another graph of the run may update the leader of a group, so the driver checks that.
-        refuse(rows_problems(finished.source, finished.nodes, finished.follows))
+        finished.refuse_problems()
         return finished
 
     return trace

@@ -16,23 +16,13 @@ from urllib.parse import quote
 # in URLs, bearer tokens, `password=...`, and keys of known services.
 
 
-SECRET_WORDS = {
-    "token",
-    "secret",
-    "secrets",
-    "password",
-    "passwords",
-    "passwd",
-    "passphrase",
-    "credential",
-    "credentials",
-}
+_SECRET_WORD = re.compile("token|secrets?|passwords?|passwd|passphrase|credentials?")
 """Words in the name of a secret. `key` and `auth` only count as last words."""
-PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
+_PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
 """Last words of names that refer to the location of a secret rather than the secret."""
-SHORTEST = 8
+_SHORTEST = 8
 """Characters of the shortest secret. Shorter values occur in ordinary text."""
-HIDDEN = "[hidden]"
+_HIDDEN = "[hidden]"
 _LONGEST = 1000
 """Characters of the longest secret that a cut may fall into."""
 
@@ -45,18 +35,11 @@ def is_secret_name(name: str) -> bool:
     >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable")))
     False
     """
-    words = [
-        word
-        for word in re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
-        if word
-    ]
-    if not words or words[-1] in PLACES:
+    words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+    if not words or words[-1] in _PLACES:
         return False
-    return (
-        words[-1] in ("key", "auth", "apikey")
-        or words[-2:] == ["api", "keys"]
-        or not SECRET_WORDS.isdisjoint(words)
-    )
+    is_key = words[-1] in ("key", "auth", "apikey") or words[-2:] == ["api", "keys"]
+    return is_key or any(map(_SECRET_WORD.fullmatch, words))
 
 
 _KEY_FORMATS = (
@@ -71,114 +54,55 @@ _ASSIGNED = (
 )
 VIEW = "weft-view-"
 """Prefix of a dashboard's token. It stays visible, because the user opens its address."""
-_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (
-        re.compile(
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+_PATTERNS = tuple(
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        (
+            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+            "[hidden]",
         ),
-        "[hidden]",
-    ),
-    (  # must not match a port
-        re.compile(
-            r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
-            re.IGNORECASE,
+        (  # must not match a port
+            r"(?i)(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )"
+            r"(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
+            r"\g<scheme>[hidden]@",
         ),
-        r"\g<scheme>[hidden]@",
-    ),
-    (re.compile(rf"(?<![A-Za-z0-9])(?:{_KEY_FORMATS})"), "[hidden]"),
-    (
-        re.compile(r"(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", re.IGNORECASE),
-        r"\g<kind>[hidden]",
-    ),
-    (
-        re.compile(
-            r"(?P<kind>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)(?!(?:\w+\s+)?\[(?:hidden|value of))"
+        (rf"(?<![A-Za-z0-9])(?:{_KEY_FORMATS})", "[hidden]"),
+        (r"(?i)(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", r"\g<kind>[hidden]"),
+        (
+            r"(?i)(?P<kind>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)(?!(?:\w+\s+)?\[(?:hidden|value of))"
             r"(?:(?:basic|token|digest|bearer)\s+)?[^\s\"',}]{6,}",
-            re.IGNORECASE,
+            r"\g<kind>[hidden]",
         ),
-        r"\g<kind>[hidden]",
-    ),
-    (
-        re.compile(
-            r"(?P<kind>[?&](?:token|sig|signature|key|auth|code|x-amz-[a-z-]+)=)(?!\[hidden|\[value of )[^\s\"'&#<>]{4,}",
-            re.IGNORECASE,
+        (
+            r"(?i)(?P<kind>[?&](?:token|sig|signature|key|auth|code|x-amz-[a-z-]+)=)(?!\[hidden|\[value of )[^\s\"'&#<>]{4,}",
+            r"\g<kind>[hidden]",
         ),
-        r"\g<kind>[hidden]",
-    ),
-    (re.compile(rf"(?<![\w-]){_ASSIGNED}", re.IGNORECASE), r"\g<name>\g<sign>[hidden]"),
+        (rf"(?i)(?<![\w-]){_ASSIGNED}", r"\g<name>\g<sign>[hidden]"),
+    )
 )
 """Pattern of a secret -> its replacement."""
 _SUSPICIOUS = (
-    *(
-        "@",
-        "?",
-        "&",
-        "begin",
-        "bearer",
-        "authorization",
-        "pass",
-        "pwd",
-        "secret",
-        "key",
-        "signature",
-        "credential",
-        "token",
-    ),
-    *(
-        "sk-",
-        "hf_",
-        "ghp_",
-        "gho_",
-        "ghu_",
-        "ghs_",
-        "ghr_",
-        "github_pat_",
-        "glpat-",
-        "xox",
-        "akia",
-        "asia",
-        "aiza",
-        "ya29.",
-    ),
-    *(
-        "eyj",
-        "k_live_",
-        "k_test_",
-        "r8_",
-        "r8-",
-        "npm_",
-        "npm-",
-        "gsk_",
-        "gsk-",
-        "nvapi",
-        "tgp_",
-        "tgp-",
-        "lsv2",
-        "pypi-",
-    ),
+    *("@", "?", "&", "begin", "bearer", "authorization", "pass", "pwd", "secret", "key"),
+    *("signature", "credential", "token", "sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
+    *("github_pat_", "glpat-", "xox", "akia", "asia", "aiza", "ya29.", "eyj", "k_live_", "k_test_"),
+    *("r8_", "r8-", "npm_", "npm-", "gsk_", "gsk-", "nvapi", "tgp_", "tgp-", "lsv2", "pypi-"),
     *("sg.", "dapi"),
 )
 """Lower-case texts, one of which is in every secret: searching for them first is faster."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Replace the secrets in a text.
-
-    A value from the environment is replaced by the name of its variable, and a text that looks like
-    a secret by `[hidden]`.
+    """Replace the secrets in a text: values of environment variables, by default of this process, by
+    the variable's name, and texts that look like a secret by `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
     >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
     'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
-
-    Args:
-        text: text for a person or a file.
-        environment: environment variables; by default the variables of this process.
     """
     found = os.environ if environment is None else environment
     values = {
-        value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)
+        value: name for name, value in found.items() if len(value) >= _SHORTEST and is_secret_name(name)
     }
     for value in sorted(values, key=len, reverse=True):  # one value may contain another
         # Secrets in URLs are percent-encoded.
@@ -199,10 +123,6 @@ def beginning(text: str, most: int) -> str:
 
     >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
     'postgres://ann:[hidde...'
-
-    Args:
-        text: any text.
-        most: characters to return.
     """
     text = redacted(text[: most + _LONGEST])
     return text if len(text) <= most else f"{text[: most - 3]}..."
@@ -224,11 +144,7 @@ def both_ends(text: str, most: int) -> str:
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
     """Hide the secrets in JSON settings: fields named like a secret, and secrets in texts.
 
-    Args:
-        settings: one value, or all of them.
-        name: name of the field.
-        by_name: whether names hide fields. Turn it off for data with fixed names, such as `token`
-            in pages of samples.
+    Turn `by_name` off for data with fixed names, such as `token` in pages of samples.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
@@ -244,14 +160,14 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
         return [without_secrets(value, name, by_name=by_name) for value in settings]
     if not isinstance(settings, str):
         return settings
-    return HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)
+    return _HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)
 
 
 # Untrusted text
 
-JOINERS = "\u200c\u200d"
+_JOINERS = "\u200c\u200d"
 """Zero-width characters inside words and emoji, which are harmless."""
-STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories: controls, formats (which reverse or hide text), surrogates, separators."""
 
 
@@ -266,23 +182,18 @@ def readable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        c if c == "\n" or c in JOINERS or unicodedata.category(c) not in STEERING else _escape(c)
+        c
+        if c == "\n" or c in _JOINERS or unicodedata.category(c) not in _STEERING
+        else "    "
+        if c == "\t"
+        else c.encode("unicode_escape").decode("ascii")
         for c in text
     )
 
 
-def _escape(character: str) -> str:
-    return "    " if character == "\t" else character.encode("unicode_escape").decode("ascii")
-
-
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text that may quote prompts, responses, paths or foreign errors.
-
-    Args:
-        text: text for a person.
-        stream: output stream; by default standard error.
-        end: printed after it.
-    """
+    """Print a text that may quote prompts, responses, paths or foreign errors, by default to
+    standard error."""
     stream = sys.stderr if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)

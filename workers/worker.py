@@ -61,7 +61,7 @@ def remote(
 
     def attach(method: F) -> F:
         declaration = Declaration(method.__name__, shape, reads, may_read, writes, takes, interruptible)
-        method.__declaration__ = declaration.check(method, 2)  # pyright: ignore[reportFunctionMemberAccess]
+        method.__declaration__ = declaration.checked(method, 2)  # pyright: ignore[reportFunctionMemberAccess]
         method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
         return method
 

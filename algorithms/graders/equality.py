@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from ...dataflow.prompts.formats import after_hashes
+from ...dataflow.prompts.answers import after_hashes
 from . import choice, extraction
 from .numbers import (
     UNIT_NAMES,

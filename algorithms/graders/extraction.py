@@ -1,7 +1,7 @@
 """Find the final answer of a response: after the reasoning, in a tag or a box, or last.
 
 All functions work on text alone, in a single scan, so long responses stay cheap.
-`dataflow/prompts/formats.py` finds boxes and `####`, which also occur in worked solutions.
+`dataflow/prompts/answers.py` finds boxes and `####`, which also occur in worked solutions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from ...dataflow.prompts.formats import boxes
+from ...dataflow.prompts.answers import boxes
 from .numbers import NUMBER_IN_TEXT
 
 _PHRASE = re.compile(

@@ -12,7 +12,7 @@ import pydantic
 
 from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import SampleError
-from ...dataflow.prompts.formats import after_hashes
+from ...dataflow.prompts.answers import after_hashes
 from . import extraction
 from .grader import Grader
 from .numbers import Quantity, quantity_of

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pydantic
 
 from ...dataflow.errors import SampleError
-from ...dataflow.prompts.formats import after_hashes
+from ...dataflow.prompts.answers import after_hashes
 from . import extraction
 from .grader import Grader
 

@@ -79,7 +79,7 @@ def labelled(name: str) -> tuple[str, str]:
     parts, evaluation = name.split("/"), ""
     if not undeclared([name]):
         entry = entry_of(name)
-        own = 1 + entry.name.count("/") + (entry.place == "group")
+        own = 1 + entry.name.count("/") + entry.shown.startswith("GROUP/")
         evaluation, parts = "/".join(parts[:-own]), parts[-own:]
     plain = re.sub(r"[^A-Za-z0-9]+", "_", "_".join(parts).replace("@", "_at_"))
     return f"weft_{plain}", evaluation

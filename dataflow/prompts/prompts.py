@@ -9,12 +9,14 @@ torch is imported. docs/data.md shows every format.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -22,15 +24,369 @@ from ..batch import Batch
 from ..column import IDENTITY, IMAGES
 from ..errors import UserError
 from ..json_values import is_json, readable_by_arrow
-from .datasets import Rows, read_rows
-from .files import HasArrow, Origin, refuse_mixed, table_of
-from .formats import Answers, find_answers, find_format, is_text, refuse_quoted_messages
-from .images import COLUMNS as IMAGE_COLUMNS
-from .images import Images, find_images
-from .rendering import MAX_CHARACTERS, Rendering, tokenise, too_many_characters
-from .settings import ReadArguments, ReadSettings, TooLong
+from ..untrusted_text import beginning, both_ends, one_line
+from .answers import IMAGE_COLUMNS, Answers, Images, find_answers, find_images
+from .conversations import Texts
+from .files import Rows, read_rows, refuse_mixed, rows_in_memory
+from .formats import (
+    Format,
+    ReadArguments,
+    ReadSettings,
+    TooLong,
+    find_format,
+    is_text,
+    item_type,
+    refuse_quoted_messages,
+    type_name,
+)
+from .rendering import MAX_CHARACTERS, Rendering, first_with_value, mask_of, tokenise, too_many_characters
 from .tokenizer import Tokenizer
-from .understanding import Observer, Understanding
+
+# Understanding: a summary of how a data set was read, for the user to check before training.
+
+_EXAMPLES = 3
+"""Rows to print."""
+
+_SHOWN = 240
+"""Characters to print of a prompt. Responses get half as many, answers and system prompts a
+quarter."""
+
+_NAMED = 8
+"""Unused columns to print. The others are counted."""
+
+_PARTS = 6
+"""Parts of a response to print."""
+
+_UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
+"""Message fields that select turns in other trainers."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Distribution of lengths in tokens."""
+
+    shortest: int
+    p50: int
+    p90: int
+    p99: int
+    longest: int
+
+    @classmethod
+    def of(cls, tokens: npt.ArrayLike) -> Lengths:
+        """Summarise token counts of rows; there must be at least one row.
+
+        >>> Lengths.of(range(1, 101))
+        Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
+        """
+        quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
+        return cls(*(int(value) for value in quantiles))
+
+    def limit(self, multiple: int = 64) -> int:
+        """Return a limit for such rows: the 99th percentile, rounded up to a multiple, but not
+        above the longest.
+
+        >>> Lengths(10, 60, 90, 130, 5000).limit(), Lengths(10, 60, 90, 130, 135).limit(), Lengths(1, 2, 3, 4, 9).limit()
+        (192, 135, 9)
+        """
+        # `-(-a // b)` rounds up.
+        return min(-(-self.p99 // multiple) * multiple, self.longest)
+
+    def __str__(self) -> str:
+        return f"{self.shortest:,} to {self.longest:,} tokens; half up to {self.p50:,}, 90 % {self.p90:,}, 99 % {self.p99:,}"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row as the model will see it."""
+
+    prompt: str
+    response: str | None = None
+    """The trained response (the chosen one of a pair), if any."""
+    answer: Any = None
+    rejected: str | None = None
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts of each response with several turns, by token column. Trained and untrained parts
+    alternate; the first is trained."""
+
+
+@dataclass(frozen=True)
+class Understanding:
+    """How a data set was read. A run prints `str` of it at the start.
+
+    Lengths include dropped rows.
+    """
+
+    source: str
+    """Files, or the id of a data set with its subset and split."""
+    rows: int
+    format: str
+    columns: Mapping[str, str]
+    roles: Mapping[str, str]
+    """Role (`prompt`, `answer`, `response`, ...) -> its column."""
+    trains: str
+    chat: bool
+    chat_reason: str
+    chat_settings: str
+    """Variables and system prompt that the user set."""
+    prompts: Lengths
+    responses: Lengths | None
+    examples: tuple[Example, ...]
+    extraction: str
+    choices: tuple[str, ...]
+    """Defaults that were used: `subset 'main' of main, socratic`."""
+    images: str
+    """Number of images and of rows with images; empty without images."""
+    notes: tuple[str, ...]
+    """Warnings: empty responses, equal pairs, ignored fields."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def without(self, rows: int, reason: str) -> Understanding:
+        """Return a copy that counts more dropped rows."""
+        return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
+
+    def __str__(self) -> str:
+        roles = {name: self._roles_of(name) for name in self.columns}
+        named = {name: f"{_clipped(name)} ({_clipped(kind)})" for name, kind in self.columns.items()}
+        used = [f"{named[name]} as {' and '.join(roles[name])}" for name in named if roles[name]]
+        kept = [named[name] for name in named if not roles[name]]
+        more = f" and {len(kept) - _NAMED:,} more columns" if len(kept) > _NAMED else ""
+        lines = [f"{self.source}: {_rows(self.rows)}, read as {self.format}"]
+        lines += [f"  default   {choice}" for choice in self.choices]
+        lines.append(f"  reads     {'; '.join(used)}")
+        if kept:
+            lines.append(
+                f"  keeps     {', '.join(kept[:_NAMED])}{more}; not trained on, for rewards and nodes of your own"
+            )
+        applied = "applied" if self.chat else "not applied"
+        lines.append(f"  template  {applied}: {self.chat_reason}{self.chat_settings}")
+        lines.append(f"  trains    {self.trains}")
+        if "answer" in self.roles:
+            lines.append(f"  answers   from {self.roles['answer']!r}: {self.extraction}")
+        else:
+            lines.append("  answers   none: no column has a known name; answer='...' names one")
+        if self.images:
+            lines.append(f"  images    {self.images}")
+        lines.append(f"  prompts   {self.prompts}")
+        if self.responses is not None:
+            lines.append(f"  responses {self.responses}")
+        lines += [f"  note      {note}" for note in self.notes]
+        dropped = [f"{rows:,} of {self.rows:,}: {reason}" for reason, rows in self.dropped.items()]
+        lines.append(f"  left out  {'; '.join(dropped) or 'none'}")
+        for number, example in enumerate(self.examples, start=1):
+            lines += _example_lines(number, example)
+        return "\n".join(map(one_line, lines))
+
+    def _roles_of(self, column: str) -> list[str]:
+        return [r for r, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
+
+
+class _Observer:
+    """Collects the summary while rows are read, part by part."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        self._rendering = rendering
+        self._examples: list[Example] = []
+        self._own_system = self._turns = self._trained_turns = self._split = self._rows = 0
+        self._empty = self._equal = 0
+
+    def see(self, texts: Texts, ids: Mapping[str, pa.Array], answers: pa.ChunkedArray | None) -> None:
+        """Add a part of the rows: their texts, tokens by column, and answers."""
+        self._own_system += texts.own_system
+        self._turns += texts.turns
+        self._trained_turns += texts.trained_turns
+        self._rows += len(texts.prompts)
+        # Extra rows of conversations that the template forced apart.
+        self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
+        columns = list(texts.responses.values())
+        stops = self._rendering.tokenizer.special_texts
+        for column in columns:
+            ends = (next((end for end in stops if end and text.endswith(end)), "") for text in column)
+            texts_only = (text.removesuffix(end) for text, end in zip(column, ends, strict=True))
+            self._empty += sum(not text.strip() for text in texts_only)
+        if len(columns) == 2:
+            self._equal += sum(one == other for one, other in zip(*columns, strict=True))
+        for row in range(min(_EXAMPLES - len(self._examples), len(texts.prompts))):
+            answer = None if answers is None else answers[row].as_py()
+            self._add_example({name: column[row].as_py() for name, column in ids.items()}, answer)
+
+    def _add_example(self, tokens: Mapping[str, list[int]], answer: Any) -> None:
+        # Decode the tokens, because they are what the model sees.
+        decode = self._rendering.tokenizer.backend.decode
+        columns = [name for name in tokens if name.endswith("_ids")]
+        shown = [decode(tokens[name], skip_special_tokens=False) for name in columns]
+        parts: dict[str, tuple[str, ...]] = {}
+        for column in columns:
+            mask = tokens.get(mask_of(column)) or []
+            if 0 in mask:
+                pairs = zip(mask, tokens[column], strict=True)
+                pieces = [[t for _, t in part] for _, part in itertools.groupby(pairs, lambda p: p[0])]
+                parts[column] = tuple(decode(piece, skip_special_tokens=False) for piece in pieces)
+        # `prompt_ids` is always the first column.
+        prompt, response, rejected, *_ = (*shown, None, None)
+        self._examples.append(Example(prompt, response, answer, rejected, parts))
+
+    def _trains(self) -> str:
+        format, rendering = self._rendering.format, self._rendering
+        if format.text:
+            return "every token of a text but the first"
+        turns = "; of several turns only the assistant's" if rendering.many_turns else ""
+        if format.chosen:
+            return f"the chosen and the rejected response, compared with each other{turns}"
+        if format.dialogue and rendering.settings.train_on == "all":
+            split = (
+                "; the template changes earlier turns when later ones follow, so some conversations became several rows "
+                f"({self._split:,} more)"
+            )
+            rows = f"{self._trained_turns:,} in {_rows(self._rows)}"
+            return f"every assistant turn, {rows} (train_on='all'){split if self._split else ''}"
+        if format.dialogue and rendering.answered:
+            turns = (
+                f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
+            )
+            more = f", {turns}" if self._turns > self._trained_turns else ""
+            return f"the last assistant turn of each conversation{more}"
+        if format.response:
+            return f"the response{turns}"
+        return "no text of these rows: they are prompts, which the model is to answer"
+
+    def _notes(self, rows: Rows, num_responses: int) -> Iterator[str]:
+        format = self._rendering.format
+        if self._rendering.repeats:
+            yield "every response begins with its prompt, which is taken once"
+        if self._empty:
+            yield f"empty responses: {self._empty:,} of {num_responses:,}; they train the model to answer nothing"
+        if self._equal:
+            yield f"pairs of equal responses: {self._equal:,} of {_rows(len(rows.table))}; they have no preference"
+        for column in (format.dialogue, format.prompt, *format.responses.values()):
+            if column not in rows.table.column_names:
+                continue
+            kind = rows.table.schema.field(column).type
+            item = item_type(kind)
+            fields = [field.name for field in item] if pa.types.is_struct(item) else []
+            if "tool_calls" in fields and _has_arguments(kind):
+                yield f"arguments of tool calls in {column!r} are objects: those that are null are left out; JSON text keeps them"
+            if unread := [name for name in _UNREAD_FIELDS if name in fields]:
+                yield f"the messages in {column!r} have a field {unread[0]!r}, which does not change what is trained"
+
+    def _chat_settings(self) -> str:
+        system, variables = self._rendering.settings.system, self._rendering.variables or {}
+        said = "".join(f"; {name}={value!r}" for name, value in variables.items())
+        if system is None:
+            return said
+        own = f" (rows that keep their own: {self._own_system:,})" if self._own_system else ""
+        return f"{said}; system prompt {_shown(system, _SHOWN // 4)}{own}"
+
+    def understanding(
+        self,
+        rows: Rows,
+        answers: Answers | None,
+        lengths: Mapping[str, npt.ArrayLike],
+        images: Images | None = None,
+    ) -> Understanding:
+        """Return the summary of all rows. `lengths` are token counts [rows] by token column."""
+        rendering = self._rendering
+        responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
+        return Understanding(
+            source=rows.files,
+            rows=len(rows.table),
+            format=rendering.format.name,
+            columns={field.name: type_name(field.type) for field in rows.table.schema},
+            roles=_roles(rendering.format, answers, rows.table.column_names, rendering.chat, images),
+            trains=self._trains(),
+            chat=rendering.chat,
+            chat_reason=rendering.reason,
+            chat_settings=self._chat_settings(),
+            prompts=Lengths.of(lengths["prompt_ids"]),
+            responses=Lengths.of(np.concatenate(responses)) if responses else None,
+            examples=tuple(self._examples),
+            extraction=_extraction(answers, rows, rendering.settings.extract_answer) if answers else "",
+            choices=rows.choices,
+            images="" if images is None else str(images),
+            notes=tuple(self._notes(rows, sum(map(len, responses)))),
+        )
+
+
+def _roles(
+    format: Format, answers: Answers | None, names: Sequence[str], chat: bool, images: Images | None
+) -> dict[str, str]:
+    of_template = {"tools": "tools", "template variables": "chat_template_kwargs"} if chat else {}
+    named: dict[str, str | None] = {
+        "system prompt": format.system if chat else None,
+        "prompt": format.prompt,
+        "text": format.text,
+        "context of the prompt": format.context,
+        "conversation": format.dialogue,
+        "response": format.response,
+        "chosen": format.chosen,
+        "rejected": format.rejected,
+        "answer": answers.column if answers else None,
+        "images": images.column if images else None,
+        **{role: column for role, column in of_template.items() if column in names},
+    }
+    return {role: column for role, column in named.items() if column is not None}
+
+
+def _has_arguments(kind: pa.DataType) -> bool:
+    return any(
+        (kind.field(k).name == "arguments" and pa.types.is_struct(kind.field(k).type))
+        or _has_arguments(kind.field(k).type)
+        for k in range(kind.num_fields)
+    )
+
+
+def _extraction(answers: Answers, rows: Rows, extract: bool) -> str:
+    number, missing = len(answers.values), np.flatnonzero(answers.values.is_null().to_numpy()).tolist()
+    none = ""
+    if missing:
+        none = f"; none in {len(missing):,} of {number:,} rows, the first {rows.place(missing[0])}"
+    if not extract:
+        return f"as written (extract_answer=False){none}"
+    found = ((answers.after_hashes, "what follows ####"), (answers.boxed, r"what \boxed{} holds"))
+    said = [f"{what}, in {count:,} of {number:,} rows" for count, what in found if count]
+    if not said:
+        return f"as written{none}"
+    if answers.first_whole is not None:
+        whole = number - answers.shortened - len(missing)
+        said.append(f"as written in {whole:,}, the first {rows.place(answers.first_whole)}")
+    return "; ".join(said) + none
+
+
+def _example_lines(number: int, example: Example) -> list[str]:
+    lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
+    texts = {"response_ids": example.response}
+    if example.rejected is not None:
+        texts = {"chosen_ids": example.response, "rejected_ids": example.rejected}
+    for column, text in texts.items():
+        name = column.removesuffix("_ids")
+        for k, part in enumerate(example.parts.get(column, () if text is None else (text,))[:_PARTS]):
+            lines.append(
+                f"            {'(not trained)' if k % 2 else f'{name:8}'} {_shown(part, _SHOWN // 2)}"
+            )
+        if len(example.parts.get(column, ())) > _PARTS:
+            lines.append(f"            and {len(example.parts[column]) - _PARTS:,} more parts of it")
+    if example.answer is not None:
+        lines.append(f"            answer   {_shown(example.answer, _SHOWN // 4)}")
+    return lines
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number:,} rows"
+
+
+def _clipped(text: str) -> str:
+    return beginning(text, 60)
+
+
+def _shown(text: object, characters: int) -> str:
+    """Return a text on one line, with the middle of a long text left out.
+
+    >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)
+    "'aaaaaaa ... bbbbbbb'"
+    """
+    return both_ends(repr(text), characters)
+
+
+# Prompts
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 """Token columns. Files with one are refused, because another tokenizer may have made its tokens."""
@@ -138,7 +494,7 @@ class Prompts:
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Mapping[str, Any]] | HasArrow | pa.Table,
+        rows: Sequence[Mapping[str, Any]] | pa.Table | Any,
         tokenizer: str | Path | Tokenizer,
         *,
         name: str = "rows",
@@ -151,46 +507,42 @@ class Prompts:
             tokenizer: as for `read`.
             name: name of the source.
             settings: the fields of `ReadSettings`.
-
-        Raises:
-            UserError: as for `read`.
         """
         how = ReadSettings(**settings)
-        return cls._of(Rows(name, table_of(rows, name, how.limit), Origin(((name, 0),))), tokenizer, how)
+        return cls._of(rows_in_memory(rows, name, how.limit), tokenizer, how)
 
     @classmethod
-    def _of(cls, rows: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
-        exact, origin = rows.table, rows.origin
-        _refuse_columns(exact, origin)
-        table = readable_by_arrow(exact)
-        names = [f"file_{name}" if name in _RENAMED else name for name in table.column_names]
-        exact, table = exact.rename_columns(names), table.rename_columns(names)
-        images = find_images(table, origin)
-        format = find_format(
-            table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response}
-        )
+    def _of(cls, exact: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
+        _refuse_columns(exact)
+        names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
+        exact = replace(exact, table=exact.table.rename_columns(names))
+        # Texts, messages and images need plain types; answers and further columns stay exact.
+        rows = replace(exact, table=readable_by_arrow(exact.table))
+        images = find_images(rows)
+        format = find_format(rows, how)
         # `prompt` will hold the rendered text, so rename the file's column.
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
-            exact, table = exact.rename_columns(names), table.rename_columns(names)
+            exact = replace(exact, table=exact.table.rename_columns(names))
+            rows = replace(rows, table=rows.table.rename_columns(names))
         if how.prompt is None and how.response is None:
-            refuse_quoted_messages(table, format, origin)
+            refuse_quoted_messages(rows, format)
         for column in format.texts:
             name = column.partition(".")[0]
-            if is_json(table.schema.field(name).type):
-                refuse_mixed(name, table.column(name).to_pylist(), origin)
+            if is_json(rows.table.schema.field(name).type):
+                refuse_mixed(name, rows)
         # After the checks above, because loading may download files.
         tokenizer = Tokenizer.load(source)
-        rendering = Rendering.of(table, format, origin, tokenizer, how)
-        answers = find_answers(exact, format, origin, how.answer, how.extract_answer)
-        observer = Observer(rendering, how)
+        rendering = Rendering.decide(rows, format, tokenizer, how)
+        answers = find_answers(exact, format, how.answer, how.extract_answer)
+        observer = _Observer(rendering)
         parts: list[pa.Table] = []
         sources: list[np.ndarray] = []
         dropped = 0
-        for start in range(0, len(table), _PART):
-            part, there = table.slice(start, _PART), origin.at(start)
+        for start in range(0, len(rows.table), _PART):
+            part = rows.part(start, _PART)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
-            texts = rendering.texts(part, there, counts)
+            texts = rendering.texts(part, counts)
             # Drop these before tokenising, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
@@ -198,53 +550,48 @@ class Prompts:
                 if not texts.prompts:
                     continue
             # One conversation may become several rows.
-            of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
-            ids = tokenise(texts, there, tokenizer)
+            of_part = np.arange(len(part.table)) if texts.rows is None else np.asarray(texts.rows)
+            ids = tokenise(texts, part, tokenizer)
             observer.see(
                 texts, ids, None if answers is None else answers.values.slice(start, _PART).take(of_part)
             )
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
             sources.append(start + of_part)
         if not parts:
-            raise UserError(
-                f"{origin.files}: all {dropped} rows have texts of more than {MAX_CHARACTERS:,} characters"
-            )
+            raise rows.error(f"all {dropped} rows have texts of more than {MAX_CHARACTERS:,} characters")
         made, source_rows = _with_useful_masks(pa.concat_tables(parts)), np.concatenate(sources)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
-        understood = observer.understanding(replace(rows, table=table), answers, lengths, images)
+        understood = observer.understanding(rows, answers, lengths, images)
         if dropped:
             understood = understood.without(dropped, f"longer than {MAX_CHARACTERS:,} characters")
-        if dropped or len(source_rows) > len(exact):  # conversations were split
-            exact = exact.take(source_rows)
+        if dropped or len(source_rows) > len(exact.table):  # conversations were split
+            exact = replace(exact, table=exact.table.take(source_rows))
             answers = answers and replace(answers, values=answers.values.take(source_rows))
             images = images and replace(images, values=images.values.take(pa.array(source_rows)))
-        result = _with_the_rest(made, exact, answers, images)
+        result = _with_the_rest(made, exact.table, answers, images)
         own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
         kept = frozenset(result.column_names) - own
-        whole = cls(rows.name, result, format.name, dropped, how.too_long, kept, understood)
-        return whole._up_to_setting(lengths["prompt_ids"], how, origin, source_rows)
+        whole = cls(exact.name, result, format.name, dropped, how.too_long, kept, understood)
+        if how.max_prompt_tokens is None:
+            return whole._compact()
+        return whole._up_to_limit(lengths["prompt_ids"], how.max_prompt_tokens, rows, source_rows)
 
-    def _up_to_setting(
-        self, lengths: np.ndarray, how: ReadSettings, origin: Origin, source_rows: np.ndarray
+    def _up_to_limit(
+        self, lengths: np.ndarray, limit: int, rows: Rows, source_rows: np.ndarray
     ) -> Prompts:
         """Drop prompts that are longer than `max_prompt_tokens`, or raise an error."""
-        limit = how.max_prompt_tokens
-        if limit is None:
-            return self._compact()
         long = np.flatnonzero(lengths > limit)
-        if len(long) and (how.too_long == "error" or len(long) == len(lengths)):
-            more = f" ({len(long)} of {len(lengths)} rows are longer)"
-            way = "raise max_prompt_tokens" + (
-                ", or set too_long='drop'" if len(long) < len(lengths) else ""
+        if not len(long):
+            return self._compact()
+        is_some = len(long) < len(lengths)
+        if self.too_long == "error" or not is_some:
+            way = "raise max_prompt_tokens" + (", or set too_long='drop'" if is_some else "")
+            raise rows.error(
+                f"the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit} "
+                f"({len(long)} of {len(lengths)} rows are longer); {way}",
+                int(source_rows[long[0]]),
             )
-            raise UserError(
-                f"{origin(int(source_rows[long[0]]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
-            )
-        return (
-            self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
-            if len(long)
-            else self._compact()
-        )
+        return self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
 
     def up_to(self, tokens: int) -> Prompts:
         """Drop prompts with more tokens, if `too_long` is `drop` and some prompts are left."""
@@ -253,11 +600,7 @@ class Prompts:
 
     def keeping_short(self, kept: np.ndarray, reason: str) -> Prompts:
         """Drop rows that are too long for a model, if `too_long` is `drop` and some rows are left.
-
-        Args:
-            kept: [rows] bool, False for rows that are too long.
-            reason: completes "rows were dropped: ...".
-        """
+        `kept` is [rows] bool; `reason` completes "rows were dropped: ..."."""
         if self.too_long != "drop" or kept.all() or not kept.any():
             return self
         return self._keeping(kept, reason)
@@ -267,10 +610,6 @@ class Prompts:
         train on, and `rows` random ones to evaluate on.
 
         If a drawn prompt occurs several times, its other rows are dropped.
-
-        Args:
-            rows: number of rows to hold out, at least 1 and fewer than there are.
-            seed: seed of the draw.
 
         Raises:
             UserError: `rows` is not an integer, or leaves nothing to train or evaluate on.
@@ -297,20 +636,18 @@ class Prompts:
                 f"{self.name}: hold_out(rows={rows}) of {len(self)} rows leaves {len(rest)} to train on and {len(held_out)} to "
                 "evaluate on; each needs at least one"
             )
-        train = replace(self, table=rest)._compact()
-        return train, replace(
-            self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None
-        )._compact()
+        name = f"{self.name}_held_out"
+        held_out = replace(self, name=name, table=held_out, dropped=0, understood=None)
+        return replace(self, table=rest)._compact(), held_out._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
         """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
 
-        Args:
-            keep: called with each row as a dictionary of its columns.
+        The function gets each row as a dictionary of its columns. An error inside it is raised
+        unchanged, with a note that names the row.
 
         Raises:
-            UserError: the function does not return True or False, or keeps no row. An error inside
-                the function is raised unchanged, with a note that names the row.
+            UserError: the function does not return True or False, or keeps no row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -331,15 +668,11 @@ class Prompts:
         return self if kept.all() else self._keeping(kept, f"filter({name})")
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
-        """Sort the rows by a key. The sort is stable. A schedule with `shuffle=False` issues rows in this order.
-
-        Args:
-            key: called with each row as a dictionary of its columns.
-            reverse: largest keys first.
+        """Sort the rows by a key, which gets each row as a dictionary. The sort is stable. A schedule
+        with `shuffle=False` issues rows in this order.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is nan. An error inside the function is
-                raised unchanged, with a note that names the row.
+            UserError: two keys cannot be compared, or a key is nan.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -349,13 +682,11 @@ class Prompts:
         """
         keys = list(self._of_each_row(key))
         name = getattr(key, "__name__", repr(key))
-        unordered = next(
-            (k for k, value in enumerate(keys) if isinstance(value, float) and value != value), None
-        )
-        if unordered is not None:
-            raise UserError(
-                f"{self.name}, row {unordered + 1}: the key of sort({name}) is nan, which has no order"
-            )
+        for row, value in enumerate(keys, start=1):
+            if isinstance(value, float) and value != value:
+                raise UserError(
+                    f"{self.name}, row {row}: the key of sort({name}) is nan, which has no order"
+                )
         try:
             order = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
         except TypeError as error:
@@ -390,12 +721,8 @@ class Prompts:
     def _keeping(self, kept: np.ndarray, reason: str) -> Prompts:
         dropped = int((~kept).sum())
         understood = self.understood.without(dropped, reason) if self.understood else None
-        rest = replace(
-            self,
-            table=self.table.filter(pa.array(kept)),
-            dropped=self.dropped + dropped,
-            understood=understood,
-        )
+        table = self.table.filter(pa.array(kept))
+        rest = replace(self, table=table, dropped=self.dropped + dropped, understood=understood)
         return rest._compact()
 
     def _compact(self) -> Prompts:
@@ -440,22 +767,20 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
     return Batch.of_table(table.select([column])).lengths(column)
 
 
-def _refuse_columns(table: pa.Table, origin: Origin) -> None:
+def _refuse_columns(rows: Rows) -> None:
     """Refuse duplicate columns, columns of tokens, videos and sounds."""
-    names = table.column_names
+    names = rows.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"{origin.files}: there are two columns {twice!r}; rename one of them")
+        raise rows.error(f"there are two columns {twice!r}; rename one of them")
     taken = next((column for column in _WRITTEN if column in names), None)
     if taken:
-        raise UserError(
-            f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file"
-        )
+        raise rows.error(f"column {taken!r} is one that Weft writes; rename it in the file")
     for column in _MEDIA:
-        values = table.column(column) if column in table.column_names else ()
-        row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)
+        row = first_with_value(rows.table, column)
         if row is not None:
-            raise UserError(
-                f"{origin(row)}: column {column!r} holds video or audio, which Weft does not support; "
-                "leave the column out, or rename it if only a reward function should have it"
+            raise rows.error(
+                f"column {column!r} holds video or audio, which Weft does not support; "
+                "leave the column out, or rename it if only a reward function should have it",
+                row,
             )

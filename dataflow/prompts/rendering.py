@@ -6,20 +6,37 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ..batch import ragged_array
 from ..errors import UserError
-from .conversations import Conversations, Divider, Gap, Texts, read_messages, read_tools, read_variables
-from .files import Origin, short
-from .formats import Format, as_text, column_kind, count_matches, find_column, type_name
-from .settings import ReadSettings, TrainOn
+from .conversations import (
+    Dialogue,
+    Gap,
+    Messages,
+    Renderer,
+    Texts,
+    divide_after_prompt,
+    divide_all_turns,
+    divide_last_turn,
+    divide_wholes,
+    read_messages,
+)
+from .files import Rows, short
+from .formats import (
+    Format,
+    Kind,
+    ReadSettings,
+    as_text,
+    column_kind,
+    count_matches,
+    matches_all,
+    type_name,
+)
 from .tokenizer import Tokenizer
-
-Kind = Literal["text", "messages"]
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
 """Start of a turn in the texts of HH-RLHF."""
@@ -36,15 +53,16 @@ class Rendering:
     format: Format
     tokenizer: Tokenizer
     kinds: Mapping[str, Kind]
+    settings: ReadSettings
     chat: bool
     reason: str
+    """Why the template is applied or not."""
+    repeats: bool
+    """Whether every text response repeats its prompt, which is then removed."""
     has_bos: bool = False
     """Whether plain texts already begin with the beginning-of-sequence token."""
-    repeats: bool = False
-    """Whether every text response repeats its prompt, which is then removed."""
     answered: bool = False
-    train_on: TrainOn = "last"
-    system: str | None = None
+    """Whether conversations have responses."""
     variables: Mapping[str, Any] | None = None
     """Variables of the chat template, for all rows."""
 
@@ -54,151 +72,122 @@ class Rendering:
         return marked or any(self.kinds[path] == "messages" for path in self.format.responses.values())
 
     @classmethod
-    def of(
-        cls, table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer, settings: ReadSettings
-    ) -> Rendering:
-        """Decide for all rows of a table.
-
-        Raises:
-            UserError: a column is neither text nor messages, or a setting does not fit the columns
-                or the template.
-        """
+    def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
+        """Decide for all rows. Raises a `UserError` if a column is neither text nor messages, or a
+        setting does not fit."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
-        kinds: dict[str, Kind] = {
-            path: column_kind(find_column(table, path, origin, "column").type, path, origin)
-            for path in columns
-        }
+        kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
-            raise UserError(
-                f"{origin.files}: column {format.dialogue!r} is text, in the format {format} it is messages; "
+            raise rows.error(
+                f"column {format.dialogue!r} is text, in the format {format} it is messages; "
                 f"set prompt={format.dialogue!r} to use the text as a prompt"
             )
-        if settings.train_on == "all" and not format.dialogue:
+        if how.train_on == "all" and not format.dialogue:
             raise UserError(
-                f"train_on='all': {origin.files} was read as {format}, which has no conversations to choose turns of; leave it out"
+                f"train_on='all': {rows.files} was read as {format}, which has no conversations to choose turns of; leave it out"
             )
-        repeats = _repeat_prompts(table, format, origin, kinds)
-        chat, reason = _needs_template(table, format, origin, tokenizer, kinds, settings.chat, repeats)
+        repeats = _repeat_prompts(rows, format, kinds)
+        chat, reason = _needs_template(rows, format, tokenizer, kinds, how.chat, repeats)
         if not chat:
-            _refuse_template_settings(settings, reason)
-            _refuse_template_columns(table, format, origin, reason)
-            bos = _have_bos(table, format, origin, tokenizer)
-            return cls(format, tokenizer, kinds, chat, reason, bos, repeats)
-        variables = tokenizer.chat.variables(settings.thinking, settings.chat_template_kwargs)
-        first = read_messages(table.slice(0, 1), format.dialogue, origin) if format.dialogue else []
+            _refuse_template_use(rows, format, how, reason)
+            bos = _have_bos(rows, format, tokenizer)
+            return cls(format, tokenizer, kinds, how, chat, reason, repeats, bos)
+        answered = how.train_on == "all"
+        if format.dialogue and not answered:
+            answered = read_messages(rows.part(0, 1), format.dialogue)[0][-1]["role"] == "assistant"
+        variables = tokenizer.chat.variables(how.thinking, how.chat_template_kwargs)
         return cls(
-            format,
-            tokenizer,
-            kinds,
-            chat,
-            reason,
-            repeats=repeats,
-            answered=settings.train_on == "all" or (bool(first) and first[0][-1]["role"] == "assistant"),
-            train_on=settings.train_on,
-            system=settings.system,
-            variables=variables,
+            format, tokenizer, kinds, how, chat, reason, repeats, answered=answered, variables=variables
         )
 
-    def texts(self, table: pa.Table, origin: Origin, images: Sequence[int] | None = None) -> Texts:
-        """Return prompts and responses of the rows of a table, or of a part of it.
+    def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
+        """Return prompts and responses of rows, or of a part of them.
 
         Args:
+            rows: the rows.
             images: number of images in each row; None if the source has none. Without a template,
                 prompts have their own placeholders.
-
-        Raises:
-            UserError: a row lacks its text or messages, or the chat template refuses it. The
-                message names the row.
         """
-        format = self.format
+        format, parts = self.format, self.format.responses
         if format.text:
-            return Texts(
-                _strings(table, format.text, origin), {}, chat=False, has_bos=self.has_bos, whole=True
-            )
-        parts = format.responses
-        if not self.chat:
-            prompts = self._prompts(table, origin) if format.prompt else []
-            responses = {
-                name: self._answers(table, path, origin, prompts) for name, path in parts.items()
-            }
-            if format.prompt:
-                return Texts(prompts, responses, chat=False, has_bos=self.has_bos)
-            return _split_texts(responses, origin, self.has_bos)
-        rows = Conversations(
-            origin,
-            self.tokenizer,
-            self.system,
-            self.variables or {},
-            read_tools(table, origin),
-            read_variables(table, origin),
-            as_text(table.column(format.system)).to_pylist() if format.system else None,
-            images,
-        )
-        divider = Divider(origin)
-        if format.dialogue:
-            dialogues, response = (
-                read_messages(table, format.dialogue, origin),
-                {"response_ids": format.dialogue},
-            )
-            if self.train_on == "all":
-                return rows.render(
-                    divider.all_turns(dialogues, format.dialogue), response, split=images is None
-                )
-            exchanges = divider.last_turns(dialogues, format.dialogue, self.answered)
-            return rows.render(exchanges, response if self.answered else {})
-        prompts = self._prompts(table, origin) if self.kinds.get(format.prompt or "") == "text" else []
+            return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)
+        prompts: list[str] = []
+        if format.prompt and self.kinds[format.prompt] == "text":
+            prompts = self._prompts(rows, format.prompt)
         answers = {
-            name: read_messages(table, path, origin)
-            if self.kinds[path] == "messages"
-            else [
-                [{"role": "assistant", "content": text}]
-                for text in self._answers(table, path, origin, prompts)
-            ]
+            name: self._answers(rows, path, prompts)
+            for name, path in parts.items()
+            if self.kinds[path] == "text"
+        }
+        if not self.chat:
+            if format.prompt:
+                return Texts(prompts, answers, has_bos=self.has_bos)
+            return _split_texts(rows, answers, self.has_bos)
+        systems = as_text(rows.table.column(format.system)).to_pylist() if format.system else None
+        renderer = Renderer(
+            rows, self.tokenizer, self.settings.system, self.variables or {}, systems, images
+        )
+        if column := format.dialogue:
+            conversations = read_messages(rows, column)
+            if self.settings.train_on == "all":
+                return renderer.render(
+                    lambda row: divide_all_turns(conversations[row], column),
+                    {"response_ids": column},
+                    split=images is None,
+                )
+            return renderer.render(
+                lambda row: divide_last_turn(conversations[row], column, self.answered),
+                {"response_ids": column} if self.answered else {},
+            )
+        replies = {
+            name: _as_messages(answers[name], "assistant")
+            if name in answers
+            else read_messages(rows, path)
             for name, path in parts.items()
         }
-        if not format.prompt:
-            return rows.render(
-                divider.pairs(answers["chosen_ids"], answers["rejected_ids"], parts), parts
-            )
-        asked = (
-            [[{"role": "user", "content": text}] for text in prompts]
-            if prompts
-            else read_messages(table, format.prompt, origin)
-        )
-        return rows.render(divider.with_prompts(asked, answers, parts), parts)
+        asked = _as_messages(prompts, "user")
+        if format.prompt and not prompts:
+            asked = read_messages(rows, format.prompt)
 
-    def _prompts(self, table: pa.Table, origin: Origin) -> list[str]:
-        assert self.format.prompt
-        prompts = _strings(table, self.format.prompt, origin, empty="refuse")
-        if self.format.context is None:
-            return prompts
-        column = find_column(table, self.format.context, origin, "column")
-        if pa.types.is_null(column.type):
-            return prompts
-        if column_kind(column.type, self.format.context, origin) != "text":
-            raise UserError(
-                f"{origin.files}: column {self.format.context!r} is {type_name(column.type)}, in the format {self.format} it is text"
+        def divide(row: int) -> Dialogue:
+            of_row = {name: column[row] for name, column in replies.items()}
+            return (
+                divide_after_prompt(asked[row], of_row, parts) if asked else divide_wholes(of_row, parts)
             )
-        contexts = as_text(column).to_pylist()
+
+        return renderer.render(divide, parts)
+
+    def _prompts(self, rows: Rows, path: str) -> list[str]:
+        prompts, context = _strings(rows, path, blank=False), self.format.context
+        if context is None or pa.types.is_null(rows.column(context).type):
+            return prompts
+        if column_kind(rows, context) != "text":
+            raise rows.error(
+                f"column {context!r} is {type_name(rows.column(context).type)}, in the format {self.format} it is text"
+            )
         return [
-            f"{prompt}\n\n{context}" if (context or "").strip() else prompt
-            for prompt, context in zip(prompts, contexts, strict=True)
+            f"{prompt}\n\n{more}" if (more or "").strip() else prompt
+            for prompt, more in zip(prompts, as_text(rows.column(context)).to_pylist(), strict=True)
         ]
 
-    def _answers(self, table: pa.Table, path: str, origin: Origin, prompts: Sequence[str]) -> list[str]:
-        texts = _strings(table, path, origin)
+    def _answers(self, rows: Rows, path: str, prompts: Sequence[str]) -> list[str]:
+        texts = _strings(rows, path)
         if not self.repeats:
             return texts
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _repeat_prompts(table: pa.Table, format: Format, origin: Origin, kinds: Mapping[str, Kind]) -> bool:
+def _as_messages(texts: Sequence[str], role: str) -> list[Messages]:
+    return [[{"role": role, "content": text}] for text in texts]
+
+
+def _repeat_prompts(rows: Rows, format: Format, kinds: Mapping[str, Kind]) -> bool:
     """Return whether every response repeats its prompt, and is therefore the whole text."""
-    paths = [format.prompt, *format.responses.values()]
-    if len(paths) < 2 or format.context or any(kinds.get(path or "") != "text" for path in paths):
+    paths = [path for path in (format.prompt, *format.responses.values()) if path]
+    if not format.prompt or len(paths) < 2 or format.context or {*map(kinds.get, paths)} != {"text"}:
         return False
-    columns = [as_text(find_column(table, path, origin, "column")) for path in paths if path]
-    for start in range(0, len(table), 8192):
+    columns = [as_text(rows.column(path)) for path in paths]
+    for start in range(0, len(rows.table), 8192):
         prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
         for texts in responses:
             for prompt, text in zip(prompts, texts, strict=True):
@@ -208,9 +197,8 @@ def _repeat_prompts(table: pa.Table, format: Format, origin: Origin, kinds: Mapp
 
 
 def _needs_template(
-    table: pa.Table,
+    rows: Rows,
     format: Format,
-    origin: Origin,
     tokenizer: Tokenizer,
     kinds: Mapping[str, Kind],
     wanted: bool | None,
@@ -221,20 +209,17 @@ def _needs_template(
     if messages is not None:
         text = next((path for path, kind in kinds.items() if kind == "text"), None)
         if text == format.prompt is not None and wanted is False:
-            raise UserError(
-                f"{origin.files}: column {text!r} is text, but {messages!r} is messages; make both the same, "
+            raise rows.error(
+                f"column {text!r} is text, but {messages!r} is messages; make both the same, "
                 "or leave out chat=False: the prompt is then sent as a user's message"
             )
         return True, f"{messages!r} holds messages"
     if format.name == "HH-RLHF":
         return False, "the texts mark their turns themselves ('Human:', 'Assistant:')"
-    if format.text or format.prompt is None:
-        return (
-            False,
-            "each text is one sequence"
-            if format.text
-            else "the prompt is what both responses begin with",
-        )
+    if format.text:
+        return False, "each text is one sequence"
+    if format.prompt is None:
+        return False, "the prompt is what both responses begin with"
     # The user's setting takes precedence over the heuristics below.
     if wanted is not None:
         return wanted, f"chat={wanted}"
@@ -242,67 +227,60 @@ def _needs_template(
         return False, "the tokenizer has no chat template"
     if repeats:
         return False, "the responses begin with the prompts, so each is one text with its prompt"
-    responses = [
-        as_text(find_column(table, path, origin, "response")) for path in format.responses.values()
-    ]
-    if responses and all(count_matches(column, r"^\s") == len(column) for column in responses):
+    responses = [as_text(rows.column(path, "response")) for path in format.responses.values()]
+    if responses and all(matches_all(column, r"^\s") for column in responses):
         return False, "the responses begin with a space, so they continue the text of the prompts"
-    prompts = as_text(find_column(table, format.prompt, origin, "prompt"))
     marks = "|".join(re.escape(text) for text in tokenizer.special_texts if text.strip())
-    if marks and count_matches(prompts, marks) == len(prompts):
+    if marks and matches_all(as_text(rows.column(format.prompt, "prompt")), marks):
         return False, "the texts hold special tokens of the tokenizer already"
     return True, "the text is sent as a user's message"
 
 
-def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer) -> bool:
-    """Return whether every plain text begins with the beginning-of-sequence token, because a
-    template was applied before."""
+def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
+    """Return whether every plain text has the beginning-of-sequence token of a template."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
         return False
-    columns = [as_text(find_column(table, path, origin, "column")) for path in paths]
-    having = sum(count_matches(column, f"^{re.escape(bos)}") for column in columns)
-    return having == len(columns) * len(table)
+    having = sum(count_matches(as_text(rows.column(path)), f"^{re.escape(bos)}") for path in paths)
+    return having == len(paths) * len(rows.table)
 
 
-def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
-    """Refuse settings of the chat template if it is not applied, because they would be ignored."""
+def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
+    """Refuse settings and columns of the chat template, which would be ignored."""
     for name in ("system", "thinking", "chat_template_kwargs"):
-        value = getattr(settings, name)
+        value = getattr(how, name)
         if value is not None and value != {} and not (name == "thinking" and value is False):
             raise UserError(
                 f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})"
             )
-
-
-def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, reason: str) -> None:
-    """Refuse system prompts and tools without a chat template, because the model would not see
-    them."""
     for column in (format.system, "tools", "chat_template_kwargs"):
-        values = table.column(column) if column is not None and column in table.column_names else ()
-        row = next(
-            (row for row, value in enumerate(values) if value.as_py() not in (None, [], "", {})), None
-        )
+        row = first_with_value(rows.table, column)
         if row is not None:
-            raise UserError(
-                f"{origin(row)}: column {column!r} is for the chat template, which is not applied to these rows ({reason}); rename the "
-                "column if the model is not to see it"
+            raise rows.error(
+                f"column {column!r} is for the chat template, which is not applied to these rows ({reason}); rename the "
+                "column if the model is not to see it",
+                row,
             )
 
 
-def _strings(
-    table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow"
-) -> list[str]:
-    """Return a text column as Python strings. Refuse null, and optionally blank text."""
-    texts = as_text(find_column(table, path, origin, "column")).to_pylist()
+def first_with_value(table: pa.Table, column: str | None) -> int | None:
+    """Return the first row with a value in a column that may not exist, or None."""
+    values = table.column(column) if column in table.column_names else ()
+    none: tuple[Any, ...] = (None, [], "", {})
+    return next((row for row, value in enumerate(values) if value.as_py() not in none), None)
+
+
+def _strings(rows: Rows, path: str, *, blank: bool = True) -> list[str]:
+    """Return a text column as Python strings. Refuse null, and blank text unless it is allowed."""
+    texts = as_text(rows.column(path)).to_pylist()
     for row, text in enumerate(texts):
-        if text is None or (empty == "refuse" and not text.strip()):
-            raise UserError(f"{origin(row)}: {path!r} is {short(text)}; every row needs text there")
+        if text is None or not (blank or text.strip()):
+            raise rows.error(f"{path!r} is {short(text)}; every row needs text there", row)
     return texts
 
 
-def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bool) -> Texts:
+def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) -> Texts:
     """Split pairs of texts without a prompt column.
 
     The prompt is the shared beginning, up to its last mark `Assistant:` (HH-RLHF) or, without
@@ -312,27 +290,29 @@ def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bo
     tails: dict[str, list[str]] = {name: [] for name in pairs}
     gaps: dict[str, list[list[Gap]]] = {name: [] for name in pairs}
     for row, pair in enumerate(zip(*pairs.values(), strict=True)):
-        start = common_start(pair)
+        low, high = min(pair), max(pair)  # all texts share the common start of these two
+        differ = (k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
+        start = low[: next(differ, len(low))]
         marks = [found.end() for found in _TURNS.finditer(start) if found[1] == "Assistant"]
         if marks:
             cut = marks[-1]
-        else:
-            # Cut before the last white space of the common beginning, so that no word is split and
-            # tokens begin with their space.
-            words = re.match(r"(.*\S)\s", start, re.DOTALL)
-            if words is None:
-                raise UserError(
-                    f"{origin(row)}: 'chosen' and 'rejected' do not begin with the same words: no common prompt"
-                )
+        # Cut before the last white space of the common beginning, so that no word is split and
+        # tokens begin with their space.
+        elif words := re.match(r"(.*\S)\s", start, re.DOTALL):
             cut = words.end(1)
+        else:
+            raise rows.error(
+                "'chosen' and 'rejected' do not begin with the same words: no common prompt", row
+            )
         prompts.append(pair[0][:cut])
         for name, text in zip(pairs, pair, strict=True):
             tails[name].append(text[cut:])
-            gaps[name].append(_turns_of_others(text[cut:], origin, row) if marks else [])
-    return Texts(prompts, tails, chat=False, has_bos=has_bos, gaps=gaps)
+            with rows.naming(row):
+                gaps[name].append(_turns_of_others(text[cut:]) if marks else [])
+    return Texts(prompts, tails, has_bos=has_bos, gaps=gaps)
 
 
-def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:
+def _turns_of_others(response: str) -> list[Gap]:
     """Find the parts of a response from a mark `Human:` to the next mark `Assistant:`."""
     found: list[Gap] = []
     began: int | None = None
@@ -343,21 +323,8 @@ def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:
             found.append((began, mark.end()))
             began = None
     if began is not None:
-        raise UserError(
-            f"{origin(row)}: a text ends with a turn of 'Human:'; a response ends with the assistant's turn"
-        )
+        raise UserError("a text ends with a turn of 'Human:'; a response ends with the assistant's turn")
     return found
-
-
-def common_start(texts: Sequence[str]) -> str:
-    """Return the longest string that all texts begin with.
-
-    >>> common_start(["the sky", "the sea"])
-    'the s'
-    """
-    low, high = min(texts), max(texts)  # all texts share the common start of these two
-    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[:end]
 
 
 # Tokens
@@ -368,50 +335,57 @@ MAX_CHARACTERS = 4_000_000
 ones."""
 
 
-def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
+def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Array]:
     """Return the `*_ids` columns of rows (lists of int32), and a `*_mask` (lists of uint8) for
-    responses that may have gaps.
+    responses that may have gaps. Raises a `UserError` for a text without tokens."""
 
-    Raises:
-        UserError: a prompt or response has no tokens. The message names the row.
-    """
-    origin, special = origin.of(texts.rows), not (texts.chat or texts.has_bos)
+    def error(problem: str, row: int) -> UserError:
+        return rows.error(problem, texts.source_row(row))
+
     for row, name in too_many_characters(texts).items():
         text = {"prompt_ids": texts.prompts, **texts.responses}[name][row]
-        raise UserError(
-            f"{origin(row)}: the {name.removesuffix('_ids')} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten "
-            "the row, or leave it out with too_long='drop'"
+        raise error(
+            f"the {name.removesuffix('_ids')} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten "
+            "the row, or leave it out with too_long='drop'",
+            row,
         )
-    values, offsets = _encode(tokenizer, texts.prompts, special)
-    empty = np.flatnonzero(np.diff(offsets) == 0)
-    if len(empty):
-        raise UserError(
-            f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens"
-        )
+    special = not (texts.chat or texts.has_bos)
+    prompts = _encode(tokenizer, texts.prompts, special)
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise error(f"the prompt {short(texts.prompts[row])} has no tokens", row)
     if not texts.responses and not texts.whole:
-        return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
-    prompts = np.split(values, offsets[1:-1])
+        return {"prompt_ids": _lists(prompts)}
     # Templates write the token that ends a turn. Plain text has none, and a model must learn to
     # stop.
     stop = None if texts.chat else _stop_token(tokenizer)
     if texts.whole:
-        return _whole(prompts, texts, origin, tokenizer, stop)
-    responses = _responses(prompts, texts, origin, tokenizer, special)
-    masks = _masks(responses, texts, origin, tokenizer)
-    for name, rows in responses.items():
-        if stop is not None:
-            responses[name] = rows = [_stopped(response, stop) for response in rows]
-        for row, response in enumerate(rows):
+        wholes = [_stopped(prompt, stop) for prompt in prompts]
+        for row, ids in enumerate(wholes):
+            if len(ids) < 2:
+                raise error(f"the text {short(texts.prompts[row])} has fewer than two tokens", row)
+        # The first token of a text is its prompt; show it so.
+        prompts = [ids[:1] for ids in wholes]
+        texts.prompts[:] = [_text(tokenizer, ids) for ids in prompts]
+        return {"prompt_ids": _lists(prompts), "response_ids": _lists([ids[1:] for ids in wholes])}
+    responses = _responses(prompts, texts, tokenizer, special)
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise error("prompt and response have no token apart from each other", row)
+    masks = {name: _masks(name, responses[name], texts, rows, tokenizer) for name in texts.gaps}
+    for name, column in responses.items():
+        responses[name] = [_stopped(response, stop) for response in column]
+        for row, response in enumerate(responses[name]):
             if len(response) == 0:
-                raise UserError(
-                    f"{origin(row)}: the response {short(texts.responses[name][row])} has no tokens ({name})"
+                raise error(
+                    f"the response {short(texts.responses[name][row])} has no tokens ({name})", row
                 )
-    columns = {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
-    for name, rows in masks.items():
+    columns = {"prompt_ids": _lists(prompts), **{name: _lists(ids) for name, ids in responses.items()}}
+    for name, column in masks.items():
         # Train the appended end-of-sequence token.
         longer = [
             np.pad(mask, (0, len(ids) - len(mask)), constant_values=1)
-            for mask, ids in zip(rows, responses[name], strict=True)
+            for mask, ids in zip(column, responses[name], strict=True)
         ]
         columns[mask_of(name)] = _lists(longer, pa.uint8())
     return columns
@@ -437,62 +411,47 @@ def mask_of(ids: str) -> str:
 
 
 def _masks(
-    responses: dict[str, list[np.ndarray]], texts: Texts, origin: Origin, tokenizer: Tokenizer
-) -> dict[str, list[np.ndarray]]:
-    """Mask the tokens of gaps: [tokens] uint8 for each row, by column.
+    name: str, responses: list[np.ndarray], texts: Texts, rows: Rows, tokenizer: Tokenizer
+) -> list[np.ndarray]:
+    """Mask the tokens of gaps in a column of responses: [tokens] uint8 for each row.
 
     A response with gaps is tokenised again part by part, as in generation, and replaced in
     `responses`. No token then crosses the end of a turn.
     """
-    masks: dict[str, list[np.ndarray]] = {}
-    for name, all_gaps in texts.gaps.items():
-        rows = responses[name]
-        masks[name] = [np.ones(len(ids), np.uint8) for ids in rows]
-        gapped = [row for row, gaps in enumerate(all_gaps) if gaps]
-        ends = {
-            row: [*itertools.chain(*all_gaps[row]), len(texts.responses[name][row])] for row in gapped
-        }
-        pieces = {
-            row: [texts.responses[name][row][a:b] for a, b in itertools.pairwise([0, *ends[row]])]
-            for row in gapped
-        }
-        tokens = iter(
-            _rows(tokenizer, [piece for row in gapped for piece in pieces[row]], False) if gapped else []
-        )
-        for row in gapped:
-            parts = list(itertools.islice(tokens, len(pieces[row])))
-            joined = np.concatenate(parts)
-            if np.array_equal(joined, rows[row]) or _text(tokenizer, joined) == _text(
-                tokenizer, rows[row]
-            ):
-                rows[row] = joined
-                masks[name][row] = np.repeat(
-                    np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]
-                ).astype(np.uint8)
-            else:  # the tokenizer adds a space to each part
-                masks[name][row] = _mask_by_place(
-                    rows[row],
-                    texts.prompts[row],
-                    texts.responses[name][row],
-                    all_gaps[row],
-                    origin(row),
-                    tokenizer,
-                )
+    masks = [np.ones(len(ids), np.uint8) for ids in responses]
+    pieces: dict[int, list[str]] = {}
+    for row, gaps in enumerate(texts.gaps[name]):
+        if gaps:
+            text = texts.responses[name][row]
+            ends = [0, *itertools.chain(*gaps), len(text)]
+            pieces[row] = [text[a:b] for a, b in itertools.pairwise(ends)]
+    tokens = iter(_encode(tokenizer, [piece for parts in pieces.values() for piece in parts], False))
+    for row, texts_of_row in pieces.items():
+        parts = list(itertools.islice(tokens, len(texts_of_row)))
+        whole, ids = np.concatenate(parts), responses[row]
+        if np.array_equal(whole, ids) or _text(tokenizer, whole) == _text(tokenizer, ids):
+            responses[row] = whole
+            trained = np.arange(len(parts)) % 2 == 0
+            masks[row] = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
+        else:  # the tokenizer adds a space to each part
+            with rows.naming(texts.source_row(row)):
+                masks[row] = _mask_by_place(ids, texts.prompts[row], texts_of_row, tokenizer)
     return masks
 
 
 def _mask_by_place(
-    ids: np.ndarray, prompt: str, response: str, gaps: Sequence[Gap], place: str, tokenizer: Tokenizer
+    ids: np.ndarray, prompt: str, pieces: Sequence[str], tokenizer: Tokenizer
 ) -> np.ndarray:
     """Mask the tokens that overlap a gap, by their character offsets: [tokens] uint8."""
-    encoding = tokenizer.backend.encode(prompt + response, add_special_tokens=False)
+    encoding = tokenizer.backend.encode(prompt + "".join(pieces), add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
-            f"{place}: the tokenizer splits this row differently with and without its prompt, so its turns cannot be told apart"
+            "the tokenizer splits this row differently with and without its prompt, so its turns cannot be told apart"
         )
     spans = np.array(encoding.offsets[-len(ids) :]) - len(prompt)
+    ends = np.cumsum([0, *map(len, pieces)])
     mask = np.ones(len(ids), np.uint8)
-    for start, end in gaps:
+    for start, end in zip(ends[1::2], ends[2::2], strict=False):
         mask[(spans[:, 0] < end) & (spans[:, 1] > start)] = 0
     return mask
 
@@ -502,85 +461,44 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def _responses(
-    prompts: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, special: bool
+    prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """Return the tokens of responses, by column. If a prompt's last token reaches into a response,
-    shorten the prompt in place."""
+    """Return the tokens of responses, by column. May shorten prompts in place."""
     # Tokenise prompt and response together, so that the response's first word is split as in
     # running text.
     wholes = {
-        name: _rows(
-            tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special
-        )
+        name: _encode(tokenizer, list(map(str.__add__, texts.prompts, tails)), special)
         for name, tails in texts.responses.items()
     }
     responses = {
-        name: [whole[len(prompt) :] for whole, prompt in zip(rows, prompts, strict=True)]
-        for name, rows in wholes.items()
+        name: [whole[len(prompt) :] for whole, prompt in zip(column, prompts, strict=True)]
+        for name, column in wholes.items()
     }
     for row, prompt in enumerate(prompts):
-        if not all(np.array_equal(rows[row][: len(prompt)], prompt) for rows in wholes.values()):
-            prompts[row], parted = _part(
-                prompt,
-                {name: rows[row] for name, rows in wholes.items()},
-                {name: tails[row] for name, tails in texts.responses.items()},
-                tokenizer,
-            )
-            for name, response in parted.items():
-                responses[name][row] = response
-            if len(prompts[row]) == 0:
-                raise UserError(f"{origin(row)}: prompt and response have no token apart from each other")
+        of_row = {name: column[row] for name, column in wholes.items()}
+        if all(np.array_equal(whole[: len(prompt)], prompt) for whole in of_row.values()):
+            continue
+        # Prompt and response share a token. The prompt keeps its own tokens, as in generation, and
+        # responses are tokenised separately.
+        alone = {name: _encode(tokenizer, [texts.responses[name][row]], False)[0] for name in of_row}
+        if any(
+            _text(tokenizer, np.concatenate([prompt, alone[name]])) != _text(tokenizer, whole)
+            for name, whole in of_row.items()
+        ):
+            # That changes the text (some tokenizers begin every text with a space), so the shared
+            # token goes to the responses.
+            same = min(len(prompt), *map(len, of_row.values()))
+            differs = np.any([whole[:same] != prompt[:same] for whole in of_row.values()], axis=0)
+            cut = int(np.argmax(differs)) if differs.any() else same
+            prompts[row], alone = prompt[:cut], {name: whole[cut:] for name, whole in of_row.items()}
+        for name, response in alone.items():
+            responses[name][row] = response
     return responses
 
 
-def _part(
-    prompt: np.ndarray, wholes: Mapping[str, np.ndarray], tails: Mapping[str, str], tokenizer: Tokenizer
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Split a row whose prompt and response share a token.
-
-    The prompt keeps its own tokens, as in generation, and responses are tokenised separately. If
-    that changes the text (some tokenizers begin every text with a space), the shared token goes to
-    the responses.
-    """
-    alone = {name: _rows(tokenizer, [tail], False)[0] for name, tail in tails.items()}
-    decode = tokenizer.backend.decode
-    if all(
-        decode([*prompt, *alone[name]], skip_special_tokens=False)
-        == decode(whole.tolist(), skip_special_tokens=False)
-        for name, whole in wholes.items()
-    ):
-        return prompt, alone
-    same = min(len(prompt), *map(len, wholes.values()))
-    differs = np.any([whole[:same] != prompt[:same] for whole in wholes.values()], axis=0)
-    cut = int(np.argmax(differs)) if differs.any() else same
-    return prompt[:cut], {name: whole[cut:] for name, whole in wholes.items()}
-
-
-def _whole(
-    rows: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
-) -> dict[str, pa.Array]:
-    """Return columns for language modeling: the first token of a text is its prompt, the others are
-    trained."""
-    if stop is not None:
-        rows = [_stopped(row, stop) for row in rows]
-    for index, row in enumerate(rows):
-        if len(row) < 2:
-            raise UserError(
-                f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens"
-            )
-    # Show the first token as the prompt.
-    texts.prompts[:] = tokenizer.backend.decode_batch(
-        [row[:1].tolist() for row in rows], skip_special_tokens=False
-    )
-    return {
-        "prompt_ids": _lists([row[:1] for row in rows]),
-        "response_ids": _lists([row[1:] for row in rows]),
-    }
-
-
-def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
-    """Append the stop token to a response, unless it ends with it."""
-    ended = len(response) > 0 and response[-1] == stop
+def _stopped(response: np.ndarray, stop: int | None) -> np.ndarray:
+    """Append the stop token, if any, to a response, unless it ends with it."""
+    ended = stop is None or (len(response) > 0 and response[-1] == stop)
     return response if ended else np.concatenate([response, np.array([stop], np.int32)])
 
 
@@ -589,35 +507,20 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
     return after[-1] if eos is None and after else eos
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and offsets of texts, without end tokens from the tokenizer and without a second
-    beginning token.
-
-    Args:
-        special: whether the tokenizer adds special tokens at the beginning.
-    """
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
+    """Return the ids of texts. With `special`, the tokenizer adds a beginning token, but no second
+    one, and no end tokens."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
+    rows = np.split(values, offsets[1:-1]) if len(texts) else []
     before, after = tokenizer.added if special else ((), ())
-    begun = tokenizer.backend.decode(before, skip_special_tokens=False) if before else ""
-    twice = [row for row, text in enumerate(texts) if begun and text.startswith(begun.strip())]
-    if not after and not twice:
-        return values, offsets
-    kept, lengths = np.ones(len(values), bool), np.diff(offsets)
-    for place in range(1, len(after) + 1):
-        # End tokens are added later, only to responses.
-        kept[offsets[1:] - place] = False
-    lengths = lengths - len(after)
-    for row in twice:
-        start, number = int(offsets[row]), len(before)
-        if tuple(values[start + number : start + 2 * number]) == before:
-            kept[start : start + number] = False
-            lengths[row] -= number
-    return values[kept], np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _rows(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[np.ndarray]:
-    values, offsets = _encode(tokenizer, texts, special)
-    return np.split(values, offsets[1:-1])
+    if after:  # end tokens are added later, only to responses
+        rows = [ids[: len(ids) - len(after)] for ids in rows]
+    begun = tokenizer.backend.decode(before, skip_special_tokens=False).strip() if before else ""
+    for row, text in enumerate(texts if begun else ()):
+        number = len(before)
+        if text.startswith(begun) and tuple(rows[row][number : 2 * number]) == before:
+            rows[row] = rows[row][number:]
+    return rows
 
 
 def _lists(rows: Sequence[np.ndarray], kind: pa.DataType = pa.int32()) -> pa.Array:

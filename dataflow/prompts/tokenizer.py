@@ -1,9 +1,7 @@
-"""The tokenizer of a model folder, without `transformers`, so that prompts are checked before torch
-is imported.
+"""The tokenizer of a model folder, without `transformers`.
 
-`AutoTokenizer` takes three seconds and imports torch; reading `tokenizer.json` with the
-`tokenizers` library avoids both. The ids equal those of `AutoTokenizer` and its
-`apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
+`AutoTokenizer` takes three seconds and imports torch. The ids equal those of `AutoTokenizer` and
+its `apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ _THINKING = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
+class _ChatTemplate:
     """The chat templates of a tokenizer, rendered in a sandbox.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     >>> template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    >>> ChatTemplate({"default": template}).render([{"role": "user", "content": "2 + 2?"}], add_generation_prompt=True)
+    >>> _ChatTemplate({"default": template}).render([{"role": "user", "content": "2 + 2?"}], add_generation_prompt=True)
     '<user>2 + 2?<assistant>'
     """
 
@@ -75,13 +73,17 @@ class ChatTemplate:
             variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-            UserError: there is no template, or it refuses the messages, or the content of a message
-                is neither text nor such blocks.
+            UserError: there is no template, or it refuses the messages.
         """
         messages = [_with_text(message) for message in messages]
         mark = "WEFT_CONTINUES_HERE "
         if continue_last:
-            messages[-1] = _marked(messages[-1], mark)
+            content = messages[-1].get("content")
+            if not isinstance(content, str):
+                raise UserError(
+                    f"the last message is the assistant's and should be continued, but has {'images' if content else 'no text'}"
+                )
+            messages[-1] = {**messages[-1], "content": content + mark}
         try:
             text = self._template(bool(tools)).render(
                 messages=messages,
@@ -107,10 +109,6 @@ class ChatTemplate:
     def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables for the user's settings.
 
-        Args:
-            thinking: whether the model may think; None is the template's default.
-            others: variables by name.
-
         Raises:
             UserError: the template does not read such a variable, or thinking is wanted but the
                 template has no switch for it.
@@ -120,22 +118,19 @@ class ChatTemplate:
             if name not in reads:
                 ours = {"messages", "tools", "documents", "add_generation_prompt", *self.special_tokens}
                 known = sorted(reads - ours)
-                hint = nearest(name, known) or (
-                    f"; it reads {', '.join(known)}" if known else "; it reads none"
-                )
+                hint = nearest(name, known) or f"; it reads {', '.join(known) or 'none'}"
                 raise UserError(
                     f"chat_template_kwargs: the chat template of {self.name} reads no {name!r}{hint}"
                 )
         if thinking is None:
             return dict(others)
         switch = next((name for name in _THINKING if name in reads), None)
-        if switch is not None:
-            return {switch: thinking, **others}
-        if thinking:
+        if switch is None and thinking:
             raise UserError(
                 f"thinking=True: the chat template of {self.name} has no switch for it (none of {', '.join(_THINKING)}); leave it out"
             )
-        return dict(others)  # a model that cannot think need not be told
+        # A model that cannot think need not be told.
+        return {switch: thinking, **others} if switch else dict(others)
 
     @functools.cached_property
     def _reads(self) -> set[str]:
@@ -170,10 +165,7 @@ class ChatTemplate:
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its text blocks joined into one string. Blocks with images among them
-    are left to the template.
-
-    Other content is refused: most templates would write its Python form, and the model would be
-    trained on it.
+    are left to the template. Other content is refused: most templates would write its Python form.
     """
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
@@ -208,7 +200,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class _Generation(Extension):
         """Supports `{% generation %}`, which marks the assistant's text, without an effect."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -224,18 +216,17 @@ def _environment() -> jinja2.Environment:
 
     def tojson(
         value: Any,
-        ensure_ascii: bool = False,
+        ensure_ascii: Any = False,
         indent: Any = None,
         separators: Any = None,
-        sort_keys: bool = False,
+        sort_keys: Any = False,
     ) -> str:
         # Jinja's own filter escapes HTML, which models should not see.
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        how = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+        return json.dumps(value, sort_keys=sort_keys, **how)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
@@ -243,35 +234,14 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    content = message.get("content")
-    if content is None:
-        raise UserError("the last message is the assistant's and should be continued, but has no text")
-    if not isinstance(content, str):
-        raise UserError("the last message is the assistant's and should be continued, but has images")
-    return {**message, "content": content + mark}
-
-
 # Tokenizer
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Special tokens that a chat template can use by name, as in `transformers`."""
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "*.jinja",
-    "additional_chat_templates/*",
-)
+_CONFIG, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+_FILES = ("tokenizer.json", _CONFIG, _SPECIAL, "*.jinja", "additional_chat_templates/*")
+_SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _CHUNK = 8192  # texts per call; limits the memory of encodings, and keeps the library's threads busy
 
 
@@ -308,7 +278,7 @@ class Tokenizer:
         sources = (
             {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
         )
-        self.chat = ChatTemplate(sources, self.special_tokens, name)
+        self.chat = _ChatTemplate(sources, self.special_tokens, name)
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
@@ -325,16 +295,12 @@ class Tokenizer:
         folder = find_model_folder(source, "tokenizer.json", kind="tokenizer", download=_FILES)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            slow = any(
-                (folder / name).is_file()
-                for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-            )
-            hint = (
-                f"; write it once with transformers: AutoTokenizer.from_pretrained({str(source)!r})"
-                f".save_pretrained({str(source)!r})"
-                if slow
-                else folders_near(source, "tokenizer.json")
-            )
+            hint = folders_near(source, "tokenizer.json")
+            if any((folder / name).is_file() for name in _SLOW_FILES):
+                hint = (
+                    f"; write it once with transformers: AutoTokenizer.from_pretrained({str(source)!r})"
+                    f".save_pretrained({str(source)!r})"
+                )
             raise UserError(f"tokenizer {str(source)!r} has no tokenizer.json{hint}")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -343,10 +309,10 @@ class Tokenizer:
                 f"{file}: not a tokenizer that the tokenizers library can read ({error})"
             ) from None
 
-        config = _json(folder / "tokenizer_config.json")
+        config = _json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # old models have a separate file of special tokens
-            config |= _json(folder / "special_tokens_map.json")
-        named = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name)}
+            config |= _json(folder / _SPECIAL)
+        named = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
@@ -369,11 +335,10 @@ class Tokenizer:
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
-            if len(encoding.ids) > number:
+            ids = encoding.ids
+            if len(ids) > number:
                 before = encoding.special_tokens_mask.index(0)
-                return tuple(encoding.ids[:before]), tuple(
-                    encoding.ids[len(encoding.ids) - number + before :]
-                )
+                return tuple(ids[:before]), tuple(ids[len(ids) - number + before :])
         return (), ()
 
     @functools.cached_property
@@ -389,11 +354,7 @@ class Tokenizer:
                 text = self.chat.render(turns).rstrip()
             except UserError:  # the template needs other messages
                 return ends
-            last = max(
-                (special for special in self.special_texts if text.endswith(special)),
-                key=len,
-                default=None,
-            )
+            last = max(filter(text.endswith, self.special_texts), key=len, default=None)
             if last and (token := self.backend.token_to_id(last)) is not None:
                 ends.setdefault(token, "the chat template's end of a turn")
         return ends
@@ -401,21 +362,14 @@ class Tokenizer:
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         added = self.backend.get_added_tokens_decoder().values()
-        return tuple(
-            dict.fromkeys(
-                [*self.special_tokens.values(), *(token.content for token in added if token.special)]
-            )
-        )
+        special = (token.content for token in added if token.special)
+        return tuple(dict.fromkeys([*self.special_tokens.values(), *special]))
 
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Encode many texts at the library's speed (all cores, no padding, no truncation).
-
-        Args:
-            texts: B strings.
-            add_special_tokens: add the tokens that the tokenizer adds by default, such as a
-                beginning-of-sequence token.
+        """Encode B texts, by default with the tokens that the tokenizer adds, such as a
+        beginning-of-sequence token.
 
         Returns:
             `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
@@ -438,19 +392,16 @@ class Tokenizer:
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def decode_ragged(self, values: np.ndarray, offsets: np.ndarray) -> list[str]:
-        """Return the texts of the rows of a ragged column, without special tokens. Avoids a Python
-        object per token."""
-        ids = np.ascontiguousarray(values, np.uint32).data
-        cuts = offsets.tolist()
-        return self.decode([ids[start:end] for start, end in itertools.pairwise(cuts)])
+        """Return the texts of the rows of a ragged column, without special tokens."""
+        ids = np.ascontiguousarray(values, np.uint32).data  # avoids a Python object per token
+        return self.decode([ids[start:end] for start, end in itertools.pairwise(offsets.tolist())])
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return Jinja source by name. Template files take precedence over templates in the
     configuration."""
-    files = (
-        {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
-    )
+    file = folder / "chat_template.jinja"
+    files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
@@ -469,14 +420,10 @@ def _add_missing(
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, tokenizers.AddedToken] = {}
-    for _, token in sorted(
-        (config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
-    ):
-        flags = {
-            key: bool(token[key])
-            for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            if key in token
-        }
+    declared = config.get("added_tokens_decoder") or {}
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        flags = {key: bool(token[key]) for key in names if key in token}
         missing.setdefault(token["content"], tokenizers.AddedToken(token["content"], **flags))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra

@@ -50,7 +50,7 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, InParts, Stepwise
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.config import Config
-from weft.dataflow.prompts.settings import ReadSettings
+from weft.dataflow.prompts.formats import ReadSettings
 from weft.workers.actor import ActorConfig
 from weft.workers.adaptive_kl import AdaptiveKlConfig
 from weft.workers.critic import CriticConfig

@@ -32,8 +32,8 @@ def two_expansions() -> Graph:
         Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",), takes=GROUPS),
         Declaration("turns", Shape.EXPAND, reads=("response",), writes=("turn",)),
     ):
-        rows = drawn.add(rows, None, function, declaration, (), {})
-    return drawn.finish()
+        rows = drawn.add_node(rows, None, function, declaration, (), {})
+    return drawn.graph()
 
 
 def test_columns_belong_to_the_level_of_their_rows():

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.prompts.files import short, start_of
-from weft.dataflow.prompts.understanding import _shown  # pyright: ignore[reportPrivateUsage]
+from weft.dataflow.prompts.prompts import _shown  # pyright: ignore[reportPrivateUsage]
 from weft.dataflow.runs.tables import render_table
 from weft.dataflow.untrusted_text import redacted, without_secrets
 

@@ -21,7 +21,7 @@ import numpy as np
 from ...dataflow.column import IMAGES, PROMPT_IDS
 from ...dataflow.errors import UserError
 from ...dataflow.lazy import torch
-from ...dataflow.prompts.images import PROGRAM
+from ...dataflow.prompts.answers import PROGRAM
 from ...dataflow.source import file_columns
 from .model_folder import causal_lm_types, read_model_config, refusals_named, sees_images
 

@@ -27,30 +27,32 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
     drawn = Trace("train", PROMPTS)
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
-    rows = drawn.add(rows, None, samples_of, generate, (), {"n": samples})
-    rows = drawn.add(
+    rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": samples})
+    rows = drawn.add_node(
         rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {}
     )
     if quorum:
         first = Declaration("first", Shape.FILTER, reads=("reward",), takes=Quorum)
-        rows = drawn.add(rows, None, first_of_each_group, first, (), {"n": 2, "deadline_s": 2.0})
-        rows = drawn.add(
+        rows = drawn.add_node(rows, None, first_of_each_group, first, (), {"n": 2, "deadline_s": 2.0})
+        rows = drawn.add_node(
             rows, None, function, Declaration("keep", Shape.FILTER, reads=("reward",)), (), {}
         )
     advantages = Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",))
-    rows = drawn.add(rows, None, function, advantages, (), {})
+    rows = drawn.add_node(rows, None, function, advantages, (), {})
     update = Declaration("update", reads=("advantage",), takes=TrainingBatch())
-    drawn.add(rows, Handle(Trainer, Config(), "trainer"), method, update, (), {})
-    return drawn.finish()
+    drawn.add_node(rows, Handle(Trainer, Config(), "trainer"), method, update, (), {})
+    return drawn.graph()
 
 
 def eval_graph() -> Graph:
     drawn = Trace("eval", PROMPTS)
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
-    rows = drawn.add(rows, None, samples_of, generate, (), {"n": 1})
-    drawn.add(rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {})
-    return drawn.finish()
+    rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": 1})
+    drawn.add_node(
+        rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {}
+    )
+    return drawn.graph()
 
 
 GRAPHS = {"train": train_graph(), "eval": eval_graph()}

@@ -49,13 +49,13 @@ class Drawing:
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         declaration = Declaration(name, shape, **rule)
         if updates:  # updating nodes have a separate worker group
-            return self.recording.add(
+            return self.recording.add_node(
                 rows, Handle(Trainer, Config(), f"{name}r"), method, declaration, (), {}
             )
-        return self.recording.add(rows, None, function, declaration, (), {})
+        return self.recording.add_node(rows, None, function, declaration, (), {})
 
     def graph(self) -> Graph:
-        return self.recording.finish()
+        return self.recording.graph()
 
 
 def function(rows: object) -> None: ...

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.dataflow.prompts.formats import after_hashes, boxes
+from weft.dataflow.prompts.answers import after_hashes, boxes
 
 
 def test_nested_boxes_cost_no_more_than_their_length():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.dataflow.prompts.formats import final_answer
+from weft.dataflow.prompts.answers import final_answer
 from weft.dataflow.prompts.prompts import Prompts
 
 
@@ -34,7 +34,7 @@ from weft.dataflow.prompts.prompts import Prompts
     ],
 )
 def test_the_final_answer_of_a_worked_solution(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
+    assert final_answer(text)[1] == answer
 
 
 def read(base: Path, *answers: Any, **settings: Any) -> Prompts:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from weft.dataflow.errors import UserError
-from weft.dataflow.prompts.images import with_places
+from weft.dataflow.prompts.conversations import with_places
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.prompts.tokenizer import Tokenizer
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import BLUE, USER, jsonl, text_of
 
-from weft.dataflow.prompts.prompts import Prompts
-from weft.dataflow.prompts.settings import ReadArguments, ReadSettings
-from weft.dataflow.prompts.understanding import Example, Lengths
+from weft.dataflow.prompts.formats import ReadArguments, ReadSettings
+from weft.dataflow.prompts.prompts import Example, Lengths, Prompts
 
 
 def test_columns_roles_lengths_and_dropped_rows_are_reported(tmp_path: Path, qwen: Path) -> None:
