@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.runs.files import BUFFER, LOG, SEGMENTS
-from .call_log import CallLog
+from ..timeline import CallLog
 from .metrics import MetricLog, numbers
 from .run_reader import nested
 

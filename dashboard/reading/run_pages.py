@@ -16,9 +16,9 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.requests import request_stacks, request_stop
-from .call_log import CallLog
+from ..timeline import CallLog
 from .graph_page import RECEIVE, buffer_page, graph_page
-from .lanes import Lanes, Window
+from .lanes import Lanes
 from .metrics import MetricLog
 from .run_reader import RunReader, read_graphs, read_live
 from .workers_page import log_part, workers_page
@@ -123,13 +123,7 @@ class RunPages:
         """
         graphs, config = read_graphs(self._path), self._reader.facts.config
         with self._reader.parts() as (_, calls):
-            lanes = Lanes(calls, graphs, config)
-            total = lanes.total_s
-            if steps is not None:
-                start, end = lanes.window_of(*steps)
-            first = 0.0 if start is None else max(0.0, start)
-            last = total if end is None else min(end, total)
-            return lanes.of(Window(min(first, last), last, width), unfolded)
+            return Lanes(calls, graphs, config).page(start, end, width, unfolded, steps)
 
     def buffer(self) -> dict[str, Any]:
         live = read_live(self._path)

@@ -20,7 +20,7 @@ from ...dataflow.runs.files import BUFFER, CHECKPOINTS, GRAPH, LIVE, LOG, SAMPLE
 from ...dataflow.runs.follow import PARTS, state_of
 from ...dataflow.runs.lock import Life
 from ...dataflow.safe_files import read_json
-from .call_log import CallLog
+from ..timeline import CallLog
 from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
