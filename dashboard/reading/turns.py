@@ -205,7 +205,7 @@ def _cut(text: str) -> str:
 
 
 def gist(prompt: str) -> str:
-    """Return the last user or assistant text of a prompt, for a list: prompts often begin alike.
+    """Return the last user or assistant text of a prompt, because prompts often begin alike.
 
     >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
     ('2+2?', '2+2=')

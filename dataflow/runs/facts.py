@@ -91,13 +91,14 @@ class RunFacts:
     @property
     def reward(self) -> float | None:
         """Mean reward of the last step, or None if it measured none (SFT, DPO)."""
-        return self._last_of("mean")
+        return self.last_of("mean")
 
     @property
     def loss(self) -> float | None:
-        return self._last_of("loss")
+        return self.last_of("loss")
 
-    def _last_of(self, metric: str) -> float | None:
+    def last_of(self, metric: str) -> float | None:
+        """Return a training metric of the last step from any group that measured it, or None."""
         name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 
@@ -122,21 +123,20 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
     """Return the state of a run. Never writes, and never raises for a damaged run.
 
     Args:
-        run: the run directory.
         last: metrics of its last step if the caller has them; None reads them.
     """
     damage: list[str] = []
     life, holder = life_of(run)
-    alerts = read_alerts(run)
     last = _last(run, damage) if last is None else last
-    return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
+    config = _config(run, damage)
+    return RunFacts(run, life, holder, config, last, tuple(read_alerts(run)), tuple(damage))
 
 
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
         return without_secrets(read_json(run / CONFIG, MOST_CONFIG))
     except FileNotFoundError:
-        return {}
+        pass
     except UserError as error:  # it names the file
         damage.append(str(error))
     except OSError as error:
@@ -150,15 +150,16 @@ def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     from .follow import StreamTail
 
     stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
+    path = stream if stream.is_file() else parquet
     try:
-        if stream.is_file():
-            values: dict[str, float] = {}
-            for batch in StreamTail(stream).read():
-                values = _after(values, batch)
-            return values
-        return _last_row(parquet) if parquet.is_file() else {}
+        if path == parquet:
+            return _last_row(parquet) if parquet.is_file() else {}
+        values: dict[str, float] = {}
+        for batch in StreamTail(stream).new_batches():
+            values = _after(values, batch)
+        return values
     except (OSError, ValueError, pa.ArrowException) as error:
-        damage.append(f"{stream if stream.is_file() else parquet}: {error}")
+        damage.append(f"{path}: {error}")
         return {}
 
 

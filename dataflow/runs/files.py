@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,11 +107,10 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file through a library, and replace `path` atomically.
+    """Replace `path` atomically by a file that a library writes under the yielded, private name.
 
-    Yields a private file for the library to write. Afterwards it is synced and replaces `path`, so
-    that readers find either the old or the complete new file, even after a power loss. If writing
-    fails, the file is removed.
+    Readers find either the old or the complete new file, even after a power loss. If writing fails,
+    the new file is removed.
     """
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
@@ -168,21 +167,26 @@ class Disk:
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
+    def write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
+        """Write a new file and sync it. A file of that name is removed."""
+        remove(path)
+        descriptor = self.open(path)
+        try:
+            for data in chunks:
+                self.write(descriptor, data)
+            self.sync(descriptor)
+        finally:
+            self.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
         """Replace the contents of a file atomically, and sync them.
 
         Raises:
             OSError: for example, the disk is full. The file keeps its previous contents.
         """
         partial = path.with_name(path.name + PARTIAL)
-        remove(partial)
-        descriptor = self.open(partial)
         try:
-            try:
-                self.write(descriptor, data)
-                self.sync(descriptor)
-            finally:
-                self.close(descriptor)
+            self.write_new(partial, [data] if isinstance(data, bytes) else data)
             self.rename(partial, path)
         except OSError:
             partial.unlink(missing_ok=True)

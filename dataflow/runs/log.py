@@ -42,12 +42,12 @@ from .log_archive import (
     HISTORY,
     FileStart,
     archive,
-    copy_records,
     drop_parts_behind,
     file_start,
     header,
     parts,
     raw,
+    records,
     split,
     start_of,
 )
@@ -137,12 +137,9 @@ class Log:
         """Open the log. Records after `at` are cut off, and kept as `NAME.cut-OFFSET`.
 
         Args:
-            path: the file of the log.
             at: position to append at.
             sync_interval_s: most seconds of the log that a power loss may cost. If the process
                 dies, no committed record is lost.
-            disk: the disk to write to; None is the real one.
-            clock: seconds, for `sync_interval_s`.
             fence: checked by `commit`; its record is the first that this writer appends.
         """
         self.path = path
@@ -187,9 +184,8 @@ class Log:
                 self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
             if end > self.start.offset:
                 with open_file(self.path) as before:
-                    copy_records(
-                        before.fileno(), self.start, self.start.offset, end, descriptor, self._disk
-                    )
+                    for data in records(before.fileno(), self.start, self.start.offset, end):
+                        self._disk.write(descriptor, data)
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -200,6 +196,7 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
+        """Keep the records behind a position for inspection; recovery does not read them."""
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
@@ -208,30 +205,18 @@ class Log:
             first = next(chunks, b"")
         if not first:
             return
-        # Keep the records for inspection; recovery does not read them.
         number, name = 1, f"{self.path.name}.cut-{offset}"
         unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
         try:
-            self._write_new(unnamed, chain([first], chunks))
-            while kept.exists() and not _begins_with(
-                unnamed, kept
-            ):  # from another cut at the same offset
+            self._disk.write_new(unnamed, chain([first], chunks))
+            # Another cut at the same offset may have kept other records.
+            while kept.exists() and not _begins_with(unnamed, kept):
                 number += 1
                 kept = self.path.with_name(f"{name}-{number}")
             self._disk.rename(unnamed, kept)
         finally:
             unnamed.unlink(missing_ok=True)
         self._disk.sync_folder(self.path.parent)
-
-    def _write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
-        remove(path)
-        descriptor = self._disk.open(path)
-        try:
-            for data in chunks:
-                self._disk.write(descriptor, data)
-            self._disk.sync(descriptor)
-        finally:
-            self._disk.close(descriptor)
 
     @property
     def position(self) -> Position:
@@ -285,11 +270,8 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position to the archive. All records must be
-        committed.
-
-        Args:
-            at: a position between two records of the file.
+        """Prepare to move the records before a position of the file to the archive. All records must
+        be committed.
 
         Returns:
             A function to call in any thread. It returns the file to pass to `cut`. If it raises
@@ -305,8 +287,10 @@ class Log:
                 archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
                 remove(unnamed)
                 cut = PreparedCut(unnamed, self._disk.open(unnamed), _file_start(at), end, self._disk)
-                self._disk.write(cut.descriptor, header(at.offset, at.checksum))
-                copy_records(descriptor, start, at.offset, end, cut.descriptor, self._disk)
+                for data in chain(
+                    [header(at.offset, at.checksum)], records(descriptor, start, at.offset, end)
+                ):
+                    self._disk.write(cut.descriptor, data)
                 self._disk.sync(cut.descriptor)
                 return cut
             except Exception:
@@ -319,10 +303,8 @@ class Log:
         return work
 
     def cut(self, cut: PreparedCut) -> None:
-        """Switch to a file that `prepare_cut` made. All records must be committed.
-
-        Args:
-            cut: the file. It is dropped if the switch fails.
+        """Switch to a file that `prepare_cut` made. All records must be committed. If it fails, the
+        file is dropped.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -330,7 +312,8 @@ class Log:
         """
         new = cut.descriptor
         try:
-            copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
+            for data in records(self._descriptor, self.start, cut.copied, self.position.offset):
+                self._disk.write(new, data)
             self._disk.sync(new)
             # Ask the file server, because the rename cannot be undone.
             self._check(sure=True)
@@ -391,30 +374,22 @@ class LogReader:
 
     def _sound(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:
-            checksum = self._checksum(line)
-            if checksum is None:
-                return
-            try:
-                record = json.loads(line[9:])
-            except (ValueError, RecursionError):
-                record = None
+            checksum, record = zlib.crc32(line[9:-1], self.end.checksum), None
+            if not line.endswith(b"\n"):
+                problem = f"the last record is torn after {len(line)} bytes"
+            # Stop at the first mismatch: later checksums depend on this record.
+            elif line[:9] != b"%08x " % checksum:
+                named = line[:8].decode(errors="replace")
+                problem = f"a record's checksum is {named!r}, not {checksum:08x}"
+            else:
+                problem = "a record is no object of JSON"
+                with suppress(ValueError, RecursionError):
+                    record = json.loads(line[9:])
             if not isinstance(record, dict):
-                self.damage = f"{self.path}, byte {self.end.offset}: a record is no object of JSON"
+                self.damage = f"{self.path}, byte {self.end.offset}: {problem}"
                 return
             self.end = Position(self.end.offset + len(line), checksum)
             yield unpacked(record)
-
-    def _checksum(self, line: bytes) -> int | None:
-        where = f"{self.path}, byte {self.end.offset}"
-        if not line.endswith(b"\n"):
-            self.damage = f"{where}: the last record is torn after {len(line)} bytes"
-            return None
-        checksum = zlib.crc32(line[9:-1], self.end.checksum)
-        # Stop at the first mismatch: later checksums depend on this record.
-        if line[:9] != b"%08x " % checksum:
-            self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
-            return None
-        return checksum
 
 
 DAMAGED = "damaged: "
@@ -422,25 +397,21 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the valid part of a log; empty if there are none.
+    """Describe the complete lines after the end of the valid part of a log; empty if there are none.
 
     A killed process leaves at most one incomplete line. Complete lines mean that the log was
     changed, or that the disk lost a part of it.
-
-    Args:
-        path: the log.
-        end: end of the valid part.
     """
-    behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
+    behind = sum(line.endswith(b"\n") for line in lines(raw(path, end.offset)))
     if not behind:
         return ""
+    found = f"{behind} complete lines from there on are not read"
     fork = find_fork(path, end)
-    why = (
-        ""
-        if fork is None
-        else f"; the log continues from byte {fork}: two processes appended to this log at the same time"
-    )
-    return f"{behind} complete lines from there on are not read{why}"
+    if fork is not None:
+        found += (
+            f"; the log continues from byte {fork}: two processes appended to this log at the same time"
+        )
+    return found
 
 
 def damage_note(reader: LogReader) -> list[str]:
@@ -518,33 +489,24 @@ def has_position(path: Path, position: Position) -> bool:
 def damage_before(path: Path, end: Position) -> str | None:
     """Return the damage to a log's file before a position that `has_position`; None if it is valid.
     Does not read the archive."""
-    if _is_sound_before(path, end):
+    with open_file(path) as file:
+        start = file_start(file)
+        offset, checksum = start.offset, start.checksum
+        # Checksums alone are much faster to check than records.
+        for line in file:
+            if offset >= end.offset:
+                break
+            checksum = zlib.crc32(line[9:-1], checksum)
+            if line[:9] != b"%08x " % checksum:
+                break
+            offset += len(line)
+    if Position(offset, checksum) == end:
         return None
-    start = start_of(path)
     reader = LogReader(path, Position(start.offset, start.checksum))
     for _ in reader:
         if reader.end.offset >= end.offset:
             break
     return reader.damage
-
-
-def _is_sound_before(path: Path, end: Position) -> bool:
-    """Return whether all records before a position have valid checksums. Does not parse or copy
-    records."""
-    with open_file(path) as file:
-        start = file_start(file)
-        checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
-        while place < last and (read := file.read(min(_CHUNK_BYTES, last - place))):
-            place += len(read)
-            data, begin = rest + read, 0
-            view = memoryview(data)
-            while (line_end := data.find(b"\n", begin)) >= 0:
-                checksum = zlib.crc32(view[begin + 9 : line_end], checksum)
-                if data[begin : begin + 9] != b"%08x " % checksum:
-                    return False
-                begin = line_end + 1
-            rest = data[begin:]
-    return checksum == end.checksum
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -569,7 +531,6 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
     """Find out whether two writers appended to a log.
 
     Args:
-        path: the log.
         damage: the end of its valid records.
         look_back: how many of the last valid records to try.
 
@@ -582,18 +543,15 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
     for _ in reader:
         places.append(reader.end)
     line = next(lines(raw(path, damage.offset)), b"")
-    after = (
-        p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum)
-    )
-    return next(after, None)
+    for place in reversed(places):
+        if line[:9] == b"%08x " % zlib.crc32(line[9:-1], place.checksum):
+            return place.offset
+    return None
 
 
 def _file_start(at: Position) -> FileStart:
-    return (
-        FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum)))
-        if at.offset
-        else FileStart()
-    )
+    size = len(header(at.offset, at.checksum)) if at.offset else 0
+    return FileStart(at.offset, at.checksum, size) if size else FileStart()
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:
@@ -605,12 +563,7 @@ def _begins_with(path: Path, beginning: Path) -> bool:
 
 
 def line_of(record: Record, checksum: int) -> bytes:
-    """Return a record as a line of a log.
-
-    Args:
-        record: the record.
-        checksum: the previous record's checksum.
-    """
+    """Return a record as a line of a log, after a record with this checksum."""
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
 
@@ -632,7 +585,6 @@ class LogCutting:
     logged, and the next checkpoint tries again.
 
     Args:
-        log: the log.
         min_bytes: bytes before the oldest kept checkpoint that make a cut worthwhile.
         run: starts the work and returns its future; None uses a thread.
         timeout_s: longest wait for the archive in `finish(wait=True)` and `close`.
@@ -653,12 +605,8 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Start to archive the records before a position, if there are enough and no archiving is
-        running.
-
-        Args:
-            needed: position of the oldest kept checkpoint. All records must be committed.
-        """
+        """Start to archive the records before the oldest kept checkpoint, if there are enough and no
+        archiving is running. All records must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
@@ -666,8 +614,7 @@ class LogCutting:
         """Switch the log to its shorter file, if that is ready. All records must be committed.
 
         Args:
-            wait: wait until it is ready. After the timeout, log a warning and leave the log as it
-                is.
+            wait: wait until it is ready. After the timeout, log a warning and leave the log as it is.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -694,12 +641,11 @@ class LogCutting:
     def _ends_in_time(self, work: Future[PreparedCut]) -> bool:
         if wait_for([work], self._timeout_s).done:
             return True
-        logger.warning(
-            "the log %s is not cut: the thread that archives it in %s did not end within %g s",
+        log, text = (
             self._log.path,
-            self._log.path.parent / HISTORY,
-            self._timeout_s,
+            "the log %s is not cut: the thread that archives it in %s did not end within %g s",
         )
+        logger.warning(text, log, log.parent / HISTORY, self._timeout_s)
         return False
 
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from ..errors import UserError
 from ..safe_files import open_file
-from .files import PARTIAL, Disk, make_folder, remove
+from .files import Disk, make_folder, remove
 
 HISTORY = "history"
 """Folder of the parts, next to the log."""
@@ -47,7 +47,7 @@ class FileStart:
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Records that were cut off a log."""
 
     path: Path
@@ -71,20 +71,16 @@ class Part:
 
 def header(offset: int, checksum: int) -> bytes:
     """Return the first line of a file that begins at this offset of its log."""
-    payload = json.dumps(
-        {"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")
-    ).encode()
+    fields = {"do": "cut", "offset": offset, "checksum": checksum}
+    payload = json.dumps(fields, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
 def file_start(file: BinaryIO) -> FileStart:
     """Read where the file of a log begins, and seek to its first record."""
     line = file.readline(1 << 10)
-    if (
-        line.endswith(b"\n")
-        and line[9:20] == b'{"do":"cut"'
-        and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
-    ):
+    is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
+    if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
         fields = json.loads(line[9:])
         return FileStart(fields["offset"], fields["checksum"], len(line))
     # No header: the file begins at offset 0.
@@ -101,20 +97,15 @@ def start_of(log: Path) -> FileStart:
         return FileStart()
 
 
-def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
-    """Return the parts between an offset of a log and its file, in order.
-
-    Args:
-        log: the file of the log.
-        start: where it begins.
-        since: the first offset that is needed.
+def parts(log: Path, start: FileStart, since: int = 0) -> list[_Part]:
+    """Return the parts between an offset of a log and the start of its file, in order.
 
     Raises:
         UserError: a part is missing.
     """
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
-    chain: list[Part] = []
+    chain: list[_Part] = []
     end = start.offset, start.checksum
     while end[0] > since:
         if end not in there:
@@ -134,24 +125,18 @@ def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: in
         log: the file of the log.
         descriptor: descriptor of that file, which may have been replaced since.
         start: where it begins.
-        end: offset after the last record.
-        checksum: checksum of that record.
+        end, checksum: the position.
         disk: the disk to write the part to.
 
     Raises:
         OSError: for example, the disk is full. No part is left.
     """
     part = _part(log, (start.offset, start.checksum), (end, checksum))
-    _write_part(part, _bounded(descriptor, start.header_bytes, start.place(end)), disk)
+    _write_part(part, records(descriptor, start, start.offset, end), disk)
 
 
 def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
     """Return the records of a log's file before a position as a part, to store elsewhere.
-
-    Args:
-        log: the file of the log.
-        end: offset after the last record of the part.
-        checksum: checksum of that record.
 
     Returns:
         The name of the part and its compressed bytes; None if the file begins there or later.
@@ -160,16 +145,14 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
     if start.offset >= end:
         return None
 
-    def packed() -> Iterator[bytes]:
+    def chunks() -> Iterator[bytes]:
         with open_file(log) as file:
-            now = file_start(file)
             # The caller would store a part under the wrong name.
-            if now != start:
+            if file_start(file) != start:
                 raise OSError(f"{log} was cut while it was being packed")
-            for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):
-                yield pa.compress(data, codec="zstd", asbytes=True)
+            yield from records(file.fileno(), start, start.offset, end)
 
-    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, packed()
+    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, _compressed(chunks())
 
 
 def drop_parts_behind(log: Path, start: FileStart) -> None:
@@ -189,26 +172,22 @@ def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
     """
     for part in parts(log, start_of(log), at):
         if part.begin[0] < at < part.end[0]:
-            size = at - part.begin[0]
-            _write_part(
-                _part(log, part.begin, (at, checksum)),
-                _first_bytes(part.chunks(part.begin[0]), size),
-                disk,
-            )
+            chunks = _first_bytes(part.chunks(part.begin[0]), at - part.begin[0])
+            _write_part(_part(log, part.begin, (at, checksum)), chunks, disk)
 
 
-def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: int, disk: Disk) -> None:
-    """Append the records between two offsets of a log to another file.
+def records(descriptor: int, start: FileStart, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the records between two offsets of a log, in chunks.
 
     Args:
         descriptor: descriptor of the log's file.
         start: where it begins.
         begin, end: offsets in the log, both in the file.
-        into: descriptor of the other file.
-        disk: the disk of the other file.
     """
-    for data in _bounded(descriptor, start.place(begin), start.place(end)):
-        disk.write(into, data)
+    place, last = start.place(begin), start.place(end)
+    while place < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - place), place)):
+        place += len(data)
+        yield data
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
@@ -226,39 +205,25 @@ def raw(log: Path, since: int) -> Iterator[bytes]:
             yield data
 
 
-def _found(log: Path) -> list[Part]:
+def _found(log: Path) -> list[_Part]:
     found = ((path, _NAME.fullmatch(path.name)) for path in (log.parent / HISTORY).glob(f"{log.stem}-*"))
-    return [Part(path, (int(n[1]), int(n[2], 16)), (int(n[3]), int(n[4], 16))) for path, n in found if n]
+    return [_Part(path, (int(n[1]), int(n[2], 16)), (int(n[3]), int(n[4], 16))) for path, n in found if n]
 
 
-def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> Part:
+def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> _Part:
     name = f"{log.stem}-{begin[0]:012d}.{begin[1]:08x}-{end[0]:012d}.{end[1]:08x}.log.zst"
-    return Part(log.parent / HISTORY / name, begin, end)
+    return _Part(log.parent / HISTORY / name, begin, end)
 
 
-def _write_part(part: Part, chunks: Iterator[bytes], disk: Disk) -> None:
-    """Write a part. Each chunk becomes a zstd frame; concatenated frames are a valid stream."""
+def _write_part(part: _Part, chunks: Iterator[bytes], disk: Disk) -> None:
     make_folder(part.path.parent)
-    partial = part.path.with_name(part.path.name + PARTIAL)
-    remove(partial)
-    descriptor = disk.open(partial)
-    try:
-        for data in chunks:
-            disk.write(descriptor, pa.compress(data, codec="zstd", asbytes=True))
-        disk.sync(descriptor)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        disk.close(descriptor)
-    disk.rename(partial, part.path)
-    disk.sync_folder(part.path.parent)
+    disk.write_whole(part.path, _compressed(chunks))
 
 
-def _bounded(descriptor: int, begin: int, end: int) -> Iterator[bytes]:
-    while begin < end and (data := os.pread(descriptor, min(CHUNK_BYTES, end - begin), begin)):
-        begin += len(data)
-        yield data
+def _compressed(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Compress each chunk into a zstd frame; concatenated frames are a valid stream."""
+    for data in chunks:
+        yield pa.compress(data, codec="zstd", asbytes=True)
 
 
 def _first_bytes(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
