@@ -385,8 +385,8 @@ class Timeline:
     @property
     def title(self) -> str:
         """A one-line summary."""
-        steps = [step for step, _ in self.steps]
-        those = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        first, last = self.steps[0][0], self.steps[-1][0]
+        those = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
 
     def num_calls(self, group: str) -> int:

@@ -27,14 +27,10 @@ from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 
 # The content of `live.json` (rows at each node, groups, leases, memory) and of `graph.json` (nodes and
-# followers). A damaged file counts as missing.
-
+# followers): the fields that pages rely on. Other fields are allowed. A damaged file counts as missing.
 
 MOST_BYTES = 32 << 20
 """[bytes] Largest file to read. Drivers write far less, and pages request these files again and again."""
-
-
-# The fields that pages rely on; other fields are allowed.
 
 
 class _Lease(TypedDict):
@@ -257,15 +253,12 @@ class RunReader:
     def described(self) -> dict[str, Any]:
         """The run without its data: its line in the list, latest values, and pages with data."""
         facts, live = self.facts, read_live(self.path)
-        places = nested(facts.config, "placement")
-        ranks = (
-            [one["ranks"] for one in live["groups"].values()]
-            if live
-            else [
-                known if isinstance(known := nested(places, name).get("ranks"), int) else 1
-                for name in places
-            ]
-        )
+        if live:
+            ranks = [one["ranks"] for one in live["groups"].values()]
+        else:
+            places = nested(facts.config, "placement")
+            known = (nested(places, name).get("ranks") for name in places)
+            ranks = [number if isinstance(number, int) else 1 for number in known]
         return {
             **self.summary,
             "why": facts.error,

@@ -16,7 +16,7 @@ import pyarrow.compute
 from ...dataflow.errors import UserError, nearest
 from .metrics import numbers
 from .sample_index import SampleIndex
-from .turns import gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
+from .turns import cut, gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
 
 # Filtering, searching and sorting the samples of a run.
 
@@ -410,7 +410,4 @@ def _preview(text: Any) -> str | None:
 
 
 def _cut(text: Any) -> str | None:
-    if text is None:
-        return None
-    text = str(text)
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} … ({len(text):,} characters)"
+    return None if text is None else cut(str(text), MOST_TEXT)

@@ -27,6 +27,7 @@ from ..reading import run_pages
 from ..reading.catalogue import Catalogue, parted
 from ..reading.comparison import compare_page
 from ..reading.metrics import Axis, cards, meaning
+from ..reading.run_reader import RunReader
 from ..reading.workers_page import log_part
 from .safety import Access, Guard
 
@@ -94,7 +95,7 @@ class _EventStream:
 
     async def _watch(self) -> None:
         while self._pages:
-            news, took_s = await asyncio.to_thread(self._timed_look)
+            news, took_s = await asyncio.to_thread(self._look)
             for message, run in news:
                 for queue, asked in self._pages.items():
                     if run is None or not asked or run in asked:
@@ -110,13 +111,10 @@ class _EventStream:
             message = event("reload", {})
         queue.put_nowait(message)
 
-    def _timed_look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """Return the changes, and the CPU seconds of the look."""
+    def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
+        """Return (event, run) for each change since the last look, and the CPU seconds of this look. The
+        run is None for all pages."""
         began = time.thread_time()
-        return self._look(), time.thread_time() - began
-
-    def _look(self) -> list[tuple[bytes, str | None]]:
-        """Return (event, run) for each change since the last look; the run is None for all pages."""
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers
         if self._states and readers.keys() != self._states.keys():
@@ -130,7 +128,7 @@ class _EventStream:
             if before is not None and (parts := changed(before, states[name])):
                 found.append((event("changed", {"run": name, "parts": parts}), name))
         self._states = states
-        return found
+        return found, time.thread_time() - began
 
 
 # JavaScript libraries, served from their installed wheels: none is copied into the repository or
@@ -145,10 +143,7 @@ FILES = {
 
 
 def vendored(name: str) -> Path | None:
-    """Return the path of a library file, or None if it is unknown or its package is missing.
-
-    The package is not imported.
-    """
+    """Return the path of a library file, or None if it is unknown or its package is missing."""
     if name not in FILES:
         return None
     package, place = FILES[name]
@@ -196,10 +191,8 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     def vendor(name: str) -> Response:
         path = vendored(name)
         if path is None:
-            return answer(
-                {"error": "unknown", "message": f"no package that is installed has the file {name!r}"},
-                404,
-            )
+            said = f"no package that is installed has the file {name!r}"
+            return answer({"error": "unknown", "message": said}, 404)
         return FileResponse(path, headers={"cache-control": "no-cache"})
 
     app.mount("/static", _Pages(directory=PAGES), name="static")
@@ -283,13 +276,17 @@ def _add_runs(app: FastAPI, catalogue: Catalogue) -> None:
                 found.append(reader.damaged(f"{type(error).__name__}: {error}"[:500]))
         return answer({"folder": str(catalogue.root), "single": catalogue.single, "runs": found})
 
-    @app.get("/api/run")
-    def run(run: str) -> Response:
-        return answer(catalogue[run].described)
+    def add(name: str, page: Callable[[RunReader], Any]) -> None:
+        @app.get(f"/api/{name}")
+        def _(run: str) -> Response:
+            return answer(page(catalogue[run]))
 
-    @app.get("/api/alerts")
-    def alerts(run: str) -> Response:
-        return answer({"run": run, "alerts": catalogue[run].alerts})
+    add("run", lambda run: run.described)
+    add("alerts", lambda run: {"run": run.name, "alerts": run.alerts})
+    add("graph", run_pages.graph)
+    add("buffer", run_pages.buffer)
+    add("workers", run_pages.workers)
+    add("weights", run_pages.weights)
 
 
 def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
@@ -323,10 +320,6 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
 
 
 def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
-    @app.get("/api/graph")
-    def graph(run: str) -> Response:
-        return answer(run_pages.graph(catalogue[run]))
-
     @app.get("/api/timeline")
     def timeline(
         run: str,
@@ -340,21 +333,9 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
         steps = None if first is None or last is None else (first, last)
         return answer(run_pages.timeline(catalogue[run], start, end, width, parted(ranks), steps))
 
-    @app.get("/api/buffer")
-    def buffer(run: str) -> Response:
-        return answer(run_pages.buffer(catalogue[run]))
-
-    @app.get("/api/workers")
-    def workers(run: str) -> Response:
-        return answer(run_pages.workers(catalogue[run]))
-
     @app.get("/api/log")
     def log(run: str, worker: str, after: int = 0) -> Response:
         return answer(log_part(catalogue[run].path, worker, after))
-
-    @app.get("/api/weights")
-    def weights(run: str) -> Response:
-        return answer(run_pages.weights(catalogue[run]))
 
     @app.get("/api/why")
     def why(run: str, group: int) -> Response:

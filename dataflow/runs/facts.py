@@ -10,18 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..metric_names import metric_of
 from ..safe_files import read_json
 from ..untrusted_text import without_secrets
 from .alerts import Alert, read_alerts
-from .files import CONFIG, METRICS, PARQUET, STREAM
+from .files import CONFIG, METRICS
 from .lock import Holder, Life, life_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MOST_CONFIG = 16 << 20
 """Most bytes to read of a configuration, because it is read on each request."""
@@ -146,41 +143,22 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
 
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    from .follow import StreamTail
+    from .follow import FollowedTable
+    from .tables import VALUES
 
-    stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
-    path = stream if stream.is_file() else parquet
+    table = FollowedTable(run, METRICS)
     try:
-        if path == parquet:
-            return _last_row(parquet) if parquet.is_file() else {}
-        values: dict[str, float] = {}
-        for batch in StreamTail(stream).new_batches():
-            values = _after(values, batch)
-        return values
+        news = table.news()
+        if news.table is not None:
+            rows = news.table.slice(max(0, len(news.table) - 1)).to_pylist()
+            values = [(name, value) for row in rows for name, value in row.items()]
+            return {name: float(value) for name, value in values if isinstance(value, int | float)}
+        found = pa.Table.from_batches(news.batches, VALUES)
+        steps = [step for step in found["step"].to_pylist() if step is not None]
+        last = found.filter(pc.field("step") == max(steps, default=0.0))
+        return dict(zip(last["name"].to_pylist(), last["value"].to_pylist(), strict=True))
     except (OSError, ValueError, pa.ArrowException) as error:
-        damage.append(f"{path}: {error}")
+        damage.append(f"{table.path}: {error}")
         return {}
-
-
-def _after(values: dict[str, float], batch: pa.RecordBatch) -> dict[str, float]:
-    """Update the metrics of the last step with a batch of (step, name, value) rows."""
-    steps = batch["step"].to_pylist()
-    last = max((step for step in steps if step is not None), default=-math.inf)
-    if last < values.get("step", 0.0):
-        return values
-    rows = zip(steps, batch["name"].to_pylist(), batch["value"].to_pylist(), strict=True)
-    new = {name: value for step, name, value in rows if step == last}
-    # A batch may add metrics to the current step.
-    return new if last > values.get("step", -math.inf) else values | new
-
-
-def _last_row(path: Path) -> Mapping[str, float]:
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(path)
-    if not file.metadata.num_rows:
-        return {}
-    table = file.read_row_group(file.metadata.num_row_groups - 1)
-    [row] = table.slice(len(table) - 1).to_pylist()
-    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

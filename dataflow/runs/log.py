@@ -40,12 +40,13 @@ from ..safe_files import open_file
 from .files import PARTIAL, Disk, remove
 from .log_archive import (
     HISTORY,
-    FileStart,
+    Position,
     archive,
     drop_parts_behind,
     file_start,
     header,
     parts,
+    place,
     raw,
     records,
     split,
@@ -70,14 +71,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 SYNC_INTERVAL_S = 0.5
 """[s] Part of a log that a power loss may cost. A sync takes milliseconds, and the rows of half a
 second are soon made again."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place between two records of a log, with the checksum that the next record starts from."""
-
-    offset: int = 0
-    checksum: int = 0
 
 
 class Fence(Protocol):
@@ -106,8 +99,8 @@ class PreparedCut:
 
     path: Path
     descriptor: int
-    start: FileStart
-    """Position and checksum where the file begins."""
+    start: Position
+    """Where the file begins."""
     copied: int
     """Byte offset in the log after the last copied record."""
     disk: Disk
@@ -164,15 +157,15 @@ class Log:
         if fence is not None:
             self.append(fence.record())
 
-    def _start_after(self, at: Position) -> FileStart:
+    def _start_after(self, at: Position) -> Position:
         """Return where the file begins for a log that continues at a position, which may be before
         the current file."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
         with suppress(UserError):  # the archived part is lost; continue without it
-            split(self.path, at.offset, at.checksum, self._disk)
-        return _file_start(at)
+            split(self.path, at, self._disk)
+        return at if at.offset else Position()
 
     def _begin_file(self, end: int) -> int:
         """Atomically replace the log by a file of this writer with the records up to this byte."""
@@ -181,7 +174,7 @@ class Log:
         descriptor = self._disk.open(unnamed)
         try:
             if self.start.offset:
-                self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
+                self._disk.write(descriptor, header(self.start))
             if end > self.start.offset:
                 with open_file(self.path) as before:
                     for data in records(before.fileno(), self.start, self.start.offset, end):
@@ -251,7 +244,7 @@ class Log:
             self._check()
         offset, lines = self._pending
         if self._torn:
-            self._disk.truncate(self._descriptor, self.start.place(offset))
+            self._disk.truncate(self._descriptor, place(self.start, offset))
             self._torn = False
         if lines:
             data = b"".join(lines)
@@ -261,7 +254,7 @@ class Log:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
             except OSError:  # for example, the disk is full: the next commit writes all of it again
-                self._disk.truncate(self._descriptor, self.start.place(offset))
+                self._disk.truncate(self._descriptor, place(self.start, offset))
                 raise
             self._torn = False
         if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
@@ -284,12 +277,10 @@ class Log:
         def work() -> PreparedCut:
             cut: PreparedCut | None = None
             try:
-                archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
+                archive(self.path, descriptor, start, at, self._disk)
                 remove(unnamed)
-                cut = PreparedCut(unnamed, self._disk.open(unnamed), _file_start(at), end, self._disk)
-                for data in chain(
-                    [header(at.offset, at.checksum)], records(descriptor, start, at.offset, end)
-                ):
+                cut = PreparedCut(unnamed, self._disk.open(unnamed), at, end, self._disk)
+                for data in chain([header(at)], records(descriptor, start, at.offset, end)):
                     self._disk.write(cut.descriptor, data)
                 self._disk.sync(cut.descriptor)
                 return cut
@@ -365,11 +356,11 @@ class LogReader:
             start = file_start(file)
             for part in parts(self.path, start, self.end.offset):
                 yield from self._sound(lines(part.chunks(self.end.offset)))
-                if self.damage is None and self.end != Position(*part.end):
+                if self.damage is None and self.end != part.end:
                     self.damage = f"{part.path} ends at byte {self.end.offset}"
                 if self.damage:
                     return
-            file.seek(start.place(self.end.offset))
+            file.seek(place(start, self.end.offset))
             yield from self._sound(file)
 
     def _sound(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -471,16 +462,15 @@ def has_position(path: Path, position: Position) -> bool:
         start = file_start(file)
         if position.offset <= start.offset:
             return position.offset < start.offset or position.checksum == start.checksum
-        place = start.place(position.offset)
-        file.seek(0, 2)
-        if file.tell() < place:
+        at = place(start, position.offset)
+        if file.seek(0, 2) < at:
             return False
         # Read backwards in growing steps until the last complete line.
         size, tail = 1 << 12, b""
-        while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
-            begin = max(0, place - size)
+        while tail.count(b"\n", 0, -1) == 0 and len(tail) < at:
+            begin = max(0, at - size)
             file.seek(begin)
-            tail, size = file.read(place - begin), 4 * size
+            tail, size = file.read(at - begin), 4 * size
     return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(
         b"%08x " % position.checksum
     )
@@ -502,7 +492,7 @@ def damage_before(path: Path, end: Position) -> str | None:
             offset += len(line)
     if Position(offset, checksum) == end:
         return None
-    reader = LogReader(path, Position(start.offset, start.checksum))
+    reader = LogReader(path, start)
     for _ in reader:
         if reader.end.offset >= end.offset:
             break
@@ -543,15 +533,10 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
     for _ in reader:
         places.append(reader.end)
     line = next(lines(raw(path, damage.offset)), b"")
-    for place in reversed(places):
-        if line[:9] == b"%08x " % zlib.crc32(line[9:-1], place.checksum):
-            return place.offset
+    for at in reversed(places):
+        if line[:9] == b"%08x " % zlib.crc32(line[9:-1], at.checksum):
+            return at.offset
     return None
-
-
-def _file_start(at: Position) -> FileStart:
-    size = len(header(at.offset, at.checksum)) if at.offset else 0
-    return FileStart(at.offset, at.checksum, size) if size else FileStart()
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:

@@ -32,18 +32,12 @@ _NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.
 
 
 @dataclass(frozen=True)
-class FileStart:
-    """Where the file of a log begins in the whole log."""
+class Position:
+    """A place between two records of a log, with the checksum that the next record starts from."""
 
     offset: int = 0
+    """Bytes from the beginning of the log, including its archive."""
     checksum: int = 0
-    """Checksum that the first record starts from."""
-    header_bytes: int = 0
-    """Bytes of the file before the first record."""
-
-    def place(self, offset: int) -> int:
-        """Return the offset in the file of an offset in the log."""
-        return offset - self.offset + self.header_bytes
 
 
 @dataclass(frozen=True)
@@ -51,9 +45,8 @@ class _Part:
     """Records that were cut off a log."""
 
     path: Path
-    begin: tuple[int, int]
-    """Offset in the log, and the checksum there."""
-    end: tuple[int, int]
+    begin: Position
+    end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
         """Yield the bytes of the log from `start` to the end of the part.
@@ -61,7 +54,7 @@ class _Part:
         Raises:
             OSError: the file is damaged.
         """
-        skip = start - self.begin[0]
+        skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
                 if skip < len(data):
@@ -69,35 +62,42 @@ class _Part:
                 skip = max(0, skip - len(data))
 
 
-def header(offset: int, checksum: int) -> bytes:
-    """Return the first line of a file that begins at this offset of its log."""
-    fields = {"do": "cut", "offset": offset, "checksum": checksum}
+def header(start: Position) -> bytes:
+    """Return the first line of a file that begins at this position of its log; empty at offset 0."""
+    if not start.offset:
+        return b""
+    fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
     payload = json.dumps(fields, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
-def file_start(file: BinaryIO) -> FileStart:
+def place(start: Position, offset: int) -> int:
+    """Return the place of an offset in a log's file that begins at `start`."""
+    return offset - start.offset + len(header(start))
+
+
+def file_start(file: BinaryIO) -> Position:
     """Read where the file of a log begins, and seek to its first record."""
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
     if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
         fields = json.loads(line[9:])
-        return FileStart(fields["offset"], fields["checksum"], len(line))
+        return Position(fields["offset"], fields["checksum"])
     # No header: the file begins at offset 0.
     file.seek(0)
-    return FileStart()
+    return Position()
 
 
-def start_of(log: Path) -> FileStart:
+def start_of(log: Path) -> Position:
     """Return where the file of a log begins; offset 0 if there is no such file."""
     try:
         with open_file(log) as file:
             return file_start(file)
     except FileNotFoundError:
-        return FileStart()
+        return Position()
 
 
-def parts(log: Path, start: FileStart, since: int = 0) -> list[_Part]:
+def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
     """Return the parts between an offset of a log and the start of its file, in order.
 
     Raises:
@@ -106,11 +106,11 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[_Part]:
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
-    end = start.offset, start.checksum
-    while end[0] > since:
+    end = start
+    while end.offset > since:
         if end not in there:
             raise UserError(
-                f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end[0]} is not in "
+                f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end.offset} is not in "
                 f"{log.parent / HISTORY}. A run can resume without it, but the earlier records cannot be read"
             )
         chain.append(there[end])
@@ -118,31 +118,28 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[_Part]:
     return chain[::-1]
 
 
-def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: int, disk: Disk) -> None:
+def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
     """Compress the records from the start of a log's file to a position into a part.
 
     Args:
-        log: the file of the log.
-        descriptor: descriptor of that file, which may have been replaced since.
-        start: where it begins.
-        end, checksum: the position.
+        descriptor: descriptor of the log's file, which may have been replaced since.
+        start: where the file begins.
         disk: the disk to write the part to.
 
     Raises:
         OSError: for example, the disk is full. No part is left.
     """
-    part = _part(log, (start.offset, start.checksum), (end, checksum))
-    _write_part(part, records(descriptor, start, start.offset, end), disk)
+    _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
-def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
+def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
     """Return the records of a log's file before a position as a part, to store elsewhere.
 
     Returns:
         The name of the part and its compressed bytes; None if the file begins there or later.
     """
     start = start_of(log)
-    if start.offset >= end:
+    if start.offset >= end.offset:
         return None
 
     def chunks() -> Iterator[bytes]:
@@ -150,43 +147,42 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
             # The caller would store a part under the wrong name.
             if file_start(file) != start:
                 raise OSError(f"{log} was cut while it was being packed")
-            yield from records(file.fileno(), start, start.offset, end)
+            yield from records(file.fileno(), start, start.offset, end.offset)
 
-    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, _compressed(chunks())
+    return _part(log, start, end).path.name, _compressed(chunks())
 
 
-def drop_parts_behind(log: Path, start: FileStart) -> None:
+def drop_parts_behind(log: Path, start: Position) -> None:
     """Remove parts that do not belong before the log's file, because of a rollback or an unfinished
     cut."""
     for part in _found(log):
-        if part.end[0] >= start.offset and part.end != (start.offset, start.checksum):
+        if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
 
 
-def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
+def split(log: Path, at: Position, disk: Disk) -> None:
     """Split the part that has a position there, for a log that will continue from it.
 
     Raises:
         UserError: there is no such part.
         OSError: for example, the disk is full.
     """
-    for part in parts(log, start_of(log), at):
-        if part.begin[0] < at < part.end[0]:
-            chunks = _first_bytes(part.chunks(part.begin[0]), at - part.begin[0])
-            _write_part(_part(log, part.begin, (at, checksum)), chunks, disk)
+    for part in parts(log, start_of(log), at.offset):
+        if part.begin.offset < at.offset < part.end.offset:
+            chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
+            _write_part(_part(log, part.begin, at), chunks, disk)
 
 
-def records(descriptor: int, start: FileStart, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, in chunks.
+def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the records between two offsets of a log, both in its file, in chunks.
 
     Args:
         descriptor: descriptor of the log's file.
-        start: where it begins.
-        begin, end: offsets in the log, both in the file.
+        start: where the file begins.
     """
-    place, last = start.place(begin), start.place(end)
-    while place < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - place), place)):
-        place += len(data)
+    at, last = place(start, begin), place(start, end)
+    while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
+        at += len(data)
         yield data
 
 
@@ -199,20 +195,26 @@ def raw(log: Path, since: int) -> Iterator[bytes]:
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):
-            yield from part.chunks(max(since, part.begin[0]))
-        file.seek(start.place(max(since, start.offset)))
+            yield from part.chunks(max(since, part.begin.offset))
+        file.seek(place(start, max(since, start.offset)))
         while data := file.read(CHUNK_BYTES):
             yield data
 
 
 def _found(log: Path) -> list[_Part]:
-    found = ((path, _NAME.fullmatch(path.name)) for path in (log.parent / HISTORY).glob(f"{log.stem}-*"))
-    return [_Part(path, (int(n[1]), int(n[2], 16)), (int(n[3]), int(n[4], 16))) for path, n in found if n]
+    paths = (log.parent / HISTORY).glob(f"{log.stem}-*")
+    names = [(path, _NAME.fullmatch(path.name)) for path in paths]
+    positions = [
+        (path, Position(int(n[1]), int(n[2], 16)), Position(int(n[3]), int(n[4], 16)))
+        for path, n in names
+        if n
+    ]
+    return [_Part(*part) for part in positions]
 
 
-def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> _Part:
-    name = f"{log.stem}-{begin[0]:012d}.{begin[1]:08x}-{end[0]:012d}.{end[1]:08x}.log.zst"
-    return _Part(log.parent / HISTORY / name, begin, end)
+def _part(log: Path, begin: Position, end: Position) -> _Part:
+    first, last = (f"{at.offset:012d}.{at.checksum:08x}" for at in (begin, end))
+    return _Part(log.parent / HISTORY / f"{log.stem}-{first}-{last}.log.zst", begin, end)
 
 
 def _write_part(part: _Part, chunks: Iterator[bytes], disk: Disk) -> None:
