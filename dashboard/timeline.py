@@ -34,11 +34,7 @@ and seconds in the worker."""
 
 
 class CallLog:
-    """The calls of one run as arrays, in the order of their ends.
-
-    Args:
-        run: the directory of the run, which need not have a timeline yet.
-    """
+    """The calls of one run, which need not have any yet, as arrays in the order of their ends."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, TIMELINE)
@@ -133,13 +129,8 @@ class CallLog:
         return Timeline(self, start, max(end for _, end in own), own)
 
     def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return (group or graph, node) -> number and rows of its calls, their seconds, and those inside
-        the slowest rank. The rest is spent in the driver and the transport.
-
-        Args:
-            by: "group" or "graph".
-            rows: indexes of the calls.
-        """
+        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the seconds
+        inside the slowest rank. The rest is spent in the driver and the transport."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
         found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -419,11 +410,8 @@ def load_timeline(run: Path, steps: str = ":") -> Timeline:
 
 
 def select_steps(log: CallLog, text: str = ":") -> Timeline:
-    """Return the timeline of some steps, as the user names them (see `load_timeline`).
-
-    Raises:
-        UserError: the text has another form, or the run has none of these steps.
-    """
+    """Return the timeline of some steps, as the user names them (see `load_timeline`). Raises UserError
+    if the text has another form, or the run has none of these steps."""
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or not text:
         raise UserError(f"steps are given as 10:20 (10 to 19), 10:, :20 or 10, not {text!r}")

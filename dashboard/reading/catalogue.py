@@ -19,12 +19,7 @@ DEPTH = 3
 
 
 class Catalogue:
-    """The runs of a folder, or one run.
-
-    Args:
-        root: the folder of runs, or the directory of one.
-        clock: a monotonic clock [s].
-    """
+    """The runs of a folder, or the run in a directory."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
@@ -55,25 +50,15 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """Return the reader of a run.
-
-        Raises:
-            NoSuchRunError: no run has that name; suggests the nearest name.
-        """
+        """Return the reader of a run. Raises NoSuchRunError if no run has that name; suggests the
+        nearest name."""
         readers = self.readers
         if name not in readers:
             raise NoSuchRunError(f"there is no run {name!r}{nearest(name, list(readers))}")
         return readers[name]
 
     def chosen(self, names: str) -> list[RunReader]:
-        """Return the readers of several runs.
-
-        Args:
-            names: comma-separated names, as `parted` splits them.
-
-        Raises:
-            NoSuchRunError: a run does not exist.
-        """
+        """Return the readers of several runs, whose names `parted` splits."""
         return [self[name] for name in dict.fromkeys(parted(names))]
 
 

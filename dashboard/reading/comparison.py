@@ -27,10 +27,7 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations, as name -> both values.
-
-    There is one mapping each for settings, versions and data.
-    """
+    """Return the differences between two configurations in settings, versions and data: name -> both values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -96,10 +93,7 @@ def compare_metrics(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, dict[str, list[float]]]:
     """Return the first step with a different metric, and those metrics, largest difference first.
-
-    Args:
-        a, b: step -> metric -> value. Metrics that measure time are skipped.
-    """
+    Metrics that measure time are skipped."""
     for step in sorted(set(a) & set(b)):
         parts: dict[str, float] = {}
         """Metric -> relative difference."""
@@ -130,11 +124,7 @@ def at_last_common_step(
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step of a run.
-
-    Args:
-        notes: receives a line if the metrics cannot be read.
-    """
+    """Return the metrics of each step of a run; `notes` receives a line if they cannot be read."""
     try:
         table = read_metrics(run)
     except (OSError, pa.ArrowException) as error:
@@ -197,14 +187,8 @@ def _side(token: int | None, logprob: float | None) -> str:
 
 
 def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
-    """Return the first recorded sample that differs between two runs, in the order of steps.
-
-    Return None if there is no such sample, or no common step.
-
-    Args:
-        a, b: directories of the runs.
-        notes: receives a line for each unreadable file, and for each log with lost records.
-    """
+    """Return the first recorded sample that differs between two runs, in the order of steps, or None.
+    `notes` receives a line for each unreadable file, and for each log with lost records."""
     from ...dataflow.runs.samples import SampleFile, recorded, tables
 
     def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:

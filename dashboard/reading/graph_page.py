@@ -34,8 +34,7 @@ def graph_page(
     """Return nodes, edges and followers of all graphs of a run.
 
     Args:
-        graphs: the content of `graph.json`.
-        live: the content of `live.json`.
+        graphs, live: the content of `graph.json` and `live.json`.
         goes_on: whether its driver is alive.
     """
     worked = calls.totals("graph")
@@ -69,13 +68,7 @@ def _node(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return a node with its rows and calls.
-
-    Args:
-        now: its rows in `live.json`.
-        group: its group in `live.json`.
-        own: the totals of its calls.
-    """
+    """Return a node with its rows `now`, its group in `live.json`, and the totals of its `own` calls."""
     busy = any(call.get("what") == node["name"] for call in group.get("calls", ()))
     return {
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
@@ -169,12 +162,7 @@ MOST_BARS = 200
 def buffer_page(
     run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state and history of the buffer.
-
-    Args:
-        live: the content of `live.json`.
-        samples: the index of the run's samples.
-    """
+    """Return the state and history of the buffer, from `live.json` and the index of samples."""
     graphs = {name: nested(live, "graphs", name) for name in nested(live, "graphs")}
     dropped = Counter[str]()
     for one in graphs.values():

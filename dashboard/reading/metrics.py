@@ -27,11 +27,7 @@ MOST_LEFT_OUT = 5000
 
 
 class MetricLog:
-    """The metrics of one run.
-
-    Args:
-        run: the directory of the run, which need not have metrics yet.
-    """
+    """The metrics of one run, which need not have any yet."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS, MOST)

@@ -99,11 +99,8 @@ def _value_at(step: int, series: tuple[np.ndarray, np.ndarray] | None) -> float 
 
 
 def group(run: RunReader, number: int) -> dict[str, Any]:
-    """Return the samples of a group. If none are recorded, return the reason why it waits.
-
-    Raises:
-        UserError: there is no such group.
-    """
+    """Return the samples of a group. If none are recorded, return the reason why it waits. Raises
+    UserError if there is no such group."""
     try:
         return run.sample_pages.group(number, run.facts.config)
     except UserError:
@@ -113,11 +110,8 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def why(run: RunReader, number: int) -> dict[str, Any]:
-    """Return what a group waits for, from the driver's last report or from the log.
-
-    Raises:
-        UserError: there is no such group, or the log is larger than MOST_LOG.
-    """
+    """Return what a group waits for, from the driver's last report or from the log. Raises UserError if
+    there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
@@ -131,11 +125,8 @@ def why(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
-    """Answer a SQL query in the locked DuckDB of `weft buffer sql`.
-
-    Raises:
-        UserError: DuckDB is not installed, cannot answer, or takes too long.
-    """
+    """Answer a SQL query in the locked DuckDB of `weft buffer sql`. Raises UserError if DuckDB is not
+    installed, cannot answer, or takes too long."""
     notes: list[str] = []
 
     def light_samples() -> pa.Table | None:
@@ -168,11 +159,8 @@ def _cell(value: Any) -> Any:
 
 
 def stop(run: RunReader) -> dict[str, Any]:
-    """Ask the driver to save and end the run.
-
-    Raises:
-        UserError: the run is not alive, or its directory cannot be written.
-    """
+    """Ask the driver to save and end the run. Raises UserError if the run is not alive, or its
+    directory cannot be written."""
     return _request(run, lambda epoch: request_stop(run.path, epoch), "end")
 
 

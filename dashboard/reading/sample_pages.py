@@ -95,11 +95,7 @@ QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
 
 
 def require_column(table: pa.Table, name: str) -> str:
-    """Return the name of a column in the index.
-
-    Raises:
-        UserError: there is no such column.
-    """
+    """Return the name of a column in the index. Raises UserError if there is no such column."""
     name = QUERY_NAMES.get(name, name)
     if name.startswith("_") or name not in table.column_names:
         columns = [column for column in table.column_names if not column.startswith("_")]
@@ -167,11 +163,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses.
-
-        Args:
-            sort: step, mean, spread, length or group; a leading minus sorts descending.
-        """
+        """Return a part of the list of groups, each with the rewards of its responses. They are sorted by
+        step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -189,11 +182,8 @@ class SamplePages:
         return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
 
     def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one sample, with the text and all columns of its tokens.
-
-        Raises:
-            UserError: there is no such sample.
-        """
+        """Return one sample, with the text and all columns of its tokens. Raises UserError if there is
+        no such sample."""
         row = self._index.row(id)
         if row is None:
             raise UserError(f"the run has recorded no sample {id}{self._hint}")
@@ -243,11 +233,7 @@ class SamplePages:
 
 
 class _Groups:
-    """Groups of samples, with their sort keys.
-
-    Args:
-        places: indexes of the rows to include.
-    """
+    """Groups of the samples at these places of a table, with their sort keys."""
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
         self._places = places

@@ -132,11 +132,8 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Split a response into turns with token ranges, or return None for a single plain turn.
-
-    Args:
-        tokens: the text of each token, including special ones.
-    """
+    """Split a response, given as the text of each token, into turns with token ranges, or return None
+    for a single plain turn."""
     turns = turns_of_text("".join(tokens), "assistant")
     if turns is None:
         return None
@@ -150,11 +147,7 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of a row's prompt, or None for plain text.
-
-    Args:
-        row: a row of samples with all columns.
-    """
+    """Return the turns of the prompt of a row with all columns, or None for plain text."""
     for name in MESSAGES:
         value = row.get(name)
         try:
@@ -254,13 +247,8 @@ def _load(where: str) -> Tokenizer | None:
 
 
 def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, including special ones.
-
-    If several tokens form a character, the first one gets all of it.
-
-    Args:
-        tokenizer: the tokenizer, or None to show token ids.
-    """
+    """Return the text of each token, including special ones, or its id without a tokenizer. If several
+    tokens form a character, the first one gets all of it."""
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]
     backend = tokenizer.backend

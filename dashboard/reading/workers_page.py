@@ -31,11 +31,7 @@ OVER = {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}
 
 
 def workers_page(run: Path, live: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
-    """Return all ranks of all groups, and the driver.
-
-    Args:
-        live: the content of `live.json`.
-    """
+    """Return all ranks of all groups, and the driver, from `live.json` and the files of the run."""
     memory, logs = _memory(run), _logs(run)
     hosts = nested(live, "hosts")
     where = {who: name for name in hosts for who in nested(hosts, name, "processes")}

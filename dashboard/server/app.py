@@ -74,11 +74,7 @@ class _EventStream:
         """Set when the server shuts down, which ends all streams."""
 
     async def events(self, runs: Collection[str]) -> AsyncIterator[bytes]:
-        """Yield the events for one page until it disconnects.
-
-        Args:
-            runs: names of the runs to watch, or empty for all.
-        """
+        """Yield the events of these runs, or of all if empty, for one page until it disconnects."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._pages[queue] = frozenset(runs)
         if self._watcher is None or self._watcher.done():
@@ -112,8 +108,8 @@ class _EventStream:
         queue.put_nowait(message)
 
     def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """Return (event, run) for each change since the last look, and the CPU seconds of this look. The
-        run is None for all pages."""
+        """Return (event, run) for each change since the last look, and the CPU seconds of this look. A
+        run of None means all pages."""
         began = time.thread_time()
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers

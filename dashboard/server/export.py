@@ -40,13 +40,8 @@ _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +(
 
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
-    """Write one run as a single HTML file.
-
-    Args:
-        file: the file to write; an existing one is replaced.
-
-    Returns:
-        The file, its bytes, and the number of exported sample groups and of all groups.
+    """Write one run as a single HTML file. Return the file, its bytes, and the number of exported sample
+    groups and of all groups.
 
     Raises:
         UserError: there is no such run, or the file cannot be written.
@@ -139,11 +134,8 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to an address.
-
-    Raises:
-        UserError: the dashboard answers with an error; has its text.
-    """
+    """Return the dashboard's answer to an address. Raises UserError if the dashboard answers with an
+    error; has its text."""
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://localhost"
     ) as client:

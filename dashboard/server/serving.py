@@ -55,7 +55,6 @@ class Serving:
         """Listen on an address.
 
         Args:
-            folder: the folder of runs, or the directory of one.
             port: the port, or 0 for a free one.
             token: the token that requests must have; None makes a new one, and an empty one
                 (loopback only) turns the check off.

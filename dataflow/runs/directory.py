@@ -132,14 +132,12 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes. Damaged files are set aside and named in
-        `notes`; none of them is needed.
+        """Open the directory of a run that resumes after a step, at this position of the log. Damaged
+        files are set aside and named in `notes`; none of them is needed.
 
         Args:
             step: last step to keep; metrics and calls of later steps are dropped.
             time_s: seconds from the start of the run to the end of that step.
-            position: position in the buffer's log.
-            lock: lock of the run, held by this process.
             origin: where the run resumes, and why.
         """
         directory = cls(path, lock, origin=origin)
@@ -214,12 +212,8 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove samples of void leases, and unfinished files.
-
-        Args:
-            is_void: whether a lease (graph and number) does not count, because the run was restored
-                to an earlier step.
-        """
+        """Remove unfinished files, and samples of leases (graph and number) that do not count, because the
+        run was restored to an earlier step."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -227,11 +221,8 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` and `graph.json`, without secrets.
-
-        Args:
-            config: the resolved configuration; values without a JSON form are written as text.
-            graphs: the graphs of the run by name; the training graph is drawn in Mermaid.
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets. Values
+        without a JSON form are written as text.
 
         Raises:
             TakenOverError: another driver took over the run.
@@ -248,11 +239,8 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, which has its number under "step". The next `flush` writes them to disk.
-
-        Returns:
-            All metrics of that step so far.
-        """
+        """Add metrics of a step, with its number under "step", and return all of that step so far. The
+        next `flush` writes them to disk."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -304,10 +292,7 @@ class RunDirectory:
 
 def check_name(name: object, what: str) -> None:
     """Refuse a name (of a run, a worker group, an evaluation) that is not safe as part of a path.
-
-    Raises:
-        UserError: `what`, an argument, has an invalid name; the message suggests a valid one.
-    """
+    The UserError names `what`, the argument, and suggests a valid name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
@@ -323,11 +308,7 @@ def check_name(name: object, what: str) -> None:
 
 def check_run_name(name: object, what: str) -> None:
     """Refuse an invalid name for a run (see `check_name`), or one that is ambiguous as a value of
-    `resume`.
-
-    Raises:
-        UserError: the name is invalid; the message suggests a valid one.
-    """
+    `resume`. Raises UserError if the name is invalid; the message suggests a valid one."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -337,11 +318,8 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Refuse a run, if it exists, whose folders this user may not read and write.
-
-    Raises:
-        UserError: naming the first such folder.
-    """
+    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError if
+    naming the first such folder."""
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
@@ -350,11 +328,7 @@ def check_rights(run: Path) -> None:
 
 def hold(run: Path) -> RunLock:
     """Take the lock of an existing run. Its epoch is larger than all earlier ones, even if the lock
-    folder was removed.
-
-    Raises:
-        UserError: another process holds it.
-    """
+    folder was removed. Raises UserError if another process holds it."""
     after = 0
     if not epochs(run):
         try:
@@ -365,11 +339,8 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path.
-
-    Raises:
-        UserError: its driver is alive.
-    """
+    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises UserError if
+    its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:

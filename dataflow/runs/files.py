@@ -94,11 +94,7 @@ def make_private(path: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder.
-
-    Returns:
-        Its new path.
-    """
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
@@ -179,11 +175,8 @@ class Disk:
             self.close(descriptor)
 
     def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
-        """Replace the contents of a file atomically, and sync them.
-
-        Raises:
-            OSError: for example, the disk is full. The file keeps its previous contents.
-        """
+        """Replace the contents of a file atomically, and sync them. Raises OSError if, for example, the
+        disk is full. The file keeps its previous contents."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.write_new(partial, [data] if isinstance(data, bytes) else data)

@@ -45,11 +45,7 @@ class StreamTail:
 
     def new_batches(self) -> list[pa.RecordBatch]:
         """Return the complete new messages; none without a file. If the file was replaced or cut,
-        return all of its messages.
-
-        Raises:
-            pyarrow.ArrowException: the file is not a stream.
-        """
+        return all of its messages. Raises pyarrow.ArrowException if the file is not a stream."""
         try:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())

@@ -102,19 +102,13 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Take the lock of a run, with an epoch larger than `after`.
-
-        Raises:
-            UserError: another process holds it; the message names it, with the start time and a remedy.
-        """
+        """Take the lock of a run, with an epoch larger than `after`. Raises UserError if another
+        process holds it; the message names it, with the start time and a remedy."""
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
-        """Begin the next epoch, when this process starts the run again.
-
-        Raises:
-            TakenOverError: another process holds it.
-        """
+        """Begin the next epoch, when this process starts the run again. Raises TakenOverError if
+        another process holds it."""
         self.check(sure=True)
         before = self._claim
         claim = _take(self.run / LOCK, before.holder.epoch, own=before.path)
@@ -136,11 +130,8 @@ class RunLock:
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write (see `Fence.check`).
-
-        Raises:
-            TakenOverError: another driver took over the run, or its lock was removed.
-        """
+        """Check that this process may write (see `Fence.check`). Raises TakenOverError if another
+        driver took over the run, or its lock was removed."""
         if self._claim.is_held(sure=sure):
             return
         try:
@@ -385,11 +376,8 @@ def _lines(path: Path) -> tuple[float, list[bytes]]:
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Return the holder named in the first line of its file.
-
-    Raises:
-        ValueError: the line does not name a valid one.
-    """
+    """Return the holder named in the first line of its file. Raises ValueError if the line does not
+    name a valid one."""
     try:
         holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:

@@ -438,10 +438,7 @@ def graph_record(name: str, outline: Record) -> Record:
 
 def described_graph(record: Record) -> Graph:
     """Return the graph that a record describes. A checker or ledger can use it, but it cannot run.
-
-    Raises:
-        FormatError: the log was written by another version of Weft.
-    """
+    Raises FormatError if the log was written by another version of Weft."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
@@ -518,15 +515,11 @@ def last_epoch(path: Path) -> int:
 
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
-    """Find out whether two writers appended to a log.
-
-    Args:
-        damage: the end of its valid records.
-        look_back: how many of the last valid records to try.
+    """Find out whether two writers appended to a log, after whose valid records it is damaged.
 
     Returns:
-        End of the earlier record that the invalid one follows, written by a process that did not
-        know the records in between; None if there is none.
+        End of the earlier record, of the last `look_back` ones, that the invalid one follows; its
+        writer did not know the records in between. None if there is none.
     """
     reader = LogReader(path)
     places = deque([reader.end], look_back)

@@ -49,11 +49,8 @@ class _Part:
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from `start` to the end of the part.
-
-        Raises:
-            OSError: the file is damaged.
-        """
+        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the file is
+        damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -98,11 +95,8 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts between an offset of a log and the start of its file, in order.
-
-    Raises:
-        UserError: a part is missing.
-    """
+    """Return the parts between an offset of a log and the start of its file, in order. Raises UserError
+    if a part is missing."""
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
@@ -119,12 +113,8 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records from the start of a log's file to a position into a part.
-
-    Args:
-        descriptor: descriptor of the log's file, which may have been replaced since.
-        start: where the file begins.
-        disk: the disk to write the part to.
+    """Compress the records from the start of a log's file, which may have been replaced since, to a
+    position into a part.
 
     Raises:
         OSError: for example, the disk is full. No part is left.
@@ -133,11 +123,8 @@ def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Di
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return the records of a log's file before a position as a part, to store elsewhere.
-
-    Returns:
-        The name of the part and its compressed bytes; None if the file begins there or later.
-    """
+    """Return the records of a log's file before a position as a part, to store elsewhere: its name and
+    its compressed bytes. None if the file begins there or later."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
@@ -174,12 +161,7 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, both in its file, in chunks.
-
-    Args:
-        descriptor: descriptor of the log's file.
-        start: where the file begins.
-    """
+    """Yield the records between two offsets of a log, both in its file that begins at `start`, in chunks."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)
@@ -187,11 +169,8 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file.
-
-    Raises:
-        UserError: some of them are missing.
-    """
+    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file. Raises
+    UserError if some of them are missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):

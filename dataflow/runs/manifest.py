@@ -78,9 +78,8 @@ def verify_manifest(folder: Path) -> list[Damage]:
     """Compare the files in a folder with its manifest.
 
     Returns:
-        The damage, sorted by file; empty if all files are intact. It lists files that are missing,
-        changed, unreadable, of another size, or not in the manifest. If the manifest is damaged, it
-        lists only that.
+        The damage, sorted by file: files that are missing, changed, unreadable, of another size, or
+        not in the manifest. If the manifest is damaged, only that is listed.
     """
     try:
         written = read_file(folder / MANIFEST)
@@ -122,7 +121,7 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
     Args:
         sync: the disk to sync it with after reading; None does not sync.
-        advance: called after each chunk that is read.
+        advance: called after each chunk.
 
     Raises:
         OSError: it cannot be read.

@@ -26,20 +26,14 @@ LOOK_S = 1.0
 
 
 def request_stop(run: Path, epoch: int) -> None:
-    """Ask the driver that holds a run, with this epoch, to end it.
-
-    Raises:
-        OSError: this user may not write there.
-    """
+    """Ask the driver that holds a run, with this epoch, to end it. Raises OSError if this user may not
+    write there."""
     _request(run / STOP, epoch, host=platform.node())
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver that holds a run for the stack of a worker, such as `actor[0]`.
-
-    Raises:
-        OSError: this user may not write there.
-    """
+    """Ask the driver that holds a run for the stack of a worker, such as `actor[0]`. Raises OSError if
+    this user may not write there."""
     _request(run / STACKS, epoch, worker=worker)
 
 
@@ -48,12 +42,7 @@ def _request(path: Path, epoch: int, **asked: str) -> None:
 
 
 class RunRequests:
-    """Reads requests of one kind, in the driver of a run.
-
-    Args:
-        path: the file of the requests.
-        epoch: epoch of this driver.
-    """
+    """Reads requests of one kind from their file, in the driver with this epoch."""
 
     def __init__(self, path: Path, epoch: int) -> None:
         self._path, self._epoch = path, epoch

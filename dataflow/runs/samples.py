@@ -85,11 +85,8 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log up to a position, if the metrics are lost.
-
-    Returns:
-        One row per step, with `step` and, if the log has it, the number of `samples`.
-    """
+    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with `step`
+    and, if the log has it, the number of `samples`."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -153,11 +150,8 @@ class SampleFile:
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows of the file, with their graph and step.
-
-        Raises:
-            OSError, pyarrow.ArrowException: the file is damaged.
-        """
+        """Read the rows of the file, with their graph and step. Raises OSError, pyarrow.ArrowException
+        if the file is damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could lead to reads out of bounds
@@ -184,10 +178,7 @@ def unfinished_files(run: Path) -> list[Path]:
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder.
-
-    Args:
-        notes: gets a line for each gap in the log; samples are then missing.
+    recorder. `notes` gets a line for each gap in the log; samples are then missing.
 
     Raises:
         FormatError: the log was written by another version of Weft.
@@ -214,22 +205,16 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all samples that a run recorded, with their graph and step; None if there are none.
-
-    Args:
-        notes: gets a line for each file that cannot be read, and for each gap in the log.
-    """
+    """Return all samples that a run recorded, with their graph and step; None if there are none. `notes`
+    gets a line for each file that cannot be read, and for each gap in the log."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
 def archive(run: Path) -> Path:
-    """Write all samples of a run to one Parquet file, compressed with zstd. Keeps the folder of
-    samples.
-
-    Returns:
-        The path of the file, `samples.parquet` in the folder of the run.
+    """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path. Keeps
+    the folder of samples.
 
     Raises:
         UserError: the run recorded no samples, or some of them cannot be read.

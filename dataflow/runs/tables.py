@@ -83,12 +83,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file.
-
-        Raises:
-            OSError: for example, the disk is full. A partly written message is cut off, and the
-                next flush tries again.
-        """
+        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A partly
+        written message is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -169,12 +165,8 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """Return the metrics of a run so far, a row per step and a column per metric; None without
-    metrics.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the Parquet file is damaged.
-    """
+    """Return the metrics of a run so far, a row per step and a column per metric; None without metrics.
+    Raises OSError or pyarrow.ArrowException if the Parquet file is damaged."""
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
     return read_parquet(run / f"{METRICS}{PARQUET}")
@@ -196,12 +188,8 @@ def last_step(run: Path) -> int | None:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """Return the calls of a run so far, a row each, in order of ending; None without
-    calls.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the Parquet file is damaged.
-    """
+    """Return the calls of a run so far, a row each, in order of ending; None without calls. Raises
+    OSError, pyarrow.ArrowException if the Parquet file is damaged."""
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
