@@ -28,7 +28,7 @@ from ..dataflow.runs.tables import BY_RANK, CALLS, render_table
 compute: Any = pyarrow.compute  # its functions are created on import, so type checkers do not see them
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
-RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
+RANKS: dict[str, Any] = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
 """Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
 and seconds in the worker."""
 
@@ -93,9 +93,8 @@ class CallLog:
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """The columns: [calls] each. `graph`, `group` and `node` are indexes into `words`."""
-        self._parts = _joined(
-            self._parts, dict.fromkeys(NUMBERS, np.float64) | dict.fromkeys(WORDS, np.int32)
-        )
+        types: dict[str, Any] = {**dict.fromkeys(NUMBERS, np.float64), **dict.fromkeys(WORDS, np.int32)}
+        self._parts = _joined(self._parts, types)
         return self._parts[0]
 
     @property
@@ -104,7 +103,7 @@ class CallLog:
         self._rank_parts = _joined(self._rank_parts, RANKS)
         return self._rank_parts[0]
 
-    def words(self, column: str) -> Sequence[str]:
+    def words(self, column: str) -> list[str]:
         """Return the words of `graph`, `group` or `node`, in the order of their numbers."""
         return list(self._words[column])
 
@@ -548,8 +547,11 @@ def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
             tracks.append([])
             open_until.append([])
         open_until[track].append(end)
-        args = {"step": int(c["step"][call]), "rows": int(c["rows"][call])}
-        args["worker_s"] = round(float(lane.worker_s[place]), 6)
+        args = {
+            "step": int(c["step"][call]),
+            "rows": int(c["rows"][call]),
+            "worker_s": round(float(lane.worker_s[place]), 6),
+        }
         name = names[int(lane.nodes[place])]
         tracks[track].append(
             {"name": name, "ts": _us(start), "dur": round(_us(end) - _us(start), 3), "args": args}

@@ -199,7 +199,7 @@ def curve(
     name: str,
     axis: Axis = "step",
     points: int = 800,
-    window: tuple[float, float] | None = None,
+    window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a metric over an axis, thinned.
 
@@ -211,9 +211,8 @@ def curve(
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)
     x, y = x[there], values[there]
-    if window is not None and len(x):
-        first, stop = np.searchsorted(x, window[0]), np.searchsorted(x, window[1], side="right")
-        x, y = x[max(0, first - 1) : stop + 1], y[max(0, first - 1) : stop + 1]
+    first, stop = np.searchsorted(x, window[0]), np.searchsorted(x, window[1], side="right")
+    x, y = x[max(0, first - 1) : stop + 1], y[max(0, first - 1) : stop + 1]
     return thinned(x, y, min(max(points, 4), MAX_POINTS))
 
 

@@ -314,7 +314,7 @@ class RunReader:
             return self._metrics.names
 
     def curves(
-        self, names: list[str], axis: Axis, points: int, window: tuple[float, float] | None = None
+        self, names: list[str], axis: Axis, points: int, window: tuple[float, float]
     ) -> list[dict[str, Any]]:
         """Return each metric with x, y and its last value. Unknown metrics are left out."""
         found: list[dict[str, Any]] = []

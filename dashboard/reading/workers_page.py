@@ -88,7 +88,8 @@ def _memory(run: Path) -> dict[str, list[list[float]]]:
             readings.setdefault(worker, []).append(points[:, workers == worker])
     found: dict[str, list[list[float]]] = {}
     for worker, parts in readings.items():
-        x, y = thinned(*np.concatenate(parts, axis=1), MOST_POINTS)
+        times, sizes = np.concatenate(parts, axis=1)
+        x, y = thinned(times, sizes, MOST_POINTS)
         found[worker] = [[a or 0.0, b or 0.0] for a, b in zip(numbers(x), numbers(y, 12), strict=True)]
     return found
 

@@ -304,13 +304,11 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
         names: str,
         axis: Axis = "step",
         points: int = Query(800, ge=4, le=5000),
-        start: float | None = None,
-        end: float | None = None,
+        start: float = -math.inf,
+        end: float = math.inf,
     ) -> Response:
-        bounds = -math.inf if start is None else start, math.inf if end is None else end
-        window = None if start is None and end is None else bounds
         chosen, wanted = catalogue.chosen(runs), parted(names)
-        series = [one for reader in chosen for one in reader.curves(wanted, axis, points, window)]
+        series = [one for reader in chosen for one in reader.curves(wanted, axis, points, (start, end))]
         marks = [mark for reader in chosen for mark in reader.marks(axis)]
         return answer({"axis": axis, "series": series, "marks": marks})
 

@@ -88,8 +88,9 @@ class Serving:
             idle_s: also end after this many seconds without a request; 0 for never.
             goes_on: whether to keep serving despite `idle_s`, because the run is alive.
         """
+        app = _LastAsked(self.app)
         config = uvicorn.Config(
-            self.app,
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -97,44 +98,38 @@ class Serving:
             ws="none",
         )
         server = uvicorn.Server(config)
+
+        def end_when_idle() -> None:
+            while not server.should_exit:
+                time.sleep(min(10.0, idle_s))
+                server.should_exit |= app.quiet_s() > idle_s and not goes_on()
+
         if idle_s:
-            self.app.add_middleware(_LastAsked, clock := _Clock())
-
-            def end_when_idle() -> None:
-                while not server.should_exit:
-                    time.sleep(min(10.0, idle_s))
-                    server.should_exit |= clock.quiet_s() > idle_s and not goes_on()
-
             threading.Thread(target=end_when_idle, daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt), self._socket:
             server.run(sockets=[self._socket])
 
 
-class _Clock:
-    """Time of the last request."""
+class _LastAsked:
+    """Passes requests on to an application, and knows when the last one came. Each open page has an event
+    stream."""
 
-    def __init__(self) -> None:
-        self.asked_at, self.open = time.monotonic(), 0
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._asked_at, self._open = time.monotonic(), 0
 
     def quiet_s(self) -> float:
         """Return the seconds since the last request, or 0 while a page is open."""
-        return 0.0 if self.open else time.monotonic() - self.asked_at
-
-
-class _LastAsked:
-    """Middleware that records requests and counts open responses. Each open page has an event stream."""
-
-    def __init__(self, app: ASGIApp, clock: _Clock) -> None:
-        self._app, self._clock = app, clock
+        return 0.0 if self._open else time.monotonic() - self._asked_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = scope["type"] == "http"
-        self._clock.open += counts
+        self._open += counts
         try:
             await self._app(scope, receive, send)
         finally:
-            self._clock.open -= counts
-            self._clock.asked_at = time.monotonic()
+            self._open -= counts
+            self._asked_at = time.monotonic()
 
 
 def _is_loopback(host: str) -> bool:

@@ -174,17 +174,13 @@ def read_metrics(run: Path) -> pa.Table | None:
 
 def last_step(run: Path) -> int | None:
     """Return the last step with metrics; None if there are none, or they cannot be read."""
-    stream = run / f"{METRICS}{STREAM}"
     try:
-        if stream.is_file():
-            found = [batch["step"] for batch in batches(stream)]
-        else:
-            table = read_parquet(run / f"{METRICS}{PARQUET}")
-            found = [table["step"]] if table is not None and "step" in table.column_names else []
+        table = read_metrics(run)
     except (OSError, pa.ArrowException):
         return None
-    steps = [step for part in found for step in part.to_pylist() if step is not None]
-    return int(max(steps, default=0.0)) if found else None
+    if table is None or "step" not in table.column_names:
+        return None
+    return int(max((step for step in table["step"].to_pylist() if step is not None), default=0.0))
 
 
 def read_timeline(run: Path) -> pa.Table | None:
