@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.dashboard.timeline import Lane, TimelineCall
+from weft.dashboard.timeline import CallLog, Lane, Timeline
 from weft.dataflow.runs.log import LogReader
 
 Rows = Sequence[Mapping[str, Any]]
@@ -18,39 +18,29 @@ def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | N
     """Return the calls of a group, of a node, or all calls, in a window.
 
     >>> calls = [{"group": "actor", "node": n, "start_s": a, "end_s": b} for n, a, b in (("u", 0, 2), ("p", 3, 4))]
-    >>> [(gap.seconds, gap.after) for gap in lane(calls, (0, 5), group="actor").gaps]
-    [(1, 'p'), (1, 'end')]
+    >>> idle(lane(calls, (0, 5), group="actor"))
+    {'idle_s': 2.0, 'before': {'p': 1.0, 'end': 1.0}}
     """
-    start, end = window
-    chosen = [
-        TimelineCall(
-            c.get("step", 0),
-            c.get("group", ""),
-            c["node"],
-            c["start_s"],
-            c["end_s"],
-            c.get("worker_s", 0.0),
-            0,
-        )
-        for c in calls
-        if group in (None, c.get("group"))
-        and node in (None, c["node"])
-        and c["start_s"] < end
-        and c["end_s"] > start
-    ]
-    return Lane(group or "", sorted(chosen, key=lambda call: call.start_s), start, end)
+    log = CallLog.of_rows(
+        {"worker_s": 0.0, "group": "", **call}
+        for call in calls
+        if group in (None, call.get("group")) and node in (None, call["node"])
+    )
+    timeline = Timeline(log, *window)
+    return timeline.lane(group or "", timeline.rows)
 
 
 def busy_s(lane: Lane) -> float:
     """Return the seconds of the window with an open call."""
-    return lane.end_s - lane.start_s - lane.idle_s
+    return lane.timeline.seconds - lane.idle_s
 
 
 def idle(lane: Lane) -> dict[str, Any]:
     """Return the seconds of the window without a call, and which node's call ended each gap."""
     before: dict[str, float] = {}
-    for gap in lane.gaps:
-        before[gap.after] = before.get(gap.after, 0.0) + gap.seconds
+    for gap in lane.gaps():
+        after = lane.node_at(gap.after) if gap.after >= 0 else "end"
+        before[after] = before.get(after, 0.0) + gap.seconds
     return {"idle_s": lane.idle_s, "before": before}
 
 
@@ -76,8 +66,11 @@ def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
     for step in steps:
         end = max(call["end_s"] for call in step["calls"])  # a step ends with its last call
         start = end - step["step_s"]
-        for left, right, nodes in lane(step["calls"], (start, end)).stretches:
-            seconds[parts[min(nodes, key=order.index)]] += max(0.0, right - max(left, start))
+        calls = lane(step["calls"], (start, end))
+        names = calls.timeline.log.words("node")
+        for left, right, nodes in calls.stretches:
+            first = min((names[node] for node in nodes), key=order.index)
+            seconds[parts[first]] += max(0.0, right - max(left, start))
     seconds["driver"] = total - sum(seconds.values())
     return {part: round(value / total, 4) for part, value in seconds.items()}
 

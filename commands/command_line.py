@@ -36,7 +36,7 @@ TREE: Mapping[str, Any] = {
     "samples": "samples:Samples",
     "diff": "diff:Diff",
     "export": "export:Export",
-    "timeline": "timeline:Timeline",
+    "timeline": "timeline:TimelineCommand",
     "buffer": {
         "check": "buffer:Check",
         "why": "buffer:Why",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from .command import Answer, Command, RunName, run_path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline(Command):
+class TimelineCommand(Command):
     """Show how busy each worker group of a run was, and draw its timeline."""
 
     run: RunName
@@ -20,16 +20,18 @@ class Timeline(Command):
     """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; ':' for all."""
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Write the picture to this file. Default: RUN/timeline.png."""
+    perfetto: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Also write a trace to this file (JSON), for https://ui.perfetto.dev or chrome://tracing."""
 
     def answer(self) -> Answer:
         from ..dashboard.pictures import draw_timeline
-        from ..dashboard.timeline import load_timeline, node_times, parse_steps, summary
+        from ..dashboard.timeline import load_timeline, node_times, summary, write_trace
 
         run = run_path(self.run)
-        timeline = load_timeline(run, parse_steps(self.steps))
+        timeline = load_timeline(run, self.steps)
         picture = draw_timeline(timeline, self.out or run / "timeline.png", run.resolve().name)
         lanes = {
-            lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s}
+            lane.name: {"calls": len(lane.calls), "idle": lane.idle_share, "idle_s": lane.idle_s}
             for lane in timeline.lanes
         }
         found = {
@@ -37,6 +39,10 @@ class Timeline(Command):
             "end_s": timeline.end_s,
             "groups": lanes,
             "picture": str(picture),
+            "nodes": node_times(timeline),
         }
-        found["nodes"] = [asdict(node) for node in node_times(timeline)]
-        return Answer(found, f"{summary(timeline)}\n\npicture: {picture}")
+        text = f"{summary(timeline)}\n\npicture: {picture}"
+        if self.perfetto is not None:
+            found["trace"] = str(write_trace(timeline, self.perfetto))
+            text += f"\ntrace: {found['trace']}"
+        return Answer(found, text)

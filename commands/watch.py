@@ -155,7 +155,7 @@ class View:
         """Read new metrics from the stream, or from the Parquet file that replaces it at the end."""
         from ..dataflow.runs.tables import VALUES
 
-        for batch in self._stream.read():
+        for batch in self._stream.new_batches():
             for step, name, value in zip(*(batch[c].to_pylist() for c in VALUES.names), strict=True):
                 self._rows.setdefault(step, {"step": step})[name] = value
         if not self.goes_on:

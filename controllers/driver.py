@@ -307,7 +307,7 @@ class Driver:
         """Add the error that ends the run to the run's alerts."""
         if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
             text = error.text if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-            self._history.progress.alerts.add("failed", text, ends=True)
+            self._history.progress.alerts.report("failed", text, ends=True)
 
     def _start(self) -> None:
         self._run = start(self._spec, self._history, self.directory, self._point)

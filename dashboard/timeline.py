@@ -1,43 +1,173 @@
-"""The timeline of a run: when each worker group was busy, and its idle gaps.
+"""The timeline of a run: what each worker group and rank did, and when it was idle.
 
-A run appends to its timeline every few seconds (`dataflow/runs/tables.py`).
+`CallLog` reads the calls and follows a run that goes on. A `Timeline` is a window of them, with a
+`Lane` for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all
+show these.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from ..dataflow.errors import UserError, nearest
-from ..dataflow.runs import tables as run_tables
-from ..dataflow.runs.tables import render_table
+from ..dataflow.runs.files import TIMELINE, replacing
+from ..dataflow.runs.follow import FollowedTable
+from ..dataflow.runs.tables import BY_RANK, CALLS, render_table
 
-# Busy and idle time of a worker group, from the times of its calls.
+compute: Any = pyarrow.compute  # its functions are created on import, so type checkers do not see them
+NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
+WORDS = ("graph", "group", "node")
+RANKS: dict[str, Any] = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
+"""Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
+and seconds in the worker."""
 
 
-class IdleStretches(NamedTuple):
+class CallLog:
+    """The calls of one run, which need not have any yet, as arrays in the order of their ends."""
+
+    def __init__(self, run: Path) -> None:
+        self._table = FollowedTable(run, TIMELINE)
+        self._parts: list[dict[str, np.ndarray]] = []
+        self._rank_parts: list[dict[str, np.ndarray]] = []
+        self._length = 0
+        self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
+        """Column -> word -> its number."""
+        self.damage: str | None = None
+        """Error if the file cannot be read."""
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> CallLog:
+        """Return a log of these calls, given as rows of `CALLS`."""
+        log = cls(Path())
+        log._append(pa.Table.from_pylist([dict(row) for row in rows], CALLS))
+        return log
+
+    @property
+    def path(self) -> Path:
+        return self._table.path
+
+    def refresh(self) -> None:
+        """Read new calls."""
+        try:
+            news = self._table.news()
+            if news.anew:
+                self._parts, self._rank_parts, self._length = [], [], 0
+            for batch in news.batches:
+                self._append(pa.Table.from_batches([batch]))
+            if news.table is not None:
+                self._append(news.table)
+            self.damage = None
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            self.damage = f"{self.path}: {error}"
+
+    def _append(self, table: pa.Table) -> None:
+        part = {name: table[name].to_numpy() for name in NUMBERS}
+        for name in WORDS:
+            coded = compute.fill_null(table[name], "").combine_chunks().dictionary_encode()
+            known = self._words[name]
+            numbers = [known.setdefault(word, len(known)) for word in coded.dictionary.to_pylist()]
+            part[name] = np.array(numbers, np.int32)[coded.indices.to_numpy(zero_copy_only=False)]
+        if BY_RANK in table.column_names:
+            column = table[BY_RANK].combine_chunks()
+            if len(inner := column.flatten()):
+                number = compute.fill_null(compute.list_value_length(column), 0).to_numpy()
+                of_rank = {
+                    name: np.asarray(inner.field(name), RANKS[name]) for name in RANKS if name != "call"
+                }
+                calls = np.repeat(self._length + np.arange(len(column)), number)
+                self._rank_parts.append({"call": calls, **of_rank})
+        self._parts.append(part)
+        self._length += len(table)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns: [calls] each. `graph`, `group` and `node` are indexes into `words`."""
+        types: dict[str, Any] = {**dict.fromkeys(NUMBERS, np.float64), **dict.fromkeys(WORDS, np.int32)}
+        self._parts = _joined(self._parts, types)
+        return self._parts[0]
+
+    @property
+    def ranks(self) -> dict[str, np.ndarray]:
+        """The columns of RANKS: [ranks of calls] each, in the order of the calls."""
+        self._rank_parts = _joined(self._rank_parts, RANKS)
+        return self._rank_parts[0]
+
+    def words(self, column: str) -> list[str]:
+        """Return the words of `graph`, `group` or `node`, in the order of their numbers."""
+        return list(self._words[column])
+
+    @property
+    def steps(self) -> list[tuple[int, float]]:
+        """Each step, with the end of its last call [s]."""
+        steps, ends = self.columns["step"].astype(np.int64), self.columns["end_s"]
+        last = np.zeros(int(steps.max(initial=0)) + 1)
+        np.maximum.at(last, np.maximum(steps, 0), ends)
+        return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
+
+    def of_steps(self, first: float, last: float) -> Timeline | None:
+        """Return the timeline of some steps, inclusive, or None if the run has none of them.
+
+        It begins when the step before the first one closes. A step closes when its last call has ended.
+        """
+        steps = self.steps
+        own = [(step, end) for step, end in steps if first <= step <= last]
+        if not own:
+            return None
+        start = max((end for step, end in steps if step < own[0][0]), default=0.0)
+        return Timeline(self, start, max(end for _, end in own), own)
+
+    def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the seconds
+        inside the slowest rank. The rest is spent in the driver and the transport."""
+        c = {name: column[rows] for name, column in self.columns.items()}
+        words, nodes = self.words(by), self.words("node")
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for word, node in np.unique(np.stack([c[by], c["node"]], axis=1), axis=0).tolist():
+            own = (c[by] == word) & (c["node"] == node)
+            found[words[word], nodes[node]] = {
+                "calls": int(own.sum()),
+                "rows": int(c["rows"][own].sum()),
+                "seconds": float((c["end_s"][own] - c["start_s"][own]).sum()),
+                "worker_s": float(c["worker_s"][own].sum()),
+            }
+        return found
+
+
+def _joined(parts: list[dict[str, np.ndarray]], types: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Concatenate the columns of all parts into one."""
+    if len(parts) == 1:
+        return parts
+    empty = {name: np.empty(0, kind) for name, kind in types.items()}
+    return [{name: np.concatenate([part[name] for part in parts or [empty]]) for name in types}]
+
+
+# Windows
+
+
+class _Idle(NamedTuple):
     """Idle stretches between calls, in order of time."""
 
     start_s: np.ndarray
     """[gaps] float64."""
     end_s: np.ndarray
-    """[gaps] float64."""
     before: np.ndarray
     """[gaps] int64 index of the last call that ended before the gap, or -1."""
     after: np.ndarray
     """[gaps] int64 index of the call that ended the gap, or -1."""
 
 
-def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> IdleStretches:
+def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> _Idle:
     """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
@@ -56,7 +186,7 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
     )
     before, after = np.maximum.accumulate(latest), np.append(np.arange(len(starts)), -1)
     found = free_until > free_from
-    return IdleStretches(free_from[found], free_until[found], before[found], after[found])
+    return _Idle(free_from[found], free_until[found], before[found], after[found])
 
 
 def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
@@ -79,180 +209,187 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
     return np.diff(until) / width
 
 
-# Timeline
-
-
-@dataclass(frozen=True)
-class TimelineCall:
-    """One call of a group, as seen by the driver."""
-
-    step: int
-    """The step during which it ended. Step 3 makes policy version 3; step 0 is the start of the run."""
-    group: str
-    node: str
-    start_s: float
-    """[s] Since the start of the run, as is the end."""
-    end_s: float
-    worker_s: float
-    """[s] Time inside the slowest rank. The rest of the call is spent in the driver and the transport."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """An idle stretch of a group."""
+class Gap(NamedTuple):
+    """An idle stretch of a lane."""
 
     start_s: float
     end_s: float
-    before: str
-    """Node of the call before the gap, or "start" at the start of the window."""
-    after: str
-    """Node of the call after the gap, or "end" at the end of the window."""
+    before: int
+    """Place in the lane of the call before the gap, or -1 at the start of the window."""
+    after: int
+    """Place in the lane of the call after the gap, or -1 at the end of the window."""
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lane:
-    """One worker group within a window."""
+    """The calls of a worker group, of a rank or of one kind in a window, sorted by start."""
 
-    group: str
-    calls: Sequence[TimelineCall]
-    """Calls that overlap the window, sorted by start."""
-    start_s: float
-    end_s: float
-
-    @cached_property
-    def gaps(self) -> list[Gap]:
-        """Idle stretches, in order of time. Overlapping calls form one busy stretch."""
-        idle = idle_stretches(*self._times, self.start_s, self.end_s)
-        stretches = zip(*(part.tolist() for part in idle), strict=True)
-        return [
-            Gap(start, end, self._node(before, "start"), self._node(after, "end"))
-            for start, end, before, after in stretches
-        ]
+    name: str
+    timeline: Timeline
+    calls: np.ndarray
+    """[bars] int64 indexes of their calls in the log."""
+    start_s: np.ndarray
+    """[bars] float64, as is the end."""
+    end_s: np.ndarray
+    worker_s: np.ndarray
+    """[bars] seconds in the worker."""
 
     @cached_property
-    def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([call.start_s for call in self.calls]), np.array(
-            [call.end_s for call in self.calls]
-        )
+    def nodes(self) -> np.ndarray:
+        """[bars] numbers of their nodes."""
+        return self.timeline.log.columns["node"][self.calls]
 
-    def _node(self, place: int, otherwise: str) -> str:
-        return self.calls[place].node if place >= 0 else otherwise
+    def node_at(self, place: int) -> str:
+        return self.timeline.log.words("node")[int(self.nodes[place])]
+
+    @cached_property
+    def _idle(self) -> _Idle:
+        return idle_stretches(self.start_s, self.end_s, self.timeline.start_s, self.timeline.end_s)
 
     @property
     def idle_s(self) -> float:
-        return sum(gap.seconds for gap in self.gaps)
+        return float((self._idle.end_s - self._idle.start_s).sum())
 
     @property
-    def idle(self) -> float:
+    def idle_share(self) -> float:
         """Idle share of the window, 0 to 1."""
-        return self.idle_s / (self.end_s - self.start_s) if self.end_s > self.start_s else 0.0
+        return self.idle_s / self.timeline.seconds if self.timeline.seconds else 0.0
 
-    @property
-    def longest_gap(self) -> Gap | None:
-        return max(self.gaps, key=lambda gap: gap.seconds, default=None)
+    def gaps(self, most: int | None = None, shortest_s: float = 0.0) -> list[Gap]:
+        """Return the longest idle stretches, in order of time."""
+        lengths = self._idle.end_s - self._idle.start_s
+        told = np.flatnonzero(lengths >= shortest_s)
+        told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:most]])
+        return [Gap(*gap) for gap in zip(*(part[told].tolist() for part in self._idle), strict=True)]
 
     @cached_property
-    def stretches(self) -> list[tuple[float, float, list[str]]]:
+    def stretches(self) -> list[tuple[float, float, list[int]]]:
         """(start, end, nodes) of each stretch with a constant set of calls, without idle ones.
 
-        >>> calls = [TimelineCall(0, "g", "long", 0, 3, 0.0, 0), TimelineCall(0, "g", "inner", 1, 2, 0.0, 0)]
-        >>> Lane("g", calls, 0, 4).stretches
-        [(0, 1, ['long']), (1, 2, ['long', 'inner']), (2, 3, ['long'])]
+        >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("long", 0, 3), ("inner", 1, 2))]
+        >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].stretches
+        [(0.0, 1.0, [0]), (1.0, 2.0, [0, 1]), (2.0, 3.0, [0])]
         """
-        times = sorted({time for call in self.calls for time in (call.start_s, call.end_s)})
+        bars = list(zip(self.start_s.tolist(), self.end_s.tolist(), self.nodes.tolist(), strict=True))
+        times = sorted({time for start, end, _ in bars for time in (start, end)})
         at = {time: place for place, time in enumerate(times)}
-        nodes: list[list[str]] = [[] for _ in times]
-        for call in self.calls:
-            for place in range(at[call.start_s], at[call.end_s]):
-                nodes[place].append(call.node)
+        nodes: list[list[int]] = [[] for _ in times]
+        for start, end, node in bars:
+            for place in range(at[start], at[end]):
+                nodes[place].append(node)
         # Calls that took no time are not in any stretch.
-        moments = [
-            (call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s
-        ]
-        return [
-            (start, end, now) for (start, end), now in zip(pairwise(times), nodes, strict=False) if now
-        ] + moments
+        moments = [(start, end, [node]) for start, end, node in bars if start == end]
+        busy = zip(pairwise(times), nodes, strict=False)
+        return [(start, end, now) for (start, end), now in busy if now] + moments
 
-    def shares(self, nodes: Sequence[str], num_bins: int) -> np.ndarray:
-        """Return the share of each bin that the group spent on each node: [nodes, bins].
+    def shares(self, nodes: Sequence[int], num_bins: int) -> np.ndarray:
+        """Return the share of each bin spent on each node: [nodes, bins]. Overlapping calls share a bin.
 
-        Overlapping calls share a bin.
-
-        >>> calls = [TimelineCall(0, "g", "n", 0.0, 1.5, 0.0, 0), TimelineCall(0, "g", "m", 1.0, 2.0, 0.0, 0)]
-        >>> Lane("g", calls, 0, 4).shares(["n", "m"], 4).tolist()
+        >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("n", 0.0, 1.5), ("m", 1.0, 2.0))]
+        >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].shares([0, 1], 4).tolist()
         [[1.0, 0.333..., 0.0, 0.0], [0.0, 0.666..., 0.0, 0.0]]
         """
-        width, of = (self.end_s - self.start_s) / num_bins, np.array([call.node for call in self.calls])
-        starts, ends = self._times
+        start, width = self.timeline.start_s, max(self.timeline.seconds, 1e-9) / num_bins
         shares = np.zeros((len(nodes), num_bins))
         for place, node in enumerate(nodes):
-            if (own := of == node).any():
-                shares[place] = covered(starts[own], ends[own], self.start_s, width, num_bins).clip(min=0)
+            own = self.nodes == node
+            shares[place] = covered(self.start_s[own], self.end_s[own], start, width, num_bins).clip(
+                min=0
+            )
         return shares / np.maximum(1.0, shares.sum(axis=0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """The calls of a run, or of some of its steps."""
+    """The calls of a run in a window of time.
 
-    calls: Sequence[TimelineCall]
-    """Calls that overlap the window, in the order of their ends."""
+    A call belongs to the step in which it ended. Step 3 makes policy version 3; step 0 is the start
+    of the run. Times are seconds since that start.
+    """
+
+    log: CallLog
     start_s: float
     end_s: float
-    ends_of_steps: Sequence[tuple[int, float]]
-    """Each step in the window, with the second when it closed; the last one may still be open."""
-    groups: Sequence[str]
-    """All groups of the run, in the order of their first calls."""
+    steps: Sequence[tuple[int, float]] = ()
+    """Each step of the window, with the second when it closed; the last one may still be open."""
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
     @cached_property
-    def ended(self) -> list[TimelineCall]:
-        """Calls that belong to the steps of the window."""
-        steps = {step for step, _ in self.ends_of_steps}
-        return [call for call in self.calls if call.step in steps]
+    def rows(self) -> np.ndarray:
+        """Indexes of the calls that overlap the window, sorted by start."""
+        starts, ends = self.log.columns["start_s"], self.log.columns["end_s"]
+        inside = (ends > self.start_s) & (starts < self.end_s)
+        moments = (starts == ends) & (starts >= self.start_s) & (ends <= self.end_s)
+        rows = np.flatnonzero(inside | moments)
+        return rows[np.argsort(starts[rows], kind="stable")]
+
+    def lane(self, name: str, rows: np.ndarray) -> Lane:
+        c = self.log.columns
+        return Lane(name, self, rows, c["start_s"][rows], c["end_s"][rows], c["worker_s"][rows])
+
+    def group_lane(self, group: str) -> Lane:
+        number = self.log.words("group").index(group)
+        return self.lane(group, self.rows[self.log.columns["group"][self.rows] == number])
+
+    def rank_lanes(self, group: str, ranks: Iterable[int]) -> Iterator[Lane]:
+        """Yield a lane for each of these ranks, with its time in each call on several ranks."""
+        c, of, number = self.log.columns, self.log.ranks, self.log.words("group").index(group)
+        starts = of["end_s"] - of["worker_s"]
+        inside = np.flatnonzero((of["end_s"] > self.start_s) & (starts < self.end_s))
+        inside = inside[c["group"][of["call"][inside]] == number]
+        for rank in ranks:
+            own = inside[of["rank"][inside] == rank]
+            own = own[np.argsort(starts[own], kind="stable")]
+            calls = of["call"][own]
+            begun = np.maximum(starts[own], c["start_s"][calls])
+            yield Lane(f"{group}[{rank}]", self, calls, begun, of["end_s"][own], of["worker_s"][own])
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """One lane per group of the run."""
-        calls: dict[str, list[TimelineCall]] = {group: [] for group in self.groups}
-        for call in sorted(self.calls, key=lambda call: call.start_s):
-            calls[call.group].append(call)
-        return [Lane(group, own, self.start_s, self.end_s) for group, own in calls.items()]
+        """A lane for each group of the run, in the order of their first calls."""
+        groups = self.log.words("group")
+        first = np.full(len(groups), np.inf)
+        np.minimum.at(first, self.log.columns["group"], self.log.columns["start_s"])
+        return [self.group_lane(groups[number]) for number in np.argsort(first, kind="stable").tolist()]
 
     @cached_property
-    def num_calls(self) -> Counter[str]:
-        """Calls that ended within the window, by group."""
-        return Counter(call.group for call in self.ended)
+    def ended(self) -> np.ndarray:
+        """Indexes of the calls of the window's steps."""
+        return np.flatnonzero(np.isin(self.log.columns["step"], [step for step, _ in self.steps]))
+
+    @cached_property
+    def node_order(self) -> list[int]:
+        """Numbers of the nodes, the one with the most time first."""
+        c = self.log.columns
+        nodes, took = c["node"][self.rows], (c["end_s"] - c["start_s"])[self.rows]
+        seconds = np.bincount(nodes, took, len(self.log.words("node")))
+        return [node for node in np.argsort(-seconds, kind="stable").tolist() if node in nodes]
 
     @property
     def title(self) -> str:
         """A one-line summary."""
-        steps = [step for step, _ in self.ends_of_steps]
-        those = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        first, last = self.steps[0][0], self.steps[-1][0]
+        those = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
 
-    @cached_property
-    def nodes(self) -> list[str]:
-        """Nodes, the one with the most time first."""
-        seconds = dict.fromkeys((call.node for call in self.calls), 0.0)
-        for call in self.calls:
-            seconds[call.node] += call.end_s - call.start_s
-        return sorted(seconds, key=lambda node: -seconds[node])
+    def num_calls(self, group: str) -> int:
+        """Return the number of a group's calls that ended in the steps of the window."""
+        number = self.log.words("group").index(group)
+        return int((self.log.columns["group"][self.ended] == number).sum())
 
 
-def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
+def load_timeline(run: Path, steps: str = ":") -> Timeline:
     """Load the timeline of a run, or of some steps.
 
     Args:
-        steps: first step, and the step to stop before; None for either end of the run.
+        steps: a number, or a range like a Python slice, such as 10:20, 10: or :20.
 
     Raises:
         UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
@@ -260,153 +397,82 @@ def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
-    try:
-        table = run_tables.read_timeline(run)
-        if table is None:
-            raise UserError(
-                f"{run} has no timeline: nothing was called yet, or it is not the directory of a run"
-            )
-        return _window(table.select(list(TimelineCall.__dataclass_fields__)), steps)
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise UserError(f"the timeline of {run} cannot be read: {error}") from None
+    log = CallLog(run)
+    log.refresh()
+    if log.damage is not None:
+        raise UserError(f"the timeline of {run} cannot be read: {log.damage}")
+    if not log.path.is_file():
+        raise UserError(
+            f"{run} has no timeline: nothing was called yet, or it is not the directory of a run"
+        )
+    return select_steps(log, steps)
 
 
-def window(
-    calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)
-) -> Timeline:
-    """Return the timeline of some steps, from all calls of a run.
-
-    The window begins when the step before the first one closes. A step closes when its last call
-    has ended. Calls that began earlier or end later are included.
-
-    Raises:
-        UserError: the run has none of these steps.
-    """
-    columns = {
-        name: [getattr(call, name) for call in calls] for name in TimelineCall.__dataclass_fields__
-    }
-    return _window(pa.table(columns), steps)
-
-
-def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
-    """As `window`, for a table. Only rows in the window become objects, since long runs have millions."""
-    step, start_s, end_s = (np.asarray(table[name], float) for name in ("step", "start_s", "end_s"))
-    known, of = np.unique(step, return_inverse=True)
-    ends = np.zeros(len(known))
-    np.maximum.at(ends, of, end_s)
-    first, stop = steps
-    chosen = (known >= (-np.inf if first is None else first)) & (
-        known < (np.inf if stop is None else stop)
-    )
-    if not chosen.any():
-        has = f"it has steps {known[0]:.0f} to {known[-1]:.0f}" if len(known) else "it has none yet"
-        asked = f"{'' if first is None else first}:{'' if stop is None else stop}"
-        raise UserError(f"the run's timeline has no step in {asked}; {has}")
-    start = ends[known < known[chosen][0]].max(initial=0.0)
-    end = ends[chosen][-1]
-    within = ((end_s > start) & (start_s < end)) | chosen[of]
-    began = (
-        table.select(["group", "start_s"])
-        .group_by("group", use_threads=False)
-        .aggregate([("start_s", "min")])
-    )
-    rows = table.filter(pa.array(within))
-    return Timeline(
-        [
-            TimelineCall(*row)
-            for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)
-        ],
-        float(start),
-        float(end),
-        list(zip(known[chosen].astype(int).tolist(), ends[chosen].tolist(), strict=True)),
-        tuple(began.sort_by("start_s_min")["group"].to_pylist()),
-    )
-
-
-def parse_steps(text: str) -> tuple[int | None, int | None]:
-    """Parse steps from the command line: a number, or a range like a Python slice.
-
-    >>> parse_steps("10:20"), parse_steps("10:"), parse_steps(":20"), parse_steps("7")
-    ((10, 20), (10, None), (None, 20), (7, 8))
-
-    Raises:
-        UserError: the text has another form.
-    """
-    if re.fullmatch(r"\d+", text):
-        return int(text), int(text) + 1
-    found = re.fullmatch(r"(\d*):(\d*)", text)
-    if found is None:
+def select_steps(log: CallLog, text: str = ":") -> Timeline:
+    """Return the timeline of some steps, as the user names them (see `load_timeline`). Raises UserError
+    if the text has another form, or the run has none of these steps."""
+    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
+    if found is None or not text:
         raise UserError(f"steps are given as 10:20 (10 to 19), 10:, :20 or 10, not {text!r}")
-    first, stop = (int(part) if part else None for part in found.groups())
-    return first, stop
+    first = int(found[1] or 0)
+    last = (int(found[3]) - 1 if found[3] else np.inf) if found[2] else first
+    timeline = log.of_steps(first, last)
+    if timeline is None:
+        known = [step for step, _ in log.steps]
+        has = f"it has steps {known[0]} to {known[-1]}" if known else "it has none yet"
+        raise UserError(f"the run's timeline has no step in {text}; {has}")
+    return timeline
 
 
 # The timeline as text
 
 
-@dataclass(frozen=True)
-class NodeTimes:
-    """Time of a node's calls."""
+def node_times(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the calls, rows, seconds and share of the window of each node, longest first.
 
-    group: str
-    node: str
-    calls: int
-    rows: int
-    seconds: float
-    """[s] All calls together, even if they overlapped."""
-    worker_s: float
-    """[s] Time inside the workers. The rest is spent in the driver and the transport."""
-    share: float
-    """`seconds` as a share of the window."""
-
-
-def node_times(timeline: Timeline) -> list[NodeTimes]:
-    """Return the time of each node's calls, longest first."""
-    by_node: dict[tuple[str, str], list[TimelineCall]] = {}
-    for call in timeline.ended:
-        by_node.setdefault((call.group, call.node), []).append(call)
-    found: list[NodeTimes] = []
-    for (group, node), own in by_node.items():
-        seconds, worker_s = sum(c.end_s - c.start_s for c in own), sum(c.worker_s for c in own)
-        share = seconds / timeline.seconds if timeline.seconds else 0.0
-        found.append(NodeTimes(group, node, len(own), sum(c.rows for c in own), seconds, worker_s, share))
-    return sorted(found, key=lambda one: -one.seconds)
+    `worker_s` is the time inside the slowest rank. The rest is spent in the driver and the transport.
+    Calls that overlap count in full.
+    """
+    totals = timeline.log.totals("group", timeline.ended)
+    found = [
+        {"group": group, "node": node, **own, "share": own["seconds"] / (timeline.seconds or 1.0)}
+        for (group, node), own in totals.items()
+    ]
+    return sorted(found, key=lambda one: -one["seconds"])
 
 
 def summary(timeline: Timeline) -> str:
     """Summarize the timeline: how busy each group was, and which nodes took the time."""
-    groups = [
-        {
-            "group": lane.group,
-            "calls": timeline.num_calls[lane.group],
-            "busy %": f"{100 * (1 - lane.idle):.1f}".rjust(6),
-            "idle %": f"{100 * lane.idle:.1f}".rjust(6),
-            "longest gap": seconds_text(gap.seconds).rjust(11)
-            if (gap := lane.longest_gap)
-            else "-".rjust(11),
-            "between": f"{gap.before} and {gap.after}, at {seconds_text(gap.start_s)}" if gap else "",
+    groups: list[dict[str, Any]] = []
+    for lane in timeline.lanes:
+        row = {
+            "group": lane.name,
+            "calls": timeline.num_calls(lane.name),
+            "busy %": f"{100 * (1 - lane.idle_share):.1f}".rjust(6),
+            "idle %": f"{100 * lane.idle_share:.1f}".rjust(6),
+            "longest gap": "-".rjust(11),
+            "between": "",
         }
-        for lane in timeline.lanes
-    ]
+        for gap in lane.gaps(1):
+            before = lane.node_at(gap.before) if gap.before >= 0 else "start"
+            after = lane.node_at(gap.after) if gap.after >= 0 else "end"
+            row["longest gap"] = seconds_text(gap.seconds).rjust(11)
+            row["between"] = f"{before} and {after}, at {seconds_text(gap.start_s)}"
+        groups.append(row)
     nodes = [
         {
-            "group": node.group,
-            "node": node.node,
-            "calls": node.calls,
-            "rows": node.rows,
-            "seconds": f"{node.seconds:.2f}".rjust(8),
-            "in worker": f"{node.worker_s:.2f}".rjust(9),
-            "mean call": seconds_text(node.seconds / node.calls).rjust(9),
-            "share %": f"{100 * node.share:.1f}".rjust(7),
+            **{name: node[name] for name in ("group", "node", "calls", "rows")},
+            "seconds": f"{node['seconds']:.2f}".rjust(8),
+            "in worker": f"{node['worker_s']:.2f}".rjust(9),
+            "mean call": seconds_text(node["seconds"] / node["calls"]).rjust(9),
+            "share %": f"{100 * node['share']:.1f}".rjust(7),
         }
         for node in node_times(timeline)
     ]
-    tables = [
-        render_table(pa.Table.from_pylist(rows), limit=1000, width=100)
-        for rows in (groups, nodes)
-        if rows
-    ]
-    return "\n\n".join([timeline.title, *tables])
+    tables = [pa.Table.from_pylist(rows) for rows in (groups, nodes) if rows]
+    return "\n\n".join(
+        [timeline.title, *(render_table(table, limit=1000, width=100) for table in tables)]
+    )
 
 
 def seconds_text(value: float) -> str:
@@ -419,8 +485,80 @@ def seconds_text(value: float) -> str:
         return "0 s"
     if value >= 3600:
         return f"{value // 3600:.0f} h {value % 3600 // 60:02.0f} min"
-    if value >= 100:
-        return f"{value:.0f} s"
     if value >= 0.1:
-        return f"{value:.2f} s"
+        return f"{value:.0f} s" if value >= 100 else f"{value:.2f} s"
     return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"
+
+
+# The timeline as a trace
+
+
+def write_trace(timeline: Timeline, path: Path) -> Path:
+    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+
+    Each group is a process with a track for its calls, and one for each rank of calls on several
+    ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are instants.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    log = timeline.log
+    events = [
+        {"name": f"step {step}", "ph": "i", "s": "g", "ts": _us(end), "pid": 0, "tid": 0}
+        for step, end in timeline.steps
+    ]
+    for pid, group in enumerate(timeline.lanes, 1):
+        of_group = log.columns["group"][log.ranks["call"]] == log.words("group").index(group.name)
+        ranks = np.unique(log.ranks["rank"][of_group]).tolist()
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": group.name}})
+        tracks = [
+            (lane.name, track)
+            for lane in (group, *timeline.rank_lanes(group.name, ranks))
+            for track in _nested(lane)
+        ]
+        for tid, (name, slices) in enumerate(tracks):
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+            )
+            events += ({**one, "ph": "X", "pid": pid, "tid": tid} for one in slices)
+    try:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise UserError(f"the trace cannot be written to {path}: {error}") from None
+    return path
+
+
+def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
+    """Return the slices of a lane in tracks. In a track, two slices are nested or do not overlap,
+    because viewers stack the slices of a track by time."""
+    c, names = lane.timeline.log.columns, lane.timeline.log.words("node")
+    tracks: list[list[dict[str, Any]]] = []
+    open_until: list[list[float]] = []
+    """Per track, the ends of the slices around the current time, innermost last."""
+    for place in np.lexsort((-lane.end_s, lane.start_s)).tolist():
+        start, end, call = float(lane.start_s[place]), float(lane.end_s[place]), lane.calls[place]
+        for ends in open_until:
+            while ends and ends[-1] <= start:
+                ends.pop()
+        fits = (k for k, ends in enumerate(open_until) if not ends or end <= ends[-1])
+        track = next(fits, len(tracks))
+        if track == len(tracks):
+            tracks.append([])
+            open_until.append([])
+        open_until[track].append(end)
+        args = {
+            "step": int(c["step"][call]),
+            "rows": int(c["rows"][call]),
+            "worker_s": round(float(lane.worker_s[place]), 6),
+        }
+        name = names[int(lane.nodes[place])]
+        tracks[track].append(
+            {"name": name, "ts": _us(start), "dur": round(_us(end) - _us(start), 3), "args": args}
+        )
+    return tracks
+
+
+def _us(seconds: float) -> float:
+    """Return microseconds, the unit of traces, to the nanosecond."""
+    return round(1e6 * seconds, 3)

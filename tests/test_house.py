@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "algorithms": {"dataflow"},
     "workers": {"algorithms", "dataflow", "resharding"},
     "controllers": {"workers", "algorithms", "dataflow"},
+    "dashboard": {"controllers", "dataflow"},
 }
 """Allowed imports between the floors. Other folders may import everything, and only `__main__`
 imports commands."""

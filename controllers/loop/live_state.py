@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from ...dataflow.buffer.history import waits_for
 from ...dataflow.buffer.ledger import Ledger
-from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STREAM, make_file
-from ...dataflow.runs.requests import StacksRequests
+from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STACKS, STREAM, make_file
+from ...dataflow.runs.requests import RunRequests
 from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
 from ..backends.witness import Memory
@@ -61,7 +61,7 @@ class LiveState:
 
     def __init__(self, run: Path, parts: RunParts, backend: Backend, started: float, epoch: int) -> None:
         self._path, self._parts, self._backend, self._started = run / LIVE, parts, backend, started
-        self._requests = StacksRequests(run, epoch)
+        self._requests = RunRequests(run / STACKS, epoch)
         self._looked = -EVERY_S
         self._begun: dict[tuple[str, int], float] = {}
         """Graph and number of a lease -> wall-clock time when it was first seen."""
@@ -249,7 +249,8 @@ class LiveState:
         given = dict(self._given or {})
         memory = self._backend.memory()
         given["hosts"] = {name: _host(one) for name, one in memory.items()}
-        for worker in self._requests.new():
+        if "worker" in (asked := self._requests.new()):
+            worker = str(asked["worker"])
             self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
         given["stacks"] = self._stacks
         # Write to another name first, so that readers never see half a file.

@@ -186,7 +186,7 @@ class RemoteRun:
         """Copy the log up to a checkpoint: the parts of its history, and the rest as one more part."""
         folder = f"{BUFFER}/{HISTORY}"
         # Read the tail first: if the log is cut from here on, reading the tail notices it.
-        tail = part_before(buffer / LOG, state.position.offset, state.position.checksum)
+        tail = part_before(buffer / LOG, state.position)
         parts = sorted((buffer / HISTORY).glob("*.log.zst"))
         written = self._update(buffer.parent, parts)
         keep = {path.name for path in parts}
@@ -295,7 +295,7 @@ class RemoteRun:
                 if path != checkpoint_path(run / BUFFER, at):
                     path.unlink()
             make_folder(run / BUFFER)
-            (run / BUFFER / LOG).write_bytes(header(at.offset, at.checksum) if at.offset else b"")
+            (run / BUFFER / LOG).write_bytes(header(at))
             return step
         return None
 

@@ -17,7 +17,7 @@ from ...dataflow.child_process import ChildProcess
 from ...dataflow.runs.files import LOGS
 from ...dataflow.untrusted_text import VIEW
 
-PROGRAM = "weft.dashboard.server.beside_run"
+PROGRAM = "weft.dashboard.server.serving"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
 """Environment variable of that process only, with its token."""
 IDLE_S = 3600.0

@@ -86,12 +86,12 @@ class Progress:
 
     def alert(self, name: str, text: str, *, ends: bool = False) -> None:
         """Add an alert, and show it as a warning unless the error that ends the run shows it."""
-        self.alerts.add(name, text, ends=ends)
+        self.alerts.report(name, text, ends=ends)
         if not ends:
             self._show(lambda: self._display.say(redacted(text), warning=True))
 
     def _happened(self, name: str, text: str) -> None:
-        self.alerts.add(name, text)
+        self.alerts.report(name, text)
         self.say(text)
 
     def say(self, text: str) -> None:

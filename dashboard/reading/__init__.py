@@ -3,7 +3,6 @@
 catalogue.py           the runs below a folder, by name
 run_reader.py          one run: its parts, each read once and then followed
 run_pages.py           the content of each page of a run, made of those parts
-call_log.py            the timeline as arrays that grow with a run
 
 metrics.py             metrics as arrays, curves, and the cards of the curves page
 sample_index.py        the columns for filtering, sorting and searching samples

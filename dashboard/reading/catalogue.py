@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ...dataflow.errors import NoSuchRunError, nearest
@@ -19,18 +19,12 @@ DEPTH = 3
 
 
 class Catalogue:
-    """The runs of a folder, or one run.
+    """The runs of a folder, or the run in a directory."""
 
-    Args:
-        root: the folder of runs, or the directory of one.
-        clock: a monotonic clock [s].
-    """
-
-    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.single = is_run(root)
         """Whether it serves a single run."""
-        self._clock = clock
         self._lock = threading.Lock()
         self._looked = -LOOK_S
         self._readers: dict[str, RunReader] = {}
@@ -39,7 +33,7 @@ class Catalogue:
     def readers(self) -> dict[str, RunReader]:
         """Name -> reader of each existing run, sorted by name."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             if now - self._looked >= LOOK_S:
                 self._looked = now
                 found = self._find()
@@ -55,25 +49,14 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """Return the reader of a run.
-
-        Raises:
-            NoSuchRunError: no run has that name; suggests the nearest name.
-        """
+        """Return the reader of a run. Raises NoSuchRunError, with the nearest name, if there is none."""
         readers = self.readers
         if name not in readers:
             raise NoSuchRunError(f"there is no run {name!r}{nearest(name, list(readers))}")
         return readers[name]
 
     def chosen(self, names: str) -> list[RunReader]:
-        """Return the readers of several runs.
-
-        Args:
-            names: comma-separated names, as `parted` splits them.
-
-        Raises:
-            NoSuchRunError: a run does not exist.
-        """
+        """Return the readers of several runs, whose names `parted` splits."""
         return [self[name] for name in dict.fromkeys(parted(names))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -27,10 +27,7 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations, as name -> both values.
-
-    There is one mapping each for settings, versions and data.
-    """
+    """Return the differences between two configurations in settings, versions and data: name -> both values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -96,29 +93,19 @@ def compare_metrics(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, dict[str, list[float]]]:
     """Return the first step with a different metric, and those metrics, largest difference first.
-
-    Args:
-        a, b: step -> metric -> value. Metrics that measure time are skipped.
-    """
+    Metrics that measure time are skipped."""
     for step in sorted(set(a) & set(b)):
-        names = [name for name in a[step] if name in b[step] and not name.endswith(OF_THE_CLOCK)]
-        pairs = {
-            name: [a[step][name], b[step][name]]
-            for name in names
-            if not _same(a[step][name], b[step][name])
-        }
-        if pairs:
-            return step, dict(sorted(pairs.items(), key=lambda item: -_relative(*item[1])))
+        parts: dict[str, float] = {}
+        """Metric -> relative difference."""
+        for name in a[step].keys() & b[step].keys():
+            x, y = a[step][name], b[step][name]
+            same = x == y or (math.isnan(x) and math.isnan(y))
+            if not same and not name.endswith(OF_THE_CLOCK):
+                parts[name] = abs(x - y) / max(abs(x), abs(y)) if math.isfinite(x - y) else math.inf
+        if parts:
+            order = sorted((name for name in a[step] if name in parts), key=lambda name: -parts[name])
+            return step, {name: [a[step][name], b[step][name]] for name in order}
     return None, {}
-
-
-def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def _relative(a: float, b: float) -> float:
-    largest = max(abs(a), abs(b))
-    return abs(a - b) / largest if math.isfinite(a - b) else math.inf
 
 
 def at_last_common_step(
@@ -137,11 +124,7 @@ def at_last_common_step(
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step of a run.
-
-    Args:
-        notes: receives a line if the metrics cannot be read.
-    """
+    """Return the metrics of each step of a run; `notes` receives a line if they cannot be read."""
     try:
         table = read_metrics(run)
     except (OSError, pa.ArrowException) as error:
@@ -162,29 +145,6 @@ LOGPROBS = "response_logprobs"
 
 
 @dataclass(frozen=True)
-class TokenPair:
-    """One position in two responses. Fields are None after the end of a response."""
-
-    place: int
-    a: int | None
-    b: int | None
-    logprob_a: float | None
-    logprob_b: float | None
-
-    def __str__(self) -> str:
-        mark = " " if self.a == self.b else ">"
-        a, b = (
-            f"{'end' if i is None else i!s:>8} {'' if p is None else f'{p:.6f}':>11}"
-            for i, p in self._sides
-        )
-        return f"{mark} {self.place:>6}  {a}  | {b}"
-
-    @property
-    def _sides(self) -> tuple[tuple[int | None, float | None], ...]:
-        return (self.a, self.logprob_a), (self.b, self.logprob_b)
-
-
-@dataclass(frozen=True)
 class SampleDifference:
     """The first difference between the samples of two runs."""
 
@@ -195,8 +155,8 @@ class SampleDifference:
     """The first difference: prompt_ids, response_ids, response_logprobs, reward, or a missing sample."""
     place: int | None = None
     """Index of the first different token, from 0."""
-    tokens: tuple[TokenPair, ...] = ()
-    """Tokens around it."""
+    tokens: tuple[dict[str, Any], ...] = ()
+    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of a response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
@@ -212,7 +172,9 @@ class SampleDifference:
         if self.place is not None:
             lines[0] += f", from token {self.place} on"
             lines.append("    place     token     logprob  |    token     logprob")
-            lines += [f"  {pair}" for pair in self.tokens]
+            for pair in self.tokens:
+                sides = "  | ".join(_side(pair[side], pair[f"logprob_{side}"]) for side in "ab")
+                lines.append(f"  {' ' if pair['a'] == pair['b'] else '>'} {pair['place']:>6}  {sides}")
         elif self.values != (None, None):
             lines.append(f"  {self.values[0]!r} | {self.values[1]!r}")
         if self.texts != ("", ""):
@@ -220,15 +182,13 @@ class SampleDifference:
         return "\n".join(lines)
 
 
+def _side(token: int | None, logprob: float | None) -> str:
+    return f"{'end' if token is None else token!s:>8} {'' if logprob is None else f'{logprob:.6f}':>11}"
+
+
 def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
-    """Return the first recorded sample that differs between two runs, in the order of steps.
-
-    Return None if there is no such sample, or no common step.
-
-    Args:
-        a, b: directories of the runs.
-        notes: receives a line for each unreadable file, and for each log with lost records.
-    """
+    """Return the first recorded sample that differs between two runs, in the order of steps, or None.
+    `notes` receives a line for each unreadable file, and for each log with lost records."""
     from ...dataflow.runs.samples import SampleFile, recorded, tables
 
     def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:
@@ -239,15 +199,13 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
 
     of_a, of_b = parts(a), parts(b)
     for step, graph in sorted(set(of_a) & set(of_b)):
-        rows = [_rows(tables(of[step, graph], notes)) for of in (of_a, of_b)]
-        for sample in sorted(set(rows[0]) | set(rows[1])):
-            one, two = rows[0].get(sample), rows[1].get(sample)
-            if one is None or two is None:
-                return SampleDifference(
-                    graph, step, sample, f"only run {'A' if two is None else 'B'} has it"
-                )
-            if one != two and (found := _compare(graph, step, sample, one, two)):
-                return found
+        ones, twos = (_rows(tables(of[step, graph], notes)) for of in (of_a, of_b))
+        for sample in sorted(set(ones) | set(twos)):
+            if sample not in ones or sample not in twos:
+                only = "A" if sample in ones else "B"
+                return SampleDifference(graph, step, sample, f"only run {only} has it")
+            if found := _difference(ones[sample], twos[sample]):
+                return SampleDifference(graph, step, sample, **found)
     return None
 
 
@@ -261,42 +219,29 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _compare(
-    graph: str, step: int, sample: int, a: dict[str, Any], b: dict[str, Any]
-) -> SampleDifference | None:
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Return the first difference of two rows as fields of `SampleDifference`; empty if there is none."""
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
         one, two = a.get(what) or [], b.get(what) or []
         if one != two:
-            place = _first(one, two)
-            pairs = _around(a, b, what if what in IDS else IDS[1], place)
-            return SampleDifference(graph, step, sample, what, place, pairs, texts)
-    if a.get("reward") != b.get("reward"):
-        return SampleDifference(
-            graph, step, sample, "reward", texts=texts, values=(a.get("reward"), b.get("reward"))
-        )
-    return None
+            pairs = enumerate(zip_longest(one, two))
+            place = next((k for k, (x, y) in pairs if x != y), len(one))
+            tokens = _around(a, b, what if what in IDS else IDS[1], place)
+            return {"what": what, "place": place, "tokens": tokens, "texts": texts}
+    rewards = a.get("reward"), b.get("reward")
+    return {"what": "reward", "texts": texts, "values": rewards} if rewards[0] != rewards[1] else {}
 
 
-def _first(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """
-    >>> _first([1, 2, 3], [1, 2]), _first([1], [2])
-    (2, 0)
-    """
-    return next((k for k, (one, two) in enumerate(zip_longest(a, b)) if one != two), len(a))
-
-
-def _around(a: dict[str, Any], b: dict[str, Any], ids: str, place: int) -> tuple[TokenPair, ...]:
-    def at(row: dict[str, Any], name: str, k: int) -> Any:
-        values = row.get(name) or []
-        return values[k] if k < len(values) else None
-
-    def pair(k: int) -> TokenPair:
-        logprobs = [at(row, LOGPROBS, k) if ids == IDS[1] else None for row in (a, b)]
-        return TokenPair(k, at(a, ids, k), at(b, ids, k), *logprobs)
-
-    longest = max(len(a.get(ids) or []), len(b.get(ids) or []))
-    return tuple(pair(k) for k in range(max(0, place - AROUND), min(longest, place + AROUND + 1)))
+def _around(a: dict[str, Any], b: dict[str, Any], ids: str, place: int) -> tuple[dict[str, Any], ...]:
+    columns = {"a": a.get(ids) or [], "b": b.get(ids) or []}
+    longest = max(map(len, columns.values()))
+    for side, row in (("a", a), ("b", b)):
+        columns[f"logprob_{side}"] = (row.get(LOGPROBS) or []) if ids == IDS[1] else []
+    return tuple(
+        {"place": k, **{name: own[k] if k < len(own) else None for name, own in columns.items()}}
+        for k in range(max(0, place - AROUND), min(longest, place + AROUND + 1))
+    )
 
 
 # The page that compares two runs.
@@ -310,38 +255,28 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
     """Return the differences of two runs."""
     notes: list[str] = []
     facts = a.facts, b.facts
-    settings, versions, data = compare_configs(facts[0].config, facts[1].config)
+    compared = compare_configs(facts[0].config, facts[1].config)
     measured = metrics_of(a.path, notes), metrics_of(b.path, notes)
     step, metrics = at_last_common_step(*measured)
-    parts, _ = compare_metrics(*measured)
     found = first_difference(a.path, b.path, notes)
     return {
         "a": a.name,
         "b": b.name,
-        "settings": _pairs(settings),
-        "versions": _pairs(versions),
-        "data": _pairs(data),
+        **{
+            part: [{"name": name, "a": one, "b": two} for name, (one, two) in pairs.items()]
+            for part, pairs in zip(("settings", "versions", "data"), compared, strict=True)
+        },
         "metrics": [{**row, "unit": meaning(row["name"])["unit"]} for row in metrics],
         "metrics_step": step,
-        "first_step": parts,
-        "first_difference": None if found is None else _difference(found, a, b),
+        "first_difference": found
+        and {
+            "step": found.step,
+            "why": found.what,
+            "token": found.place,
+            "a": _sample(a, found.sample_id),
+            "b": _sample(b, found.sample_id),
+        },
         "notes": [*facts[0].damage, *facts[1].damage, *notes],
-    }
-
-
-def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"name": name, "a": a, "b": b} for name, (a, b) in found.items()]
-
-
-def _difference(found: SampleDifference, a: RunReader, b: RunReader) -> dict[str, Any]:
-    return {
-        "step": found.step,
-        "graph": found.graph,
-        "why": found.what,
-        "token": found.place,
-        "tokens": [vars(pair) for pair in found.tokens],
-        "a": _sample(a, found.sample_id),
-        "b": _sample(b, found.sample_id),
     }
 
 

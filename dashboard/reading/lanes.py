@@ -1,22 +1,17 @@
-"""Lanes of the timeline: the calls of each worker group and rank in a time window.
-
-There are lanes for weights, checkpoints and evaluations, reasons for idle gaps, and the critical
-path of a step.
-"""
+"""The timeline page: lanes of groups and ranks, of weights, checkpoints and evaluations, with the
+reasons for idle gaps, and the critical path of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
-from ..timeline import covered, idle_stretches
-from .call_log import CallLog
+from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import nested
 
 MOST_CALLS = 1500
@@ -37,296 +32,205 @@ LATE = 0.1
 time."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """A time window of a run, in seconds since its start."""
-
-    start_s: float
-    end_s: float
-    width: int = 1200
-    """Width of the screen in pixels."""
-
-    @property
-    def seconds(self) -> float:
-        return max(self.end_s - self.start_s, 1e-9)
-
-
 class Lanes:
-    """The timeline of a run in a window.
+    """The lanes of a run's timeline.
 
     Args:
         graphs: the content of `graph.json`.
-        config: the configuration of the run, for pools that groups share.
+        config: the configuration of the run, for ranks and pools of groups.
     """
 
-    def __init__(self, calls: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        self._columns = calls.columns
-        self._nodes, self._groups, self._graphs = (
-            calls.words(name) for name in ("node", "group", "graph")
-        )
-        self._upstream = _upstream(graphs)
-        self._pools = {name: str(nested(config, "placement", name).get("pool")) for name in self._groups}
-        self._of_rank = calls.ranks
-        self._num_ranks = {name: self._ranks_of(name, config) for name in self._groups}
-
-    def _name(self, column: str, row: int) -> str:
-        return (self._nodes if column == "node" else self._groups)[int(self._columns[column][row])]
+    def __init__(self, log: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self.log = log
+        self._columns, self._nodes, self._groups = log.columns, log.words("node"), log.words("group")
+        places = {name: nested(config, "placement", name) for name in self._groups}
+        self._pools = {name: place.get("pool") for name, place in places.items()}
+        known = {name: place.get("ranks") for name, place in places.items()}
+        self._num_ranks = {name: n if isinstance(n, int) else 1 for name, n in known.items()}
+        self._upstream: dict[str, set[str]] = {}
+        """Node -> the nodes that it waits for."""
+        for graph in graphs:
+            for node in nested(graphs, graph).get("nodes", ()):
+                self._upstream.setdefault(node["name"], set()).update(node.get("after", ()))
 
     @property
     def total_s(self) -> float:
         """[s] End of the last call."""
-        ends = self._columns["end_s"]
-        return float(ends.max()) if len(ends) else 0.0
+        return float(self._columns["end_s"].max(initial=0.0))
 
-    @property
-    def steps(self) -> list[tuple[int, float]]:
-        """Each step, with the end of its last call [s]."""
-        steps, ends = self._columns["step"].astype(np.int64), self._columns["end_s"]
-        if not len(steps):
-            return []
-        last = np.zeros(int(steps.max()) + 1)
-        np.maximum.at(last, np.maximum(steps, 0), ends)
-        return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
-
-    def window_of(self, first: float, last: float) -> tuple[float, float]:
-        """Return the window of some steps, or the whole run if it has none of them.
-
-        It begins at the end of the step before the first and ends with the last.
-        """
-        steps = self.steps
-        own = [end for step, end in steps if first <= step <= last]
-        if not own:
-            return 0.0, self.total_s
-        return max((end for step, end in steps if step < first), default=0.0), max(own)
-
-    def _ranks_of(self, group: str, config: Mapping[str, Any]) -> int:
-        known = nested(config, "placement", group).get("ranks")
-        return known if isinstance(known, int) else 1
-
-    def of(self, window: Window, unfolded: Collection[str] = ()) -> dict[str, Any]:
-        """Return lanes, ends of steps, and the critical path of the last step in the window.
+    def page(
+        self,
+        start: float | None = None,
+        end: float | None = None,
+        width: int = 1200,
+        unfolded: Collection[str] = (),
+        steps: tuple[float, float] | None = None,
+    ) -> dict[str, Any]:
+        """Return lanes, ends of steps, and the critical path of the last step in a window.
 
         Args:
+            start: start of the window, in seconds since the start of the run; None for the beginning.
+            end: end of the window, in the same unit; None for the end.
+            width: width of the screen in pixels.
             unfolded: groups to show with a lane for each rank.
+            steps: use the window of these steps instead, if the run has any of them.
         """
-        c = self._columns
-        inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
+        total = self.total_s
+        if steps is not None:
+            chosen = self.log.of_steps(*steps)
+            start, end = (chosen.start_s, chosen.end_s) if chosen else (0.0, total)
+        last = total if end is None else min(end, total)
+        first = min(last, 0.0 if start is None else max(0.0, start))
+        timeline = Timeline(self.log, first, max(last, first + 1e-9))
         # Round before comparing: pages send the rounded end of a step.
-        ends = ((step, round(end, 6)) for step, end in self.steps)
-        until = round(window.end_s, 6)
-        steps = [(step, end) for step, end in ends if window.start_s <= end <= until]
-        lanes: list[dict[str, Any]] = []
-        for number, name in enumerate(self._groups):
-            own = self._sorted(inside[c["group"][inside] == number])
-            lanes.append(self._lane(name, own, window, "group"))
-            if name in unfolded:
-                lanes += self._rank_lanes(number, window)
-        for number, name in enumerate(self._graphs):
-            own = self._sorted(inside[c["graph"][inside] == number])
-            if name not in ("", TRAIN) and len(own):
-                lanes.append(self._lane(name, own, window, "evaluation"))
-        sent = self._sorted(inside[np.isin(c["node"][inside], self._numbers_of(WEIGHTS))])
-        if len(sent):
-            lanes.append(self._lane("weights", sent, window, "weights"))
-        saved = [
-            span for span in self._checkpoints if span[1] >= window.start_s and span[0] <= window.end_s
-        ]
-        if saved:
-            lanes.append(self._checkpoint_lane(saved, window))
-        every = max(1, -(-len(steps) // 200))
+        ends = ((step, round(end, 6)) for step, end in self.log.steps)
+        shown = [(step, end) for step, end in ends if first <= end <= round(last, 6)]
         return {
-            "start_s": window.start_s,
-            "end_s": window.end_s,
-            "total_s": self.total_s,
+            "start_s": first,
+            "end_s": last,
+            "total_s": total,
             "nodes": [*self._nodes],
-            "lanes": lanes,
+            "lanes": self._lanes(timeline, width, unfolded),
             "ranks": {name: number for name, number in self._num_ranks.items() if number > 1},
-            "steps": [{"step": step, "end_s": end} for step, end in steps[::every]],
-            "critical": self.critical(steps[-1][0]) if steps and len(steps) <= 50 else [],
-            "critical_step": steps[-1][0] if steps else None,
+            "steps": [
+                {"step": step, "end_s": end} for step, end in shown[:: max(1, -(-len(shown) // 200))]
+            ],
+            "critical": self.critical(shown[-1][0]) if shown and len(shown) <= 50 else [],
         }
 
-    def _numbers_of(self, methods: Collection[str]) -> list[int]:
+    def _lanes(self, timeline: Timeline, width: int, unfolded: Collection[str]) -> list[dict[str, Any]]:
+        c, rows = self._columns, timeline.rows
+        lanes: list[dict[str, Any]] = []
+        for name in self._groups:
+            lane = timeline.group_lane(name)
+            gaps = [self._gap(name, gap, lane) for gap in self._told(lane)]
+            lanes.append({**self._drawn(lane, width, "group"), "group": name, "gaps": gaps})
+            ranks = range(self._num_ranks[name]) if name in unfolded else ()
+            for rank, own in enumerate(timeline.rank_lanes(name, ranks)):
+                gaps = [self._rank_gap(name, gap, own) for gap in self._told(own)]
+                lanes.append(
+                    {**self._drawn(own, width, "rank"), "group": name, "rank": rank, "gaps": gaps}
+                )
+        for number, name in enumerate(self.log.words("graph")):
+            own = timeline.lane(name, rows[c["graph"][rows] == number])
+            if name not in ("", TRAIN) and len(own.calls):
+                lanes.append(self._drawn(own, width, "evaluation"))
+        sent = timeline.lane("weights", rows[np.isin(c["node"][rows], self._numbers_of(*WEIGHTS))])
+        if len(sent.calls):
+            lanes.append(self._drawn(sent, width, "weights"))
+        calls, starts, ends = self._checkpoints
+        inside = (ends >= timeline.start_s) & (starts <= timeline.end_s)
+        if inside.any():
+            saved = calls[inside], starts[inside], ends[inside], c["worker_s"][calls[inside]]
+            lanes.append(self._drawn(Lane("checkpoints", timeline, *saved), width, "checkpoint"))
+        return lanes
+
+    def _numbers_of(self, *methods: str) -> list[int]:
         return [number for number, name in enumerate(self._nodes) if name in methods]
 
-    def _sorted(self, rows: np.ndarray) -> np.ndarray:
-        return rows[np.argsort(self._columns["start_s"][rows], kind="stable")]
-
-    def _lane(self, name: str, rows: np.ndarray, window: Window, kind: str) -> dict[str, Any]:
-        """Return the lane of a group, or of an evaluation or weights with calls on all groups."""
-        c = self._columns
-        drawn = _Drawn(rows, c["start_s"][rows], c["end_s"][rows], c["worker_s"][rows])
-        lane, gaps = self._drawn_lane(name, drawn, window)
-        if kind == "group":
-            lane["gaps"] = [self._gap(name, start, end, rows, after) for start, end, _, after in gaps]
-        return {**lane, "group": name if kind == "group" else None, "kind": kind}
-
-    def _rank_lanes(self, number: int, window: Window) -> Iterator[dict[str, Any]]:
-        """Yield the lanes of a group's ranks, with each rank's time in each call."""
-        c, of, group = self._columns, self._of_rank, self._groups[number]
-        inside = np.flatnonzero(
-            (of["end_s"] >= window.start_s) & (of["end_s"] - of["worker_s"] <= window.end_s)
-        )
-        inside = inside[c["group"][of["call"][inside]] == number]
-        for rank in range(self._num_ranks[group]):
-            own = inside[of["rank"][inside] == rank]
-            own = own[np.argsort(of["end_s"][own] - of["worker_s"][own], kind="stable")]
-            calls, ends, took = of["call"][own], of["end_s"][own], of["worker_s"][own]
-            drawn = _Drawn(calls, np.maximum(ends - took, c["start_s"][calls]), ends, took)
-            lane, gaps = self._drawn_lane(f"{group}[{rank}]", drawn, window)
-            lane["gaps"] = [self._rank_gap(group, *gap[:2], calls, *gap[2:]) for gap in gaps]
-            yield {**lane, "group": group, "kind": "rank", "rank": rank}
-
-    def _checkpoint_lane(
-        self, saved: Sequence[tuple[float, float, int]], window: Window
-    ) -> dict[str, Any]:
-        """Return the lane of checkpoints, from the copy of the state until it is on the disk."""
-        rows = np.array([row for _, _, row in saved])
-        starts, ends = np.array([span[0] for span in saved]), np.array([span[1] for span in saved])
-        drawn = _Drawn(rows, starts, ends, self._columns["worker_s"][rows])
-        return {**self._drawn_lane("checkpoints", drawn, window)[0], "group": None, "kind": "checkpoint"}
-
     @cached_property
-    def _checkpoints(self) -> list[tuple[float, float, int]]:
-        """(start, end, first call) of each checkpoint."""
+    def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[checkpoints] first call, start and end of each: from the copy of the state until it is on disk."""
         c = self._columns
-        begun, written = (self._numbers_of((name,)) for name in (SAVE, WRITTEN))
-        starts = self._sorted(np.flatnonzero(np.isin(c["node"], begun)))
-        new = np.append(True, np.diff(c["step"][starts]) != 0)[: len(starts)]
-        first = starts[new].tolist()
-        rows = np.flatnonzero(np.isin(c["node"], [*begun, *written]))
-        found: list[tuple[float, float, int]] = []
-        for row, until in zip(first, [*c["start_s"][first[1:]].tolist(), np.inf], strict=False):
-            start = float(c["start_s"][row])
-            own = rows[(c["start_s"][rows] >= start) & (c["start_s"][rows] < until)]
-            found.append((start, float(c["end_s"][own].max()), row))
-        return found
+        begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
+        begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
+        first = begun[np.diff(c["step"][begun], prepend=-1) != 0]
+        starts = c["start_s"][first]
+        rows = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE, WRITTEN)))
+        of = np.searchsorted(starts, c["start_s"][rows], side="right") - 1
+        ends = starts.copy()
+        np.maximum.at(ends, of[of >= 0], c["end_s"][rows[of >= 0]])
+        return first, starts, ends
 
-    def _drawn_lane(self, name: str, drawn: _Drawn, window: Window) -> tuple[dict[str, Any], list[_Gap]]:
-        """Return a lane without its gaps, and the gaps to explain."""
-        idle = idle_stretches(drawn.start_s, drawn.end_s, window.start_s, window.start_s + window.seconds)
-        lengths = idle.end_s - idle.start_s
-        told = np.flatnonzero(lengths >= SHORTEST_GAP * window.seconds)
-        told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:MOST_GAPS]]).tolist()
-        few = len(drawn.calls) <= MOST_CALLS
-        lane = {
-            "lane": name,
-            "busy_share": round(1 - float(lengths.sum()) / window.seconds, 4),
-            "num_calls": len(drawn.calls),
-            "calls": self._bars(drawn) if few else [],
-            "bins": None if few else self._bins(drawn, window),
+    def _drawn(self, lane: Lane, width: int, kind: str) -> dict[str, Any]:
+        few = len(lane.calls) <= MOST_CALLS
+        return {
+            "lane": lane.name,
+            "kind": kind,
+            "group": None,
+            "busy_share": round(1 - lane.idle_share, 4),
+            "num_calls": len(lane.calls),
+            "calls": self._bars(lane) if few else [],
+            "bins": None if few else _bins(lane, max(50, width // 3)),
             "gaps": [],
         }
-        return lane, [
-            (float(idle.start_s[k]), float(idle.end_s[k]), int(idle.before[k]), int(idle.after[k]))
-            for k in told
-        ]
 
-    def _bars(self, drawn: _Drawn) -> list[list[Any]]:
+    def _bars(self, lane: Lane) -> list[list[Any]]:
         """Return each call as [start, end, node, rows, step, seconds in the worker]."""
-        c, rows = self._columns, drawn.calls
-        return [
-            list(bar)
-            for bar in zip(
-                np.round(drawn.start_s, 6).tolist(),
-                np.round(drawn.end_s, 6).tolist(),
-                c["node"][rows].tolist(),
-                c["rows"][rows].astype(np.int64).tolist(),
-                c["step"][rows].astype(np.int64).tolist(),
-                np.round(drawn.worker_s.astype(np.float64), 6).tolist(),
-                strict=True,
-            )
-        ]
-
-    def _bins(self, drawn: _Drawn, window: Window) -> dict[str, Any]:
-        """Return the share of each bin spent on each node. Overlapping calls share the bin."""
-        number = max(50, window.width // 3)
-        width = window.seconds / number
-        kinds = self._columns["node"][drawn.calls]
-        nodes = np.unique(kinds).tolist()
-        shares = np.zeros((len(nodes), number))
-        for place, node in enumerate(nodes):
-            own = kinds == node
-            shares[place] = covered(drawn.start_s[own], drawn.end_s[own], window.start_s, width, number)
-        shares /= np.maximum(1.0, shares.sum(axis=0))
-        return {
-            "t0": window.start_s,
-            "dt": width,
-            "nodes": nodes,
-            "shares": np.round(shares.T, 3).tolist(),
-        }
+        c = self._columns
+        times = (np.round(lane.start_s, 6), np.round(lane.end_s, 6))
+        counts = (c[name][lane.calls].astype(np.int64) for name in ("node", "rows", "step"))
+        columns = (*times, *counts, np.round(lane.worker_s.astype(np.float64), 6))
+        return [list(bar) for bar in zip(*(column.tolist() for column in columns), strict=True)]
 
     # Reasons for idle gaps
 
-    def _gap(self, group: str, start: float, end: float, rows: np.ndarray, after: int) -> dict[str, Any]:
-        next_node = self._name("node", int(rows[after])) if after >= 0 else None
-        reason, text = self._reason(group, start, end, next_node)
-        return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": reason, "text": text}
+    def _told(self, lane: Lane) -> list[Gap]:
+        return lane.gaps(MOST_GAPS, SHORTEST_GAP * lane.timeline.seconds)
 
-    def _rank_gap(
-        self, group: str, start: float, end: float, calls: np.ndarray, before: int, after: int
-    ) -> dict[str, Any]:
+    def _gap(self, group: str, gap: Gap, lane: Lane) -> dict[str, Any]:
+        reason, text = self._reason(group, gap, lane.node_at(gap.after) if gap.after >= 0 else None)
+        return _part(gap.start_s, gap.end_s, reason=reason, text=text)
+
+    def _rank_gap(self, group: str, gap: Gap, lane: Lane) -> dict[str, Any]:
         """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to do."""
-        ended = int(calls[before]) if before >= 0 else -1
-        until = float(self._columns["end_s"][ended]) if ended >= 0 else start
-        # Most of the gap was spent waiting for other ranks of the call.
-        if until - start > 0.5 * (end - start):
-            last = self._last_rank(ended)
-            others = "the other ranks" if last is None else f"{group}[{last}]"
-            text = f"finished its part of {self._name('node', ended)}; {others} finished {until - start:.3g} s later"
-            return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": "rank", "text": text}
-        return self._gap(group, start, end, calls, after)
+        if gap.before >= 0:
+            call = int(lane.calls[gap.before])
+            waited = float(self._columns["end_s"][call]) - gap.start_s
+            # Most of the gap was spent waiting for other ranks of the call.
+            if waited > 0.5 * gap.seconds:
+                last = self._last_rank(call)
+                others = "the other ranks" if last is None else f"{group}[{last}]"
+                text = f"finished its part of {self._node(call)}; {others} finished {waited:.3g} s later"
+                return _part(gap.start_s, gap.end_s, reason="rank", text=text)
+        return self._gap(group, gap, lane)
 
-    def _reason(self, group: str, start: float, end: float, next_node: str | None) -> tuple[str, str]:
-        c = self._columns
-        near = np.flatnonzero((c["end_s"] > start) & (c["start_s"] < end))
-        others = [row for row in near.tolist() if self._name("group", row) not in (group, RECORDER)]
+    def _reason(self, group: str, gap: Gap, next_node: str | None) -> tuple[str, str]:
+        """Return the kind of a reason, and its text."""
+        c, end = self._columns, gap.end_s
+        near = np.flatnonzero((c["end_s"] > gap.start_s) & (c["start_s"] < end))
+        others = [row for row in near.tolist() if self._group(row) not in (group, RECORDER)]
         if not others:
-            return (
-                "unknown",
-                "nothing was under way: the driver, or the end of the run"
-                if next_node is None
-                else "nothing was under way",
-            )
+            over = ": the driver, or the end of the run" if next_node is None else ""
+            return "unknown", f"nothing was under way{over}"
         if next_node is None:
-            most = max(others, key=lambda row: min(c["end_s"][row], end) - max(c["start_s"][row], start))
+            overlap = (min(c["end_s"][row], end) - max(c["start_s"][row], gap.start_s) for row in others)
+            most = max(zip(others, overlap, strict=True), key=lambda one: one[1])[0]
             return "rows", f"no more work in this window; {self._what(most)} was running"
-        method = next_node.rpartition(".")[2]
-        upstream = self._upstream.get(next_node, frozenset())
-        fed = [
-            row
-            for row in others
-            if self._name("node", row) in upstream and c["end_s"][row] <= end + TOUCHING_S
-        ]
-        if method in WEIGHTS:
-            giving = [
-                row for row in others if self._name("node", row).rpartition(".")[2] not in CHECKPOINTS
-            ]
+        if _method(next_node) in WEIGHTS:
+            giving = [row for row in others if _method(self._node(row)) not in CHECKPOINTS] or others
             return (
                 "weights",
-                f"waits for weights of {self._what(max(giving or others, key=lambda row: c['end_s'][row]))}",
+                f"waits for weights of {self._what(max(giving, key=c['end_s'].__getitem__))}",
             )
+        upstream = self._upstream.get(next_node, ())
+        fed = [
+            row for row in others if self._node(row) in upstream and c["end_s"][row] <= end + TOUCHING_S
+        ]
         last = max(fed or others, key=lambda row: min(c["end_s"][row], end))
         if fed:
             return "rows", f"{next_node} waits for rows of {self._what(last)}"
-        name = self._name("node", last).rpartition(".")[2]
-        if name in CHECKPOINTS:
+        method = _method(self._node(last))
+        if method in CHECKPOINTS:
             return "disk", f"{self._what(last)} is written"
-        if name in WEIGHTS:
+        if method in WEIGHTS:
             return "weights", f"{next_node} waits until {self._what(last)} is over"
-        same = [
-            row for row in others if self._pools.get(self._name("group", row)) == self._pools.get(group)
-        ]
-        if same and self._pools.get(group) not in (None, "None"):
-            return (
-                "device",
-                f"{self._what(max(same, key=lambda row: c['end_s'][row]))} has the devices of the pool",
-            )
+        pool = self._pools.get(group)
+        same = [row for row in others if pool is not None and self._pools.get(self._group(row)) == pool]
+        if same:
+            holder = max(same, key=lambda row: c["end_s"][row])
+            return "device", f"{self._what(holder)} has the devices of the pool"
         return "rows", f"{next_node} waits for {self._what(last)}"
+
+    def _node(self, row: int) -> str:
+        return self._nodes[int(self._columns["node"][row])]
+
+    def _group(self, row: int) -> str:
+        return self._groups[int(self._columns["group"][row])]
 
     def _last_rank(self, call: int) -> int | None:
         """Return the rank that the others of a call waited for, or None if none was much later."""
-        of = self._of_rank
+        of = self.log.ranks
         first, beyond = np.searchsorted(of["call"], [call, call + 1]).tolist()
         if beyond - first < 2:  # ranks of a call are in the order of their answers
             return None
@@ -334,8 +238,7 @@ class Lanes:
         return int(of["rank"][beyond - 1]) if late_s > LATE * of["worker_s"][beyond - 1] else None
 
     def _what(self, row: int) -> str:
-        c = self._columns
-        node, group, rows = self._name("node", row), self._name("group", row), int(c["rows"][row])
+        node, group, rows = self._node(row), self._group(row), int(self._columns["rows"][row])
         of = node if node.startswith(f"{group}.") else f"{node} on {group}"
         notes = [f"{rows} rows"] if rows else []
         last = self._last_rank(row)
@@ -350,92 +253,66 @@ class Lanes:
         It is traced back from the end of the step. The predecessor of a call is the call that ended
         last before it began. If rows stream from an upstream call, that call is the predecessor.
         """
-        c = self._columns
-        ends = dict(self.steps)
-        if step not in ends:
+        c, timeline = self._columns, self.log.of_steps(step, step)
+        if timeline is None:
             return []
-        begin = max((end for other, end in ends.items() if other < step), default=0.0)
-        own = np.flatnonzero((c["end_s"] > begin) & (c["start_s"] < ends[step]))
-        own = own[c["group"][own] != self._recorder]
+        begin, at, row = timeline.start_s, timeline.end_s, None
+        own = np.flatnonzero((c["end_s"] > begin) & (c["start_s"] < at))
+        if RECORDER in self._groups:  # no call waits for it
+            own = own[c["group"][own] != self._groups.index(RECORDER)]
         path: list[dict[str, Any]] = []
-        at, row = ends[step], None
         while at > begin and len(own):
             before = own[(c["end_s"][own] <= at + 1e-9) & (own != row)]
-            ended = float(c["end_s"][before].max()) if len(before) else -np.inf
+            ended = float(c["end_s"][before].max(initial=-np.inf))
             # Rows may stream from an upstream call that has not ended yet.
-            feeding = self._feeding(own, row, at)
+            feeding = None if row is None else self._feeding(own, row, at)
             if feeding is not None:
                 row, end = feeding, at
             elif ended > begin:
-                row = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]])
-                end = ended
+                row, end = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]]), ended
             else:
                 break
             start = max(begin, float(c["start_s"][row]))
-            if at - end > 1e-4:
-                path.append(self._unexplained(end, at))
-            names = {"lane": self._name("group", row), "node": self._name("node", row)}
-            path.append({**names, "start_s": round(start, 6), "end_s": round(end, 6)})
+            path += self._unexplained(end, at)
+            path.append(_part(start, end, lane=self._group(row), node=self._node(row)))
             own = own[(c["start_s"][own] < start) | (c["end_s"][own] <= start + 1e-9)]
             own = own[own != row]  # a call may take no time
             at = start
-        if at - begin > 1e-4:
-            path.append(self._unexplained(begin, at))
-        return path[::-1]
+        return [*path, *self._unexplained(begin, at)][::-1]
 
-    def _feeding(self, own: np.ndarray, row: int | None, at: float) -> int | None:
+    def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
         """Return the upstream call that was still streaming rows at this time, the latest one.
 
         Return None if there is none, or if another upstream call had just ended.
         """
-        if row is None:
-            return None
-        c, upstream = self._columns, self._upstream.get(self._name("node", row), frozenset())
+        c, upstream = self._columns, self._upstream.get(self._node(row), ())
         near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
-        near = [other for other in near.tolist() if self._name("node", other) in upstream]
+        near = [other for other in near.tolist() if self._node(other) in upstream]
         if any(c["end_s"][other] <= at + 1e-9 for other in near):
             return None
         return max(near, key=lambda other: c["start_s"][other], default=None)
 
-    @property
-    def _recorder(self) -> int:
-        """Number of the recorder group, which no call waits for."""
-        return self._groups.index(RECORDER) if RECORDER in self._groups else -1
-
-    def _unexplained(self, start: float, end: float) -> dict[str, Any]:
-        """Return a stretch of the critical path without any call that the step waited for."""
-        on_disk = sum(max(0.0, min(end, span[1]) - max(start, span[0])) for span in self._checkpoints)
+    def _unexplained(self, start: float, end: float) -> list[dict[str, Any]]:
+        """Return the part of the critical path without any call that the step waited for, if any."""
+        if end - start <= 1e-4:
+            return []
+        _, begun, written = self._checkpoints
+        on_disk = (np.minimum(end, written) - np.maximum(start, begun)).clip(min=0).sum()
         text = "a checkpoint on its way to the disk" if on_disk > 0.5 * (end - start) else "the driver"
-        return {
-            "lane": None,
-            "node": None,
-            "start_s": round(start, 6),
-            "end_s": round(end, 6),
-            "text": text,
-        }
+        return [_part(start, end, lane=None, node=None, text=text)]
 
 
-_Gap: TypeAlias = tuple[float, float, int, int]
-"""(start, end, index of the call before, index of the call after) in a lane; -1 for no call."""
+def _bins(lane: Lane, number: int) -> dict[str, Any]:
+    """Return the share of each bin spent on each node. Overlapping calls share the bin."""
+    nodes = np.unique(lane.nodes).tolist()
+    shares = np.round(lane.shares(nodes, number).T, 3).tolist()
+    timeline = lane.timeline
+    return {"t0": timeline.start_s, "dt": timeline.seconds / number, "nodes": nodes, "shares": shares}
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """The bars of a lane, sorted by start."""
-
-    calls: np.ndarray
-    """[bars] indexes of their calls."""
-    start_s: np.ndarray
-    """[bars] float64, as is the end."""
-    end_s: np.ndarray
-    worker_s: np.ndarray
-    """[bars] seconds in the worker."""
+def _part(start: float, end: float, **rest: Any) -> dict[str, Any]:
+    return {"start_s": round(start, 6), "end_s": round(end, 6), **rest}
 
 
-def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Return node -> the nodes that it waits for."""
-    found: dict[str, set[str]] = {}
-    for graph in graphs:
-        for node in nested(graphs, graph).get("nodes", ()):
-            found.setdefault(node["name"], set()).update(node.get("after", ()))
-    return {name: frozenset(names) for name, names in found.items()}
+def _method(node: str) -> str:
+    return node.rpartition(".")[2]

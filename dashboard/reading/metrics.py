@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.graph import TRAIN
-from ...dataflow.metric_names import SCORES, SECTIONS, entry_named, score_label
+from ...dataflow.metric_names import SCORES, entry_named, score_label
+from ...dataflow.runs.alerts import Alert
 from ...dataflow.runs.files import METRICS
 from ...dataflow.runs.follow import FollowedTable
 
@@ -27,11 +27,7 @@ MOST_LEFT_OUT = 5000
 
 
 class MetricLog:
-    """The metrics of one run.
-
-    Args:
-        run: the directory of the run, which need not have metrics yet.
-    """
+    """The metrics of one run, which need not have any yet."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS, MOST)
@@ -59,26 +55,21 @@ class MetricLog:
             if news.table is not None:
                 self._take_wide(news.table)
                 self._columns_left_out = news.left_out
-            left_out = len(self._left_out) + self._columns_left_out
-            least = "at least " if len(self._left_out) == MOST_LEFT_OUT else ""
-            more = f"{self._table.path}: it has {least}{left_out:,} metrics more than the {MOST:,} that are shown"
-            self.damage = more if left_out else None
+            self.damage = None
+            if left_out := len(self._left_out) + self._columns_left_out:
+                least = "at least " if len(self._left_out) == MOST_LEFT_OUT else ""
+                more = f"it has {least}{left_out:,} metrics more than the {MOST:,} that are shown"
+                self.damage = f"{self._table.path}: {more}"
         except (OSError, ValueError, pa.ArrowException) as error:
             self.damage = f"{self._table.path}: {error}"
 
     def _take(self, batch: pa.RecordBatch) -> None:
-        steps, values = (
-            batch["step"].to_numpy(zero_copy_only=False),
-            batch["value"].to_numpy(zero_copy_only=False),
-        )
+        steps, values = (batch[name].to_numpy(zero_copy_only=False) for name in ("step", "value"))
         coded = batch["name"].dictionary_encode()
         codes = coded.indices.to_numpy(zero_copy_only=False)
         order = np.argsort(codes, kind="stable")
         ends = np.cumsum(np.bincount(codes, minlength=len(coded.dictionary)))
-        for start, end, name in zip(
-            [0, *ends[:-1].tolist()], ends.tolist(), coded.dictionary.to_pylist(), strict=True
-        ):
-            own = order[start:end]
+        for own, name in zip(np.split(order, ends[:-1]), coded.dictionary.to_pylist(), strict=False):
             self._add(name, steps[own], values[own])
 
     def _add(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
@@ -109,10 +100,7 @@ class MetricLog:
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric by step; the last written value counts.
-
-        Return empty arrays for an unknown metric.
-        """
+        """Return the values of a metric by step; the last written value counts. Unknown metrics have none."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -179,26 +167,18 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
     padded = np.full(rows * size, np.nan)
     padded[:number] = np.where(np.isfinite(y), y, np.nan)
     stretches = padded.reshape(rows, size)
-    # stretches without a finite value
-    none = np.isnan(stretches).all(axis=1)
-    low = np.where(np.isnan(stretches), np.inf, stretches).argmin(axis=1)
-    high = np.where(np.isnan(stretches), -np.inf, stretches).argmax(axis=1)
-    starts = np.arange(rows) * size
-    chosen = np.unique(
-        np.concatenate([[0, number - 1], starts[~none] + low[~none], starts[~none] + high[~none]])
-    )
+    known = np.flatnonzero(~np.isnan(stretches).all(axis=1))  # with a finite value
+    low, high = np.nanargmin(stretches[known], axis=1), np.nanargmax(stretches[known], axis=1)
+    chosen = np.unique(np.concatenate([[0, number - 1], known * size + low, known * size + high]))
     return x[chosen], y[chosen]
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Return the positions of steps on an axis.
+    """Return the positions of steps on an axis: [points], nan if unknown.
 
     Args:
         steps: [points].
         axis: step number, seconds since the start of the run, or samples trained on so far.
-
-    Returns:
-        [points], with nan for an unknown position.
     """
     if axis == "step":
         return steps
@@ -207,15 +187,11 @@ def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
         values = np.cumsum(values)
     if not len(known):
         return np.full(len(steps), np.nan)
-    at = np.searchsorted(known, steps)
-    found = at < len(known)
-    exact = np.zeros(len(steps), bool)
-    exact[found] = known[at[found]] == steps[found]
     before = np.clip(np.searchsorted(known, steps, side="right") - 1, 0, len(known) - 1)
     # A step without updates, such as step 0, has trained on as many samples as the step before.
     if axis == "samples":
         return np.where(steps < known[0], 0.0, values[before])
-    return np.where(exact, values[np.minimum(at, len(known) - 1)], np.nan)
+    return np.where(known[before] == steps, values[before], np.nan)
 
 
 def curve(
@@ -223,7 +199,7 @@ def curve(
     name: str,
     axis: Axis = "step",
     points: int = 800,
-    window: tuple[float, float] | None = None,
+    window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a metric over an axis, thinned.
 
@@ -235,9 +211,8 @@ def curve(
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)
     x, y = x[there], values[there]
-    if window is not None and len(x):
-        first, stop = np.searchsorted(x, window[0]), np.searchsorted(x, window[1], side="right")
-        x, y = x[max(0, first - 1) : stop + 1], y[max(0, first - 1) : stop + 1]
+    first, stop = np.searchsorted(x, window[0]), np.searchsorted(x, window[1], side="right")
+    x, y = x[max(0, first - 1) : stop + 1], y[max(0, first - 1) : stop + 1]
     return thinned(x, y, min(max(points, 4), MAX_POINTS))
 
 
@@ -258,32 +233,23 @@ MOST_ALERTS, MOST_CHARACTERS = 500, 300
 
 
 def marks(
-    metrics: MetricLog, config: Mapping[str, Any], alerts: Sequence[Any], checkpoints: Sequence[int]
+    metrics: MetricLog, evaluations: Sequence[str], alerts: Sequence[Alert], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return events by step: evaluations, kept checkpoints, restarts and other alerts."""
     found: list[dict[str, Any]] = [
         {"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints
     ]
-    graphs = config.get("graphs")
-    for name in graphs if isinstance(graphs, Mapping) else ():
-        own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), None)
-        if name != TRAIN and own is not None:
-            steps, _ = metrics.series(own)
-            found += [
-                {"step": int(step), "kind": "evaluation", "text": str(name)}
-                for step in steps.tolist()
-                if math.isfinite(step)
-            ]
+    for name in evaluations:
+        own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), "")
+        steps = metrics.series(own)[0]
+        found += [
+            {"step": int(step), "kind": "evaluation", "text": name}
+            for step in steps[np.isfinite(steps)].tolist()
+        ]
     for alert in alerts[-MOST_ALERTS:]:
         kind = "restart" if alert.name == "restarted" else "alert"
-        found.append(
-            {
-                "step": alert.step,
-                "kind": kind,
-                "name": alert.name,
-                "text": alert.text.partition("\n")[0][:MOST_CHARACTERS],
-            }
-        )
+        text = alert.text.partition("\n")[0][:MOST_CHARACTERS]
+        found.append({"step": alert.step, "kind": kind, "name": alert.name, "text": text})
     return sorted(found, key=lambda mark: mark["step"])
 
 
@@ -291,17 +257,17 @@ def marks(
 
 
 @dataclass(frozen=True)
-class CardKind:
+class _Card:
     """A kind of card on the curves page."""
 
     id: str
     title: str
     metric: str
-    """Patterns of the metrics, without evaluation and group. Each matching metric is a line."""
+    """Patterns of metrics, without evaluation and group. The first one that matches counts."""
     spread: str = ""
-    """Name of the metric with the standard deviation, in the same group."""
+    """The metric with the standard deviation, in the same group."""
     beside: str = ""
-    """Name of a metric of the same group, shown next to the value."""
+    """A metric of the same group, shown next to the value."""
     scope: Literal["training", "evaluation"] = "training"
     floor: float | None = 0.0
     """Lower end of the scale unless values are lower, or None for the lowest value."""
@@ -311,25 +277,23 @@ class CardKind:
 
 
 KINDS = (
-    CardKind("reward", "reward", "reward/mean|mean", spread="std", floor=None),
-    CardKind("loss", "loss", "loss", floor=None),
-    CardKind("accuracy", "held-out", "|".join(SCORES), scope="evaluation"),
-    CardKind("signal", "groups without signal", "groups_without_signal", form="share"),
-    CardKind("entropy", "entropy", "entropy"),
-    CardKind("kl", "KL from the reference", "kl"),
-    CardKind("length", "response length", "response_length", beside="response_length_p95", form="count"),
-    CardKind("truncated", "truncated", "truncation_rate", form="share"),
-    CardKind("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
-    CardKind(
-        "ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None
-    ),
-    CardKind("clipped", "clip fraction", "clip_fraction", form="share"),
-    CardKind("staleness", "staleness", "mean_staleness", beside="max_staleness"),
-    CardKind("grad_norm", "gradient norm", "grad_norm"),
-    CardKind("throughput", "tokens/s", "tokens_per_s", form="count"),
-    CardKind("idle", "idle share", "idle_share", form="share", several=True),
-    CardKind("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
-    CardKind("pairs", "preference accuracy", "preference_accuracy", form="share"),
+    _Card("reward", "reward", "reward/mean|mean", spread="std", floor=None),
+    _Card("loss", "loss", "loss", floor=None),
+    _Card("accuracy", "held-out", "|".join(SCORES), scope="evaluation"),
+    _Card("signal", "groups without signal", "groups_without_signal", form="share"),
+    _Card("entropy", "entropy", "entropy"),
+    _Card("kl", "KL from the reference", "kl"),
+    _Card("length", "response length", "response_length", beside="response_length_p95", form="count"),
+    _Card("truncated", "truncated", "truncation_rate", form="share"),
+    _Card("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
+    _Card("ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None),
+    _Card("clipped", "clip fraction", "clip_fraction", form="share"),
+    _Card("staleness", "staleness", "mean_staleness", beside="max_staleness"),
+    _Card("grad_norm", "gradient norm", "grad_norm"),
+    _Card("throughput", "tokens/s", "tokens_per_s", form="count"),
+    _Card("idle", "idle share", "idle_share", form="share", several=True),
+    _Card("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
+    _Card("pairs", "preference accuracy", "preference_accuracy", form="share"),
 )
 """Kinds of cards, in the order of the page."""
 
@@ -355,7 +319,7 @@ def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, An
     return [card for card in found if not (card["id"] == "loss" and has_reward)]
 
 
-def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
+def _shown(kind: _Card, names: Sequence[str]) -> list[str]:
     if kind.scope == "evaluation":  # each evaluation by its first matching pattern
         each = dict.fromkeys(name.partition("/")[0] for name in names)
         found = (_matching(kind, [name for name in names if name.startswith(f"{one}/")]) for one in each)
@@ -364,7 +328,7 @@ def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
     return sorted(own) if kind.several else own[:1]
 
 
-def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
+def _matching(kind: _Card, names: Sequence[str]) -> list[str]:
     """Return the metrics for the first matching pattern of a kind, the group `reward` first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
@@ -376,59 +340,39 @@ def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
     return []
 
 
-def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
+def _card(kind: _Card, names: list[str], there: set[str]) -> dict[str, Any]:
     group = names[0].rpartition("/")[0]
 
     def beside(metric: str) -> str | None:
         name = f"{group}/{metric}" if group else metric
         return name if metric and name in there else None
 
-    lost = (
-        [f"{name.partition('/')[0]}/prompts_lost" for name in names] if kind.scope == "evaluation" else []
-    )
-    bands = {name: [f"{name}_low", f"{name}_high"] for name in names if f"{name}_low" in there}
+    title, lost = kind.title, list[str]()
+    if kind.scope == "evaluation":
+        # Score names such as pass@1.
+        labels = (score_label(name.partition("/")[2]) for name in names)
+        title = f"{title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
+        lost = [f"{name.partition('/')[0]}/prompts_lost" for name in names]
     return {
         "id": kind.id,
-        "title": _title(kind, names),
+        "title": title,
         "names": names,
         "spread": beside(kind.spread),
         "beside": beside(kind.beside),
         "lost": [name for name in lost if name in there],
-        "bands": bands,
+        "bands": {name: [f"{name}_low", f"{name}_high"] for name in names if f"{name}_low" in there},
         "floor": kind.floor,
         "form": kind.form,
         **meaning(names[0]),
     }
 
 
-def _title(kind: CardKind, names: Sequence[str]) -> str:
-    """Return the title of a card, with score names such as pass@1 for evaluations."""
-    labels = (score_label(name.partition("/")[2]) for name in names if kind.scope == "evaluation")
-    return f"{kind.title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
+def meaning(name: str) -> dict[str, str]:
+    """Return unit, meaning, and good and bad values of a metric.
 
-
-def meaning(name: str) -> dict[str, Any]:
-    """Return unit, meaning, good and bad values and better direction of a metric.
-
-    >>> meaning("actor/entropy")["unit"], meaning("reward/mean")["direction"], meaning("my/own")
-    ('nats/token', 'up', {'unit': '', 'meaning': '', 'good': '', 'bad': '', 'direction': 'none', 'section': ''})
+    >>> meaning("actor/entropy")["unit"], meaning("my/own")
+    ('nats/token', {'unit': '', 'meaning': '', 'good': '', 'bad': ''})
     """
     parts = name.split("/")
     entry = next((e for k in range(len(parts)) if (e := entry_named("/".join(parts[k:])))), None)
-    if entry is None:
-        return {"unit": "", "meaning": "", "good": "", "bad": "", "direction": "none", "section": ""}
-    section = next(s.title for s in SECTIONS if entry in s.entries)
-    return {
-        "unit": entry.unit,
-        "meaning": entry.meaning,
-        "good": entry.good,
-        "bad": entry.bad,
-        "direction": _direction(entry.good),
-        "section": section,
-    }
-
-
-def _direction(good: str) -> str:
-    if good.startswith(("rises", "as high", "above")):
-        return "up"
-    return "down" if good.startswith(("falls", "below", "near 0", "few")) or good == "0" else "none"
+    return {field: getattr(entry, field, "") for field in ("unit", "meaning", "good", "bad")}

@@ -9,57 +9,74 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from ...controllers.recovery.checkpoints import complete_checkpoints
 from ...dataflow.config import flattened
 from ...dataflow.graph import TRAIN
-from ...dataflow.metric_names import metric_of, score_label
+from ...dataflow.metric_names import score_label
 from ...dataflow.runs.facts import RunFacts, facts_of
 from ...dataflow.runs.files import BUFFER, CHECKPOINTS, GRAPH, LIVE, LOG, SAMPLES_ARCHIVE
 from ...dataflow.runs.follow import PARTS, state_of
 from ...dataflow.runs.lock import Life
 from ...dataflow.safe_files import read_json
-from .call_log import CallLog
+from ..timeline import CallLog
 from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 
 # The content of `live.json` (rows at each node, groups, leases, memory) and of `graph.json` (nodes and
-# followers). A damaged file counts as missing.
-
+# followers): the fields that pages rely on. Other fields are allowed. A damaged file counts as missing.
 
 MOST_BYTES = 32 << 20
 """[bytes] Largest file to read. Drivers write far less, and pages request these files again and again."""
 
 
-class _Open(BaseModel):
-    """The fields that pages rely on; other fields are allowed."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class _NodeState(_Open):
-    todo: float
-    ready: float
-    leased: float
-    done: float
-    held: float
-
-
-class _Lease(_Open):
+class _Lease(TypedDict):
     lease: int
     node: str
     left: int
 
 
-class _OldGroup(_Open):
+class _OldGroup(TypedDict):
     group: int
     step: int
     waits: list[str]
 
 
-class _GraphState(_Open):
+class _NodeState(TypedDict):
+    todo: float
+    leased: float
+    done: float
+    held: float
+
+
+class _Call(TypedDict):
+    what: str
+    waits_for: list[int]
+    since_s: float
+
+
+class _Host(TypedDict):
+    processes: dict[str, tuple[int, int]]
+
+
+class _Stack(TypedDict):
+    text: str
+
+
+class _Source(TypedDict):
+    name: str
+    columns: list[str]
+
+
+class _Edge(TypedDict):
+    follower: str
+    leader: str
+
+
+class _GraphState(TypedDict):
     nodes: dict[str, _NodeState]
     issued: int
     in_flight: int
@@ -70,14 +87,7 @@ class _GraphState(_Open):
     oldest: list[_OldGroup]
 
 
-class _Call(_Open):
-    what: str
-    rows: int
-    waits_for: list[int]
-    since_s: float
-
-
-class _GroupState(_Open):
+class _GroupState(TypedDict):
     version: int
     ranks: int
     calls: list[_Call]
@@ -86,31 +96,16 @@ class _GroupState(_Open):
     lacking: list[int]
 
 
-class _Host(_Open):
-    processes: dict[str, tuple[int, int]]
-
-
-class _Stack(_Open):
-    at: float
-    text: str
-
-
-class _Live(_Open):
+class _Live(TypedDict):
     at: float
     time_s: float
-    step: int
     graphs: dict[str, _GraphState]
     groups: dict[str, _GroupState]
     hosts: dict[str, _Host]
     stacks: dict[str, _Stack]
 
 
-class _Source(_Open):
-    name: str
-    columns: list[str]
-
-
-class _Node(_Open):
+class _Node(TypedDict):
     name: str
     group: str | None
     reads: list[str]
@@ -119,35 +114,30 @@ class _Node(_Open):
     after: list[str]
 
 
-class _Edge(_Open):
-    follower: str
-    leader: str
-
-
-class _Structure(_Open):
+class _Graph(TypedDict):
     source: _Source
     nodes: list[_Node]
     follows: list[_Edge]
 
 
-_Graphs = RootModel[dict[str, _Structure]]
+_LIVE, _GRAPHS = TypeAdapter(_Live), TypeAdapter(dict[str, _Graph])
 
 
 def read_live(run: Path) -> dict[str, Any]:
     """Return the run's latest state from its driver, or an empty mapping."""
-    return _read(run / LIVE, _Live)
+    return _read(run / LIVE, _LIVE)
 
 
 def read_graphs(run: Path) -> dict[str, Any]:
     """Return the graphs of the run by name, or an empty mapping."""
-    return _read(run / GRAPH, _Graphs)
+    return _read(run / GRAPH, _GRAPHS)
 
 
-def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+def _read(path: Path, fields: TypeAdapter[Any]) -> dict[str, Any]:
     try:
         found = read_json(path, MOST_BYTES)
-        model.model_validate(found)
-    except (OSError, ValueError, ValidationError):
+        fields.validate_python(found)
+    except (OSError, ValueError):  # pydantic's error is a ValueError
         return {}
     return found
 
@@ -209,25 +199,27 @@ class RunReader:
         return made
 
     def _new_summary(self) -> dict[str, Any]:
-        facts = self.facts
-        names = self.metric_names
-        shown = {card["id"]: card["names"][0] for card in cards(names, self._evaluations_of(facts))}
+        facts, last_alert = self.facts, None
+        shown = {card["id"]: card["names"][0] for card in cards(self.metric_names, _evaluations(facts))}
         held_out = shown.get("accuracy", "")
         with self._lock:
             _, lost = self._metrics.series(f"{held_out.partition('/')[0]}/prompts_lost")
             _, score = self._metrics.series(held_out)
-            spark_x, spark = curve(
-                self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK
-            )
-        schedule = facts.config.get("schedule")
+            _, took = self._metrics.series("step_s")
+            _, spark = curve(self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK)
+        if facts.alerts:
+            last = facts.alerts[-1]
+            last_alert = {"text": facts.trouble, "name": last.name, "step": last.step, "at": last.time}
+        left_s = None
+        if facts.life is Life.ALIVE and facts.steps is not None and len(took):
+            left_s = round(float(np.median(took[-20:])) * max(0, facts.steps - facts.step), 1)
         return {
             "run": self.name,
             "name": self.path.name,
             "status": facts.status,
-            "started_at": facts.since or None,
             "updated_at": self._updated_at,
             "duration_s": facts.last.get("time_s"),
-            "left_s": self._left_s(facts) if facts.life is Life.ALIVE else None,
+            "left_s": left_s,
             "step": facts.step,
             "steps": facts.steps,
             "reward": facts.reward,
@@ -236,41 +228,17 @@ class RunReader:
             "held_out_label": score_label(held_out.partition("/")[2]),
             "held_out_lost": float(lost[-1]) if len(lost) and lost[-1] else None,
             "tokens_per_s": facts.last.get("tokens_per_s"),
-            "spark": numbers(spark, 4) if len(spark_x) > 1 else [],
-            "trouble": self._trouble(facts),
-            "settings": self._few_settings(facts),
-            "schedule": schedule.get("kind") if isinstance(schedule, dict) else None,
-            "epoch": facts.holder.epoch if facts.holder else None,
-            "holder": str(facts.holder) if facts.holder else None,
+            "spark": numbers(spark, 4) if len(spark) > 1 else [],
+            "trouble": last_alert,
+            "settings": _few_settings(facts.config),
             "damage": [*facts.damage, *self.damage],
         }
 
     def damaged(self, why: str) -> dict[str, Any]:
         """Return the line of a run whose files are damaged."""
-        nothing = (
-            "started_at",
-            "duration_s",
-            "left_s",
-            "steps",
-            "reward",
-            "loss",
-            "held_out",
-            "held_out_label",
-            "held_out_lost",
-            "tokens_per_s",
-            "trouble",
-            "schedule",
-        )
-        return dict.fromkeys((*nothing, "epoch", "holder")) | {
-            "run": self.name,
-            "name": self.path.name,
-            "status": "damaged",
-            "updated_at": self._updated_at,
-            "step": 0,
-            "spark": [],
-            "settings": {},
-            "damage": [why],
-        }
+        names = {"run": self.name, "name": self.path.name, "status": "damaged"}
+        empty = {"step": 0, "spark": [], "settings": {}}
+        return {**names, **empty, "updated_at": self._updated_at, "damage": [why]}
 
     @property
     def _updated_at(self) -> float | None:
@@ -281,103 +249,63 @@ class RunReader:
                 times.append((self.path / name).stat().st_mtime)
         return max(times, default=None)
 
-    def _trouble(self, facts: RunFacts) -> dict[str, Any] | None:
-        if not facts.alerts:
-            return None
-        last = facts.alerts[-1]
-        return {"text": facts.trouble, "name": last.name, "step": last.step, "at": last.time}
-
-    def _few_settings(self, facts: RunFacts) -> dict[str, Any]:
-        flat = flattened(
-            {"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}}
-        )
-        wanted = (
-            "schedule.kind",
-            "prompts_per_step",
-            "max_staleness",
-            "model",
-            "learning_rate",
-            "engine",
-        )
-        return {key: value for key, value in flat.items() if key.endswith(wanted)} | {
-            "seed": facts.config.get("seed")
-        }
-
-    def _left_s(self, facts: RunFacts) -> float | None:
-        """Return the estimated seconds to the last step, from the median of the last twenty steps."""
-        with self._lock:
-            _, took = self._metrics.series("step_s")
-        if facts.steps is None or not len(took):
-            return None
-        return round(float(np.median(took[-20:])) * max(0, facts.steps - facts.step), 1)
-
     @property
     def described(self) -> dict[str, Any]:
-        """The run without its data: facts, latest values, settings, versions, and pages with data."""
-        facts = self.facts
-        last = facts.last
-        schedule = facts.config.get("schedule")
-        live = read_live(self.path)
+        """The run without its data: its line in the list, latest values, and pages with data."""
+        facts, live = self.facts, read_live(self.path)
+        if live:
+            ranks = [one["ranks"] for one in live["groups"].values()]
+        else:
+            places = nested(facts.config, "placement")
+            known = (nested(places, name).get("ranks") for name in places)
+            ranks = [number if isinstance(number, int) else 1 for number in known]
         return {
             **self.summary,
             "why": facts.error,
-            "version": facts.step,
-            "max_staleness": schedule.get("max_staleness", 0) if isinstance(schedule, dict) else None,
-            "staleness": _of_group(last, "mean_staleness"),
-            "gap": _of_group(last, "mean_logprob_gap"),
+            "max_staleness": nested(facts.config, "schedule").get("max_staleness", 0),
+            "staleness": facts.last_of("mean_staleness"),
+            "gap": facts.last_of("mean_logprob_gap"),
             "alerts": len(facts.alerts),
             "samples": len(self.samples.table()),
-            "rows_in_flight": sum(one.get("in_flight", 0) for one in nested(live, "graphs").values())
-            if live
-            else None,
-            "workers": _workers(live, facts.config),
-            "last": dict(last),
-            "settings": {key: value for key, value in facts.config.items() if key != "versions"},
-            "versions": facts.config.get("versions", {}),
+            "rows_in_flight": sum(one["in_flight"] for one in live["graphs"].values()) if live else None,
+            "workers": sum(ranks),
             "pages": self._pages(facts),
-            "directory": str(self.path),
         }
 
     def _pages(self, facts: RunFacts) -> list[str]:
-        has = {
+        def has(*names: str) -> bool:
+            return any((self.path / name).exists() for name in names)
+
+        pages = {
             "curves": bool(facts.last),
-            "graph": self._has((GRAPH, f"{BUFFER}/{LOG}")),
-            "timeline": self._has(PARTS["timeline"]),
-            "samples": self._has((*PARTS["samples"], SAMPLES_ARCHIVE)),
-            "buffer": self._has((f"{BUFFER}/{LOG}",)),
+            "graph": has(GRAPH, f"{BUFFER}/{LOG}"),
+            "timeline": has(*PARTS["timeline"]),
+            "samples": has(*PARTS["samples"], SAMPLES_ARCHIVE),
+            "buffer": has(f"{BUFFER}/{LOG}"),
             "workers": bool(facts.config.get("placement")),
             "weights": any(name.endswith("weights_transfer_s") for name in self.metric_names),
             "alerts": bool(facts.alerts),
         }
-        return [page for page, there in has.items() if there]
-
-    def _has(self, names: tuple[str, ...]) -> bool:
-        return any((self.path / name).exists() for name in names)
+        return [page for page, there in pages.items() if there]
 
     @property
     def alerts(self) -> list[dict[str, Any]]:
         """All alerts, latest first."""
         return [
             {
-                "step": alert.step,
-                "at": alert.time,
-                "kind": "error" if alert.ends else "warning",
-                "rule": alert.name,
-                "text": alert.text,
-                "advice": None,
-                "ends": alert.ends,
+                "step": one.step,
+                "at": one.time,
+                "kind": "error" if one.ends else "warning",
+                "rule": one.name,
+                "text": one.text,
             }
-            for alert in reversed(self.facts.alerts)
+            for one in reversed(self.facts.alerts)
         ]
 
     @property
     def evaluations(self) -> list[str]:
         """Names of the evaluations."""
-        return self._evaluations_of(self.facts)
-
-    def _evaluations_of(self, facts: RunFacts) -> list[str]:
-        graphs = facts.config.get("graphs")
-        return [str(name) for name in graphs if name != TRAIN] if isinstance(graphs, dict) else []
+        return _evaluations(self.facts)
 
     @property
     def metric_names(self) -> list[str]:
@@ -386,7 +314,7 @@ class RunReader:
             return self._metrics.names
 
     def curves(
-        self, names: list[str], axis: Axis, points: int, window: tuple[float, float] | None = None
+        self, names: list[str], axis: Axis, points: int, window: tuple[float, float]
     ) -> list[dict[str, Any]]:
         """Return each metric with x, y and its last value. Unknown metrics are left out."""
         found: list[dict[str, Any]] = []
@@ -411,7 +339,7 @@ class RunReader:
             int(path.name.rpartition("_")[2]) for path in complete_checkpoints(self.path / CHECKPOINTS)
         ]
         with self._lock:
-            found = marks(self._metrics, facts.config, facts.alerts, kept)
+            found = marks(self._metrics, _evaluations(facts), facts.alerts, kept)
             places = numbers(
                 axis_of(self._metrics, np.array([float(mark["step"]) for mark in found]), axis), 9
             )
@@ -425,16 +353,13 @@ class RunReader:
         return [*(text for text in found if text), *self.samples.damage[:5]]
 
 
-def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    if live:
-        return sum(one["ranks"] for one in live["groups"].values())
-    places = nested(config, "placement")
-    return sum(
-        ranks if isinstance(ranks := nested(places, name).get("ranks"), int) else 1 for name in places
-    )
+def _evaluations(facts: RunFacts) -> list[str]:
+    return [name for name in nested(facts.config, "graphs") if name != TRAIN]
 
 
-def _of_group(row: Mapping[str, float], metric: str) -> float | None:
-    """Return a training metric from any group that measured it, or None."""
-    name = metric_of(row, metric)
-    return None if name is None else row[name]
+def _few_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat = flattened({name: config.get(name) or {} for name in ("schedule", "groups")})
+    shown = ("schedule.kind", "prompts_per_step", "max_staleness", "model", "learning_rate", "engine")
+    return {key: value for key, value in flat.items() if key.endswith(shown)} | {
+        "seed": config.get("seed")
+    }

@@ -78,14 +78,7 @@ class SampleIndex:
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
     def wait(self, limit_s: float) -> bool:
-        """Read all files, within a time limit.
-
-        Args:
-            limit_s: longest time to take.
-
-        Returns:
-            Whether all files are read.
-        """
+        """Read all files within a time limit [s]. Return whether all are read."""
         deadline = time.monotonic() + limit_s
         self.table()
         while self._pending and time.monotonic() < deadline:
@@ -116,16 +109,13 @@ class SampleIndex:
         # Folder times have a coarse resolution: another file may still come at the same time.
         if time.time_ns() - now > 10**9:
             self._seen = now
-        if gone := self._known - found:
-            self._forget(gone)
+        if self._known - found:
+            # Files were removed, because the run went back to an earlier step: start over.
+            self._known, self._pending, self._files, self._parts, self._ids = set(), [], [], [], {}
+            self._text_bytes, self.version, self.damage = 0, self.version + 1, []
         new = found - self._known
         self._known |= new
         self._pending = sorted([*self._pending, *new], key=_step)
-
-    def _forget(self, gone: set[str]) -> None:
-        """Start over after files were removed, because the run went back to an earlier step."""
-        self._known, self._pending, self._files, self._parts, self._ids = set(), [], [], [], {}
-        self._text_bytes, self.version, self.damage = 0, self.version + 1, []
 
     def _take_archive(self) -> None:
         """Read the archive of samples instead of their folder."""
@@ -151,26 +141,19 @@ class SampleIndex:
                 continue
             graph, step = found["graph"], int(found["step"])
             # A recorder that died may have written a file twice.
-            table = self._without_known(table, graph, step)
-            if len(table):
+            ids, held = table["sample_id"].to_numpy(), self._ids.setdefault((graph, step), [])
+            new = ~np.isin(ids, np.concatenate([*held, np.empty(0, np.int64)]))
+            held.append(ids[new])
+            if new.any():
+                table = table if new.all() else table.filter(pa.array(new))
                 named = table.append_column("graph", pa.array([graph] * len(table), pa.string()))
                 self._add(named.append_column("step", pa.array(np.full(len(table), step))), path)
-
-    def _without_known(self, table: pa.Table, graph: str, step: int) -> pa.Table:
-        ids, held = table["sample_id"].to_numpy(), self._ids.setdefault((graph, step), [])
-        for other in held:
-            known = np.isin(ids, other)
-            if known.any():
-                table, ids = table.filter(pa.array(~known)), ids[~known]
-        held.append(ids)
-        return table
 
     def _add(self, table: pa.Table, path: Path) -> None:
         made = _indexed(table, len(self._files), short=self._text_bytes > TEXT_BYTES)
         self._files.append(path)
-        self._text_bytes += sum(
-            made[name].nbytes for name in (*TEXTS, "_text") if name in made.column_names
-        )
+        texts = (name for name in (*TEXTS, "_text") if name in made.column_names)
+        self._text_bytes += sum(made[name].nbytes for name in texts)
         self._parts.append(made)
         self.version += 1
 
@@ -193,24 +176,20 @@ class SampleIndex:
         path = self._files[own["_file"]]
         source = _read(path) if path.suffix == ".arrow" else read_parquet(path)
         assert source is not None
-        [at] = np.flatnonzero(source["sample_id"].to_numpy() == own["sample_id"])[:1].tolist()
-        return {
-            **source.slice(at, 1).to_pylist()[0],
-            "graph": own["graph"],
-            "step": own["step"],
-            "prompt_key": own["prompt_key"],
-        }
+        at = int(np.flatnonzero(source["sample_id"].to_numpy() == own["sample_id"])[0])
+        added = {name: own[name] for name in ("graph", "step", "prompt_key")}
+        return {**source.slice(at, 1).to_pylist()[0], **added}
 
 
-_EMPTY = pa.table(
+_EMPTY = pa.schema(
     {
-        "sample_id": pa.array([], pa.int64()),
-        "group_id": pa.array([], pa.int64()),
-        "graph": pa.array([], pa.string()),
-        "step": pa.array([], pa.int64()),
-        "prompt_key": pa.array([], pa.string()),
+        "sample_id": pa.int64(),
+        "group_id": pa.int64(),
+        "graph": pa.string(),
+        "step": pa.int64(),
+        "prompt_key": pa.string(),
     }
-)
+).empty_table()
 
 
 def _step(name: str) -> tuple[int, str]:
@@ -261,31 +240,26 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         return {
             "length" if name == "response_ids" else name.replace("_ids", "_length"): pa.array(lengths)
         }
-    values = column.flatten()
+    values, there = column.flatten(), lengths > 0
+    ends = np.cumsum(lengths)
     if name == "response_versions":
-        numbers = values.to_numpy(zero_copy_only=False)
+        versions, starts = values.to_numpy(zero_copy_only=False), (ends - lengths)[there]
+        found = np.zeros((2, len(lengths)), np.int64)
+        if len(starts):
+            found[:, there] = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
         return {
-            "version_min": _ends(numbers, lengths, np.minimum),
-            "version_max": _ends(numbers, lengths, np.maximum),
+            key: pa.array(own, mask=~there)
+            for key, own in zip(("version_min", "version_max"), found, strict=True)
         }
     means = {"advantages": "advantage", "response_logprobs": "logprob"}
     if name in means and pa.types.is_floating(values.type):
-        numbers = np.concatenate(
-            [[0.0], np.cumsum(values.to_numpy(zero_copy_only=False), dtype=np.float64)]
-        )
-        ends = np.cumsum(lengths)
-        sums = numbers[ends] - numbers[ends - lengths]
-        return {means[name]: pa.array(sums / np.maximum(lengths, 1), mask=lengths == 0)}
+        sums = np.cumsum(np.append(0.0, values.to_numpy(zero_copy_only=False)), dtype=np.float64)
+        return {
+            means[name]: pa.array(
+                (sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1), mask=~there
+            )
+        }
     return {}
-
-
-def _ends(numbers: np.ndarray, lengths: np.ndarray, of: Any) -> pa.Array:
-    there = lengths > 0
-    starts = (np.cumsum(lengths) - lengths)[there]
-    found = np.zeros(len(lengths), np.int64)
-    if len(starts):
-        found[there] = of.reduceat(numbers, starts)
-    return pa.array(found, mask=~there)
 
 
 def _prompt_keys(table: pa.Table) -> list[str]:
@@ -294,10 +268,7 @@ def _prompt_keys(table: pa.Table) -> list[str]:
     if name is None:
         return [""] * len(table)
     groups, keys = table["group_id"].to_pylist(), dict[int, str]()
-    column = table[name]
-    found: list[str] = []
     for place, group in enumerate(groups):
         if group not in keys:
-            keys[group] = xxhash.xxh3_64_hexdigest(repr(column[place].as_py()).encode())
-        found.append(keys[group])
-    return found
+            keys[group] = xxhash.xxh3_64_hexdigest(repr(table[name][place].as_py()).encode())
+    return [keys[group] for group in groups]

@@ -16,7 +16,7 @@ import pyarrow.compute
 from ...dataflow.errors import UserError, nearest
 from .metrics import numbers
 from .sample_index import SampleIndex
-from .turns import gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
+from .turns import cut, gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
 
 # Filtering, searching and sorting the samples of a run.
 
@@ -59,10 +59,12 @@ _POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="searc
 def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:
     """Return whether each row contains a text, using all cores: [rows] bool."""
     pieces = [chunk.slice(at, PIECE) for chunk in column.chunks for at in range(0, len(chunk), PIECE)]
-    found = _POOL.map(
-        lambda piece: compute.fill_null(compute.match_substring(piece, text), False), pieces
-    )
-    return np.concatenate([each.to_numpy(zero_copy_only=False) for each in found] or [np.empty(0, bool)])
+    found = _POOL.map(lambda piece: _has(piece, text).to_numpy(zero_copy_only=False), pieces)
+    return np.concatenate([np.empty(0, bool), *found])
+
+
+def _has(column: Any, text: str, **options: Any) -> Any:
+    return compute.fill_null(compute.match_substring(column, text, **options), False)
 
 
 def _condition(table: pa.Table, text: str) -> Any:
@@ -78,9 +80,7 @@ def _condition(table: pa.Table, text: str) -> Any:
     name, _, value = (part.strip() for part in text.partition(operator))
     column = table[require_column(table, name)]
     if operator == "~":
-        return compute.fill_null(
-            compute.match_substring(column.cast(pa.string()), value, ignore_case=True), False
-        )
+        return _has(column.cast(pa.string()), value, ignore_case=True)
     try:
         wanted = pa.scalar(value, pa.string()).cast(column.type)
     except pa.ArrowException:
@@ -95,11 +95,7 @@ QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
 
 
 def require_column(table: pa.Table, name: str) -> str:
-    """Return the name of a column in the index.
-
-    Raises:
-        UserError: there is no such column.
-    """
+    """Return the name of a column in the index. Raises UserError if there is no such column."""
     name = QUERY_NAMES.get(name, name)
     if name.startswith("_") or name not in table.column_names:
         columns = [column for column in table.column_names if not column.startswith("_")]
@@ -109,11 +105,7 @@ def require_column(table: pa.Table, name: str) -> str:
 
 
 def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
-    """Sort row indexes by a column.
-
-    Args:
-        sort: the name of a column; a leading minus sorts descending.
-    """
+    """Sort row indexes by a column; a leading minus sorts descending."""
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
     keys = [(name, order), *([("sample_id", "ascending")] if name != "sample_id" else [])]
@@ -171,11 +163,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses.
-
-        Args:
-            sort: step, mean, spread, length or group; a leading minus sorts descending.
-        """
+        """Return a part of the list of groups, each with the rewards of its responses. They are sorted by
+        step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -193,11 +182,8 @@ class SamplePages:
         return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
 
     def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one sample, with the text and all columns of its tokens.
-
-        Raises:
-            UserError: there is no such sample.
-        """
+        """Return one sample, with the text and all columns of its tokens. Raises UserError if there is
+        no such sample."""
         row = self._index.row(id)
         if row is None:
             raise UserError(f"the run has recorded no sample {id}{self._hint}")
@@ -247,32 +233,29 @@ class SamplePages:
 
 
 class _Groups:
-    """Groups of samples, with their sort keys.
-
-    Args:
-        places: indexes of the rows to include.
-    """
+    """Groups of the samples at these places of a table, with their sort keys."""
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
         self._places = places
         ids = table["group_id"].to_numpy()[places]
-        self.ids, self.first, self._of_row = np.unique(ids, return_index=True, return_inverse=True)
-        number = np.maximum(np.bincount(self._of_row, minlength=len(self.ids)), 1)
+        self.ids, self.first, of_row, counts = np.unique(
+            ids, return_index=True, return_inverse=True, return_counts=True
+        )
         self._rewards = _floats(table, "reward")[places]
-        rewards = self._rewards
-        known = np.where(np.isfinite(rewards), rewards, 0.0)
-        mean = np.bincount(self._of_row, known, len(self.ids)) / number
-        square = np.bincount(self._of_row, known**2, len(self.ids)) / number
-        self._rows = np.argsort(self._of_row, kind="stable")
-        self._ends = np.cumsum(np.bincount(self._of_row, minlength=len(self.ids)))
+        self._rows = np.split(np.argsort(of_row, kind="stable"), np.cumsum(counts)[:-1])
+        """[groups] indexes of the rows of each."""
+
+        def mean(values: np.ndarray) -> np.ndarray:
+            return (
+                np.bincount(of_row, np.nan_to_num(values, posinf=0.0, neginf=0.0), len(counts)) / counts
+            )
+
+        rewards = mean(self._rewards)
         self.keys = {
             "step": table["step"].to_numpy()[places[self.first]],
-            "mean": mean,
-            "spread": np.sqrt(np.maximum(square - mean**2, 0.0)),
-            "length": np.bincount(
-                self._of_row, np.nan_to_num(_floats(table, "length")[places]), len(self.ids)
-            )
-            / number,
+            "mean": rewards,
+            "spread": np.sqrt(np.maximum(mean(self._rewards**2) - rewards**2, 0.0)),
+            "length": mean(_floats(table, "length")[places]),
             "group": self.ids,
         }
 
@@ -295,16 +278,11 @@ class _Groups:
                 "kind": row["graph"],
                 "prompt": _preview(row.get("prompt") and gist(row["prompt"])),
                 "prompt_key": row["prompt_key"],
-                "rewards": numbers(self._rewards[self._rows_of(place)], 4),
-                "mean": float(self.keys["mean"][place]),
-                "spread": float(self.keys["spread"][place]),
-                "length": float(self.keys["length"][place]),
+                "rewards": numbers(self._rewards[self._rows[place]], 4),
+                **{key: float(self.keys[key][place]) for key in ("mean", "spread", "length")},
             }
             for place, row in zip(order.tolist(), firsts, strict=True)
         ]
-
-    def _rows_of(self, place: int) -> np.ndarray:
-        return np.sort(self._rows[(self._ends[place - 1] if place else 0) : self._ends[place]])
 
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
@@ -338,17 +316,15 @@ def _visit(group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = tokenizer_of(config)
     ids = list(row.get("response_ids") or row.get("chosen_ids") or [])
-    columns: dict[str, Any] = {}
-    for name, value in row.items():
-        if (
-            isinstance(value, list)
-            and name not in NOT_COLUMNS
-            and len(value) == len(ids)
-            and _are_numbers(value)
-        ):
-            columns[NAMES.get(name, name)] = numbers(np.array(value[:MOST_TOKENS], np.float64), 6)
-    columns |= _derived(row, ids)
-    parts = _reward_parts(row)
+    columns = {
+        NAMES.get(name, name): numbers(np.array(value[:MOST_TOKENS], np.float64), 6)
+        for name, value in row.items()
+        if isinstance(value, list)
+        and name not in NOT_COLUMNS
+        and len(value) == len(ids)
+        and all(isinstance(number, int | float) for number in value[:16])
+    }
+    parts, text = _reward_parts(row), _cut(row.get("response"))
     shown = {"prompt", "response", "reward_parts", *(f"reward/{name}" for name in parts)}
     scalars = {
         name: _cut(value) if isinstance(value, str) else value
@@ -356,7 +332,12 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, list) and name not in shown
     }
     advantages = row.get("advantages")
-    texts = token_texts(tokenizer, ids[:MOST_TOKENS])
+    tokens = token_texts(tokenizer, ids[:MOST_TOKENS])
+    turns = (
+        turns_of_tokens(tokens)
+        if tokenizer
+        else turns_of_text(str(row.get("response") or ""), "assistant")
+    )
     return {
         "id": row["sample_id"],
         "group": row["group_id"],
@@ -368,15 +349,11 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": float(np.mean(advantages)) if advantages else None,
         "truncated": row.get("finish_reason") == "length",
         "prompt": _cut(row.get("prompt")),
-        "response": _cut(row.get("response")),
-        "prompt_tokens": token_texts(tokenizer, list(row.get("prompt_ids") or [])[:MOST_TOKENS]),
-        "tokens": texts,
-        "ids": ids[:MOST_TOKENS],
+        "response": text,
+        "tokens": tokens,
         "cut": len(ids) if len(ids) > MOST_TOKENS else None,
-        "columns": columns,
-        "turns": turns_of_text(str(row.get("response") or ""), "assistant")
-        if tokenizer is None
-        else turns_of_tokens(texts),
+        "columns": columns | _derived(row, ids),
+        "turns": turns,
         "scalars": scalars,
     }
 
@@ -388,17 +365,14 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     {'style': 0.1, 'right': 1.0}
     """
     parts = {
-        name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")
+        name.removeprefix("reward/"): part for name, part in row.items() if name.startswith("reward/")
     }
     try:
         recorded = json.loads(row.get("reward_parts") or "{}")
     except (TypeError, ValueError):  # the user's own column of this name
         recorded = {}
-    return {
-        str(name): value
-        for name, value in (parts | (recorded if isinstance(recorded, dict) else {})).items()
-        if isinstance(value, int | float)
-    }
+    parts |= recorded if isinstance(recorded, dict) else {}
+    return {str(name): part for name, part in parts.items() if isinstance(part, int | float)}
 
 
 def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
@@ -417,16 +391,9 @@ def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
     return {"gap": numbers(np.abs(gap), 6), "ratio": numbers(np.exp(np.clip(gap, -50, 50)), 6)}
 
 
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values[:16])
-
-
 def _preview(text: Any) -> str | None:
     return None if text is None else str(text)[:PREVIEW]
 
 
 def _cut(text: Any) -> str | None:
-    if text is None:
-        return None
-    text = str(text)
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} … ({len(text):,} characters)"
+    return None if text is None else cut(str(text), MOST_TEXT)

@@ -132,51 +132,38 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Split a response into turns with token ranges, or return None for a single plain turn.
-
-    Args:
-        tokens: the text of each token, including special ones.
-    """
+    """Split a response, given as the text of each token, into turns with token ranges, or return None
+    for a single plain turn."""
     turns = turns_of_text("".join(tokens), "assistant")
     if turns is None:
         return None
     ends = np.cumsum([len(token) for token in tokens])
     for part in (part for turn in turns for part in turn["parts"]):
-        first, last = (
-            np.searchsorted(ends, part.pop("start"), "right"),
-            np.searchsorted(ends, part.pop("end"), "left"),
-        )
-        part |= {"from": int(first), "to": min(len(tokens), int(last) + 1)}
+        first = int(np.searchsorted(ends, part.pop("start"), "right"))
+        last = int(np.searchsorted(ends, part.pop("end"), "left"))
         del part["text"]
+        part |= {"from": first, "to": min(len(tokens), last + 1)}
     return turns
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of a row's prompt, or None for plain text.
-
-    Args:
-        row: a row of samples with all columns.
-    """
+    """Return the turns of the prompt of a row with all columns, or None for plain text."""
     for name in MESSAGES:
         value = row.get(name)
         try:
             found = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             continue
-        if (
-            isinstance(found, list)
-            and found
-            and all(isinstance(turn, dict) and "role" in turn for turn in found)
-        ):
-            answered = (
-                name != "prompt_messages" and found[-1]["role"] == "assistant" and row.get("response_ids")
-            )
-            return [_of_message(turn) for turn in (found[:-1] if answered else found)[:MOST_TURNS]]
+        are_turns = isinstance(found, list) and all(isinstance(t, dict) and "role" in t for t in found)
+        if found and are_turns:
+            has_answer = name != "prompt_messages" and found[-1]["role"] == "assistant"
+            before = found[:-1] if has_answer and row.get("response_ids") else found
+            return [_of_message(turn) for turn in before[:MOST_TURNS]]
     turns = turns_of_text(str(row.get("prompt") or ""))
     if turns and turns[-1]["role"] == "assistant" and not turns[-1]["parts"]:
         turns.pop()  # the header before the response
     for part in (part for turn in turns or () for part in turn["parts"]):
-        part |= {"text": _cut(part["text"])}
+        part |= {"text": cut(part["text"])}
         del part["start"], part["end"]
     return turns
 
@@ -186,26 +173,27 @@ def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(block.get("text", "")) for block in content if isinstance(block, Mapping))
-    text = _cut(str(content or ""))
+    text = cut(str(content or ""))
     parts: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
-        parts.append({"kind": "thinking", "text": _cut(str(message["reasoning_content"]))})
+        parts.append({"kind": "thinking", "text": cut(str(message["reasoning_content"]))})
     if text.strip():
         parts.append({"kind": "result" if role == "tool" else "text", "text": text})
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         said = call if isinstance(call, str) else json.dumps(call, indent=2, default=str)
-        parts.append({"kind": "call", "name": _called(said), "text": _cut(said)})
+        parts.append({"kind": "call", "name": _called(said), "text": cut(said)})
     name = message.get("name")
     return {"role": role, "parts": parts} | ({"name": str(name)[:80]} if name else {})
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} … ({len(text):,} characters)"
+def cut(text: str, most: int = MOST_TEXT) -> str:
+    """Return a text, or its beginning and its length if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 def gist(prompt: str) -> str:
-    """Return the last user or assistant text of a prompt, for a list: prompts often begin alike.
+    """Return the last user or assistant text of a prompt, because prompts often begin alike.
 
     >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
     ('2+2?', '2+2=')
@@ -241,52 +229,39 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer | None:
 
 @lru_cache(maxsize=8)
 def _load(where: str) -> Tokenizer | None:
-    folder = Path(where)
-    if not (folder / "tokenizer.json").is_file():
-        folder = _cached(where)
-    if folder is None:
+    """Load a tokenizer from a folder, or from the cache of a Hugging Face id."""
+    file: Any = Path(where) / "tokenizer.json"
+    if not file.is_file():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(where, "tokenizer.json")
+        except (ImportError, ValueError):  # ValueError: the name is a path, not an id
+            return None
+    if not isinstance(file, str | Path):
         return None
     try:
-        return Tokenizer.load(folder)
+        return Tokenizer.load(Path(file).parent)
     except (UserError, OSError):
         return None
 
 
-def _cached(name: str) -> Path | None:
-    """Return the cached folder of a Hugging Face id, or None."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "tokenizer.json")
-    except (ImportError, ValueError):  # ValueError: the name is a path, not an id
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
 def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, including special ones.
-
-    If several tokens form a character, the first one gets all of it.
-
-    Args:
-        tokenizer: the tokenizer, or None to show token ids.
-    """
+    """Return the text of each token, including special ones, or its id without a tokenizer. If several
+    tokens form a character, the first one gets all of it."""
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]
     backend = tokenizer.backend
     texts: list[str] = []
     place = 0
     while place < len(ids):
-        number = 1
-        text = backend.decode([ids[place]], skip_special_tokens=False)
-        while UNFINISHED in text and number < min(LONGEST_CHARACTER, len(ids) - place):
-            longer = backend.decode(list(ids[place : place + number + 1]), skip_special_tokens=False)
-            number += 1
-            if UNFINISHED not in longer:
-                text = longer
-                break
-        else:
-            number = 1
+        number, text = 1, backend.decode([ids[place]], skip_special_tokens=False)
+        if UNFINISHED in text:
+            for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
+                longer = backend.decode(list(ids[place : place + more]), skip_special_tokens=False)
+                if UNFINISHED not in longer:
+                    number, text = more, longer
+                    break
         if (backend.id_to_token(ids[place]) or "").startswith(WORD_START) and not text.startswith(" "):
             text = f" {text}"
         texts += [text, *[""] * (number - 1)]

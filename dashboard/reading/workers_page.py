@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.metric_names import DRIVER
-from ...dataflow.runs.alerts import Alert
+from ...dataflow.runs.facts import RunFacts
 from ...dataflow.runs.files import LOGS, PROCESSES, STREAM
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.tables import batches
@@ -26,154 +26,70 @@ MOST_LOG = 256 << 10
 """[bytes] Most of a log to send at once."""
 TAIL = 64 << 10
 """[bytes] End of a log to send first."""
+OVER = {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}
+"""State of all workers after the run."""
 
 
-def workers_page(
-    run: Path, live: Mapping[str, Any], config: Mapping[str, Any], alerts: Sequence[Alert], life: Life
-) -> dict[str, Any]:
-    """Return all ranks of all groups, and the driver.
-
-    Args:
-        live: the content of `live.json`.
-    """
+def workers_page(run: Path, live: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
+    """Return all ranks of all groups, and the driver, from `live.json` and the files of the run."""
     memory, logs = _memory(run), _logs(run)
-    where = {
-        who: host for host in nested(live, "hosts") for who in nested(live, "hosts", host, "processes")
-    }
-    found: list[dict[str, Any]] = []
-    for name in dict.fromkeys([*nested(config, "placement"), *nested(live, "groups")]):
-        group, place = nested(live, "groups", name), nested(config, "placement", name)
-        number = group.get("ranks") or place.get("ranks") or 1
-        for rank in range(number):
-            worker = f"{name}[{rank}]"
-            own = _state(group, rank, life, live)
-            log = f"{name}_{rank}.log"
-            found.append(
-                {
-                    "rank": worker,
-                    "group": name,
-                    "node": where.get(worker),
-                    "device": _device(place, rank),
-                    "version": group.get("version"),
-                    **own,
-                    **_of_memory(worker, live, where, memory),
-                    **_troubles(worker, alerts),
-                    "log": log if log in logs else None,
-                    "log_bytes": logs.get(log),
-                    "stack": nested(live, "stacks", worker).get("text"),
-                    "stack_at": nested(live, "stacks", worker).get("at"),
-                }
-            )
-    driver = {
-        "rank": DRIVER,
-        "group": None,
-        "node": where.get(DRIVER),
-        "device": None,
-        "log": None,
-        "log_bytes": None,
-    }
-    state = {"state": _of_life(life) or "busy", "call": None, "since_s": None}
-    found.append(
-        {
-            **driver,
-            **state,
-            **_of_memory(DRIVER, live, where, memory),
-            **_troubles(DRIVER, ()),
-            "stack": None,
-            "stack_at": None,
+    hosts = nested(live, "hosts")
+    where = {who: name for name in hosts for who in nested(hosts, name, "processes")}
+
+    def worker(name: str) -> dict[str, Any]:
+        host = nested(hosts, where.get(name, ""))
+        own = [alert for alert in facts.alerts if name in alert.text] if name != DRIVER else []
+        return {
+            "rank": name,
+            "node": where.get(name),
+            "memory_bytes": nested(host, "processes").get(name, [None])[0],
+            "memory_limit_bytes": host.get("limit_bytes"),
+            "memory": memory.get(name, []),
+            "restarts": sum(alert.name == "replaced" for alert in own),
+            "last_error": {"text": own[-1].text} if own else None,
+            "stack": nested(live, "stacks", name).get("text"),
         }
-    )
-    return {
-        "workers": found,
-        "hosts": _hosts(live),
-        "logs": [{"name": name, "bytes": size} for name, size in logs.items()],
-        "at": live.get("at"),
-    }
+
+    found: list[dict[str, Any]] = []
+    for name in dict.fromkeys([*nested(facts.config, "placement"), *nested(live, "groups")]):
+        group, place = nested(live, "groups", name), nested(facts.config, "placement", name)
+        gpus = nested(place, "pool").get("gpus")
+        for rank in range(group.get("ranks") or place.get("ranks") or 1):
+            device = None if gpus is None else f"GPU {rank % gpus}" if gpus else "CPU"
+            log = f"{name}_{rank}.log"
+            state = {"state": OVER[facts.life]} if facts.life in OVER else _state(group, rank, live)
+            own = {"group": name, "device": device, "log": log if log in logs else None}
+            found.append({**worker(f"{name}[{rank}]"), **state, **own})
+    found.append({**worker(DRIVER), "group": None, "state": OVER.get(facts.life, "busy")})
+    return {"workers": found}
 
 
-def _state(group: Mapping[str, Any], rank: int, life: Life, live: Mapping[str, Any]) -> dict[str, Any]:
-    over = _of_life(life)
-    if over:
-        return {"state": over, "call": None, "since_s": None}
-    for state, key in (("absent", "absent"), ("starting", "starting"), ("starting", "lacking")):
+def _state(group: Mapping[str, Any], rank: int, live: Mapping[str, Any]) -> dict[str, Any]:
+    for key, state in (("absent", "absent"), ("starting", "starting"), ("lacking", "starting")):
         if rank in group.get(key, ()):
-            return {"state": state, "call": None, "since_s": None}
+            return {"state": state}
     # live.json may be some seconds old.
     late_s = max(0.0, time.time() - live.get("at", time.time()))
     for call in group.get("calls", ()):
-        if rank in call.get("waits_for", ()):
-            return {
-                "state": "busy",
-                "call": call["what"],
-                "rows": call["rows"],
-                "since_s": call["since_s"] + late_s,
-            }
-    return {"state": "idle" if group else "unknown", "call": None, "since_s": None}
-
-
-def _of_life(life: Life) -> str | None:
-    """Return the state of all workers if the run is over, or None."""
-    return {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}.get(life)
-
-
-def _device(place: Mapping[str, Any], rank: int) -> str | None:
-    pool = place.get("pool")
-    gpus = pool.get("gpus") if isinstance(pool, Mapping) else None
-    if gpus is None:
-        return None
-    return f"GPU {rank % gpus}" if gpus else "CPU"
-
-
-def _of_memory(
-    worker: str,
-    live: Mapping[str, Any],
-    where: Mapping[str, str],
-    memory: Mapping[str, list[list[float]]],
-) -> dict[str, Any]:
-    host = nested(live, "hosts", where.get(worker, ""))
-    now = nested(host, "processes").get(worker)
-    return {
-        "memory_bytes": now[0] if isinstance(now, list) else None,
-        "shared_bytes": now[1] if isinstance(now, list) else None,
-        "memory_limit_bytes": host.get("limit_bytes"),
-        "memory": memory.get(worker, []),
-    }
-
-
-def _troubles(worker: str, alerts: Sequence[Alert]) -> dict[str, Any]:
-    own = [alert for alert in alerts if worker in alert.text]
-    last = own[-1] if own else None
-    return {
-        "restarts": len([alert for alert in own if alert.name == "replaced"]),
-        "last_error": None
-        if last is None
-        else {"text": last.text, "step": last.step, "at": last.time, "name": last.name},
-    }
-
-
-def _hosts(live: Mapping[str, Any]) -> list[dict[str, Any]]:
-    names = ("used_bytes", "limit_bytes", "object_store_bytes")
-    return [
-        {"node": host, **{key: nested(live, "hosts", host).get(key) for key in names}}
-        for host in nested(live, "hosts")
-    ]
+        if rank in call["waits_for"]:
+            return {"state": "busy", "call": call["what"], "since_s": call["since_s"] + late_s}
+    return {"state": "idle" if group else "unknown"}
 
 
 def _memory(run: Path) -> dict[str, list[list[float]]]:
     """Return worker -> [seconds, resident bytes], thinned."""
-    times: dict[str, list[np.ndarray]] = {}
-    sizes: dict[str, list[np.ndarray]] = {}
+    readings: dict[str, list[np.ndarray]] = {}
     for batch in batches(run / f"{PROCESSES}{STREAM}"):
         workers = np.asarray(batch["worker"].to_pylist())
+        points = np.stack(
+            [batch["time_s"].to_numpy(), batch["resident_bytes"].to_numpy().astype(np.float64)]
+        )
         for worker in dict.fromkeys(workers.tolist()):
-            own = workers == worker
-            times.setdefault(worker, []).append(batch["time_s"].to_numpy()[own])
-            sizes.setdefault(worker, []).append(
-                batch["resident_bytes"].to_numpy()[own].astype(np.float64)
-            )
+            readings.setdefault(worker, []).append(points[:, workers == worker])
     found: dict[str, list[list[float]]] = {}
-    for worker in times:
-        x, y = thinned(np.concatenate(times[worker]), np.concatenate(sizes[worker]), MOST_POINTS)
+    for worker, parts in readings.items():
+        times, sizes = np.concatenate(parts, axis=1)
+        x, y = thinned(times, sizes, MOST_POINTS)
         found[worker] = [[a or 0.0, b or 0.0] for a, b in zip(numbers(x), numbers(y, 12), strict=True)]
     return found
 
@@ -185,11 +101,7 @@ def _logs(run: Path) -> dict[str, int]:
     """Return log name -> bytes."""
     try:
         with os.scandir(run / LOGS) as entries:
-            return {
-                entry.name: entry.stat().st_size
-                for entry in sorted(entries, key=lambda e: e.name)
-                if entry.is_file()
-            }
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError:
         return {}
 
@@ -207,20 +119,11 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     logs = _logs(run)
     file = name if name in logs else f"{name.removesuffix(']').replace('[', '_')}.log"
     if file not in logs:
-        hint = nearest(name, logs)
-        raise UserError(
-            f"there is no log of {name!r}{hint}"
-            + ("" if logs else "; workers of Local() write to the terminal")
-        )
+        local = "" if logs else "; workers of Local() write to the terminal"
+        raise UserError(f"there is no log of {name!r}{nearest(name, sorted(logs))}{local}")
     size = logs[file]
     start = min(max(after, 0), size) if after else max(0, size - TAIL)
     with (run / LOGS / file).open("rb") as opened:
         opened.seek(start)
         data = opened.read(MOST_LOG)
-    return {
-        "log": file,
-        "text": redacted(data.decode(errors="replace")),
-        "start": start,
-        "next": start + len(data),
-        "bytes": size,
-    }
+    return {"log": file, "text": redacted(data.decode(errors="replace")), "next": start + len(data)}

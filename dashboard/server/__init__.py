@@ -1,7 +1,6 @@
 """server: the web server of the dashboard. It reads run directories and never calls a driver.
 
 serving.py        the process of a dashboard
-beside_run.py     the same, started by a run
 app.py            routes, the event stream, and libraries from installed wheels
 safety.py         token, Host, Origin, content security policy
 export.py         one run as a single HTML file

@@ -6,15 +6,16 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response, StreamingResponse
 
@@ -22,11 +23,12 @@ from ...dataflow.buffer.sql import end_prepared, prepare
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
 from ...dataflow.runs.follow import changed, state_of
+from ..reading import run_pages
 from ..reading.catalogue import Catalogue, parted
 from ..reading.comparison import compare_page
 from ..reading.metrics import Axis, cards, meaning
-from ..reading.run_pages import RunPages
 from ..reading.run_reader import RunReader
+from ..reading.workers_page import log_part
 from .safety import Access, Guard
 
 # Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
@@ -59,7 +61,7 @@ def event(kind: str, data: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-class EventStream:
+class _EventStream:
     """Watches the runs that open pages show."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -72,11 +74,7 @@ class EventStream:
         """Set when the server shuts down, which ends all streams."""
 
     async def events(self, runs: Collection[str]) -> AsyncIterator[bytes]:
-        """Yield the events for one page until it disconnects.
-
-        Args:
-            runs: names of the runs to watch, or empty for all.
-        """
+        """Yield the events of these runs, or of all if empty, for one page until it disconnects."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._pages[queue] = frozenset(runs)
         if self._watcher is None or self._watcher.done():
@@ -93,7 +91,7 @@ class EventStream:
 
     async def _watch(self) -> None:
         while self._pages:
-            news, took_s = await asyncio.to_thread(self._timed_look)
+            news, took_s = await asyncio.to_thread(self._look)
             for message, run in news:
                 for queue, asked in self._pages.items():
                     if run is None or not asked or run in asked:
@@ -109,13 +107,10 @@ class EventStream:
             message = event("reload", {})
         queue.put_nowait(message)
 
-    def _timed_look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """Return the changes, and the CPU seconds of the look."""
+    def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
+        """Return (event, run) for each change since the last look, and the CPU seconds of this look. A
+        run of None means all pages."""
         began = time.thread_time()
-        return self._look(), time.thread_time() - began
-
-    def _look(self) -> list[tuple[bytes, str | None]]:
-        """Return (event, run) for each change since the last look; the run is None for all pages."""
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers
         if self._states and readers.keys() != self._states.keys():
@@ -129,7 +124,7 @@ class EventStream:
             if before is not None and (parts := changed(before, states[name])):
                 found.append((event("changed", {"run": name, "parts": parts}), name))
         self._states = states
-        return found
+        return found, time.thread_time() - began
 
 
 # JavaScript libraries, served from their installed wheels: none is copied into the repository or
@@ -144,10 +139,7 @@ FILES = {
 
 
 def vendored(name: str) -> Path | None:
-    """Return the path of a library file, or None if it is unknown or its package is missing.
-
-    The package is not imported.
-    """
+    """Return the path of a library file, or None if it is unknown or its package is missing."""
     if name not in FILES:
         return None
     package, place = FILES[name]
@@ -159,14 +151,12 @@ def vendored(name: str) -> Path | None:
 
 # App
 
-Offset: TypeAlias = Annotated[int, Query(ge=0, le=1 << 40)]
-Limit: TypeAlias = Annotated[int, Query(ge=1, le=500)]
 PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
 def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     """Make the dashboard's web application."""
-    stream = EventStream(catalogue)
+    stream = _EventStream(catalogue)
 
     @asynccontextmanager
     async def life(_: FastAPI):
@@ -176,8 +166,8 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     app = FastAPI(title="Weft", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.add_middleware(Guard, access=access)
-    app.add_exception_handler(WeftError, _refused)
-    app.add_exception_handler(NoSuchRunError, _gone)
+    app.add_exception_handler(WeftError, _refusal("refused", 400))
+    app.add_exception_handler(NoSuchRunError, _refusal("gone", 404))
     app.add_exception_handler(404, _unknown)
     app.add_exception_handler(Exception, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -197,13 +187,11 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     def vendor(name: str) -> Response:
         path = vendored(name)
         if path is None:
-            return answer(
-                {"error": "unknown", "message": f"no package that is installed has the file {name!r}"},
-                404,
-            )
+            said = f"no package that is installed has the file {name!r}"
+            return answer({"error": "unknown", "message": said}, 404)
         return FileResponse(path, headers={"cache-control": "no-cache"})
 
-    app.mount("/static", Pages(directory=PAGES), name="static")
+    app.mount("/static", _Pages(directory=PAGES), name="static")
 
     @app.get("/favicon.ico")
     def icon() -> Response:
@@ -217,7 +205,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     return app
 
 
-class Pages(StaticFiles):
+class _Pages(StaticFiles):
     """The files of the pages. Browsers revalidate them each time, since Weft may be updated."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
@@ -249,15 +237,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    text = error.text if isinstance(error, WeftError) else str(error)
-    return answer({"error": "refused", "message": text}, 400)
+def _refusal(kind: str, status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def refuse(_: Request, error: Exception) -> Response:
+        text = error.text if isinstance(error, WeftError) else str(error)
+        return answer({"error": kind, "message": text}, status)
 
-
-async def _gone(_: Request, error: Exception) -> Response:
-    return answer(
-        {"error": "gone", "message": error.text if isinstance(error, WeftError) else str(error)}, 404
-    )
+    return refuse
 
 
 async def _unknown(request: Request, _: Exception) -> Response:
@@ -276,27 +261,28 @@ async def _failed(_: Request, error: Exception) -> Response:
     return answer({"error": "damaged", "message": message}, 500)
 
 
-def _line_of(reader: RunReader) -> dict[str, Any]:
-    """Return a run's line in the list. A damaged run gets an error line and leaves others intact."""
-    try:
-        return reader.summary
-    except Exception as error:  # a damaged file can raise anything
-        return reader.damaged(f"{type(error).__name__}: {error}"[:500])
-
-
 def _add_runs(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/runs")
     def runs() -> Response:
-        found = [_line_of(reader) for reader in catalogue.readers.values()]
+        found: list[dict[str, Any]] = []
+        for reader in catalogue.readers.values():
+            try:
+                found.append(reader.summary)
+            except Exception as error:  # a damaged file can raise anything; the other runs stay intact
+                found.append(reader.damaged(f"{type(error).__name__}: {error}"[:500]))
         return answer({"folder": str(catalogue.root), "single": catalogue.single, "runs": found})
 
-    @app.get("/api/run")
-    def run(run: str) -> Response:
-        return answer(catalogue[run].described)
+    def add(name: str, page: Callable[[RunReader], Any]) -> None:
+        @app.get(f"/api/{name}")
+        def _(run: str) -> Response:
+            return answer(page(catalogue[run]))
 
-    @app.get("/api/alerts")
-    def alerts(run: str) -> Response:
-        return answer({"run": run, "alerts": catalogue[run].alerts})
+    add("run", lambda run: run.described)
+    add("alerts", lambda run: {"run": run.name, "alerts": run.alerts})
+    add("graph", run_pages.graph)
+    add("buffer", run_pages.buffer)
+    add("workers", run_pages.workers)
+    add("weights", run_pages.weights)
 
 
 def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
@@ -318,25 +304,16 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
         names: str,
         axis: Axis = "step",
         points: int = Query(800, ge=4, le=5000),
-        start: float | None = None,
-        end: float | None = None,
+        start: float = -math.inf,
+        end: float = math.inf,
     ) -> Response:
-        window = None if start is None and end is None else (_or(start, -math.inf), _or(end, math.inf))
         chosen, wanted = catalogue.chosen(runs), parted(names)
-        series = [one for reader in chosen for one in reader.curves(wanted, axis, points, window)]
+        series = [one for reader in chosen for one in reader.curves(wanted, axis, points, (start, end))]
         marks = [mark for reader in chosen for mark in reader.marks(axis)]
         return answer({"axis": axis, "series": series, "marks": marks})
 
 
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
 def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
-    @app.get("/api/graph")
-    def graph(run: str) -> Response:
-        return answer(RunPages(catalogue[run]).graph())
-
     @app.get("/api/timeline")
     def timeline(
         run: str,
@@ -348,27 +325,15 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
         last: float | None = None,
     ) -> Response:
         steps = None if first is None or last is None else (first, last)
-        return answer(RunPages(catalogue[run]).timeline(start, end, width, parted(ranks), steps))
-
-    @app.get("/api/buffer")
-    def buffer(run: str) -> Response:
-        return answer(RunPages(catalogue[run]).buffer())
-
-    @app.get("/api/workers")
-    def workers(run: str) -> Response:
-        return answer(RunPages(catalogue[run]).workers())
+        return answer(run_pages.timeline(catalogue[run], start, end, width, parted(ranks), steps))
 
     @app.get("/api/log")
     def log(run: str, worker: str, after: int = 0) -> Response:
-        return answer(RunPages(catalogue[run]).log(worker, after))
-
-    @app.get("/api/weights")
-    def weights(run: str) -> Response:
-        return answer(RunPages(catalogue[run]).weights())
+        return answer(log_part(catalogue[run].path, worker, after))
 
     @app.get("/api/why")
     def why(run: str, group: int) -> Response:
-        return answer(RunPages(catalogue[run]).why(group))
+        return answer(run_pages.why(catalogue[run], group))
 
     @app.get("/api/compare")
     def compare(a: str, b: str) -> Response:
@@ -377,26 +342,12 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
 
 def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/samples")
-    def samples(
-        run: str,
-        filter: str = "",
-        search: str = "",
-        sort: str = "",
-        offset: Offset = 0,
-        limit: Limit = 50,
-    ) -> Response:
-        return answer(catalogue[run].sample_pages.samples(filter, search, sort, offset, limit))
+    def samples(asked: Annotated[_Page, Query()]) -> Response:
+        return answer(catalogue[asked.run].sample_pages.samples(*asked.part))
 
     @app.get("/api/groups")
-    def groups(
-        run: str,
-        filter: str = "",
-        search: str = "",
-        sort: str = "",
-        offset: Offset = 0,
-        limit: Limit = 50,
-    ) -> Response:
-        return answer(catalogue[run].sample_pages.groups(filter, search, sort, offset, limit))
+    def groups(asked: Annotated[_Page, Query()]) -> Response:
+        return answer(catalogue[asked.run].sample_pages.groups(*asked.part))
 
     @app.get("/api/sample")
     def sample(run: str, id: int) -> Response:
@@ -405,7 +356,7 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
 
     @app.get("/api/group")
     def group(run: str, id: int) -> Response:
-        return answer(RunPages(catalogue[run]).group(id))
+        return answer(run_pages.group(catalogue[run], id))
 
     @app.get("/api/prompt")
     def prompt(run: str, key: str) -> Response:
@@ -416,10 +367,10 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
     """Add routes with a JSON body or a header, which a form on another site cannot send."""
 
     @app.post("/api/sql")
-    async def sql(asked: Question) -> Response:
+    async def sql(asked: _Question) -> Response:
         try:
             return answer(
-                await run_in_threadpool(lambda: RunPages(catalogue[asked.run]).sql(asked.query))
+                await run_in_threadpool(lambda: run_pages.sql(catalogue[asked.run], asked.query))
             )
         finally:
             # Prepare on the server's own thread: the helper process ends with the thread that starts it,
@@ -427,25 +378,40 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
             prepare()
 
     @app.post("/api/stop", dependencies=[Depends(_meant)])
-    def stop(asked: AskedRun) -> Response:
-        return answer(RunPages(catalogue[asked.run]).stop())
+    def stop(asked: _Run) -> Response:
+        return answer(run_pages.stop(catalogue[asked.run]))
 
     @app.post("/api/stacks", dependencies=[Depends(_meant)])
-    def stacks(asked: AskedWorker) -> Response:
-        return answer(RunPages(catalogue[asked.run]).stacks(asked.worker))
+    def stacks(asked: _Worker) -> Response:
+        return answer(run_pages.stacks(catalogue[asked.run], asked.worker))
 
 
-class AskedRun(Config):
+class _Page(BaseModel):
+    """A part of a list."""
+
+    run: str
+    filter: str = ""
+    search: str = ""
+    sort: str = ""
+    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0
+    limit: Annotated[int, Query(ge=1, le=500)] = 50
+
+    @property
+    def part(self) -> tuple[str, str, str, int, int]:
+        return self.filter, self.search, self.sort, self.offset, self.limit
+
+
+class _Run(Config):
     run: str
     """Name of the run."""
 
 
-class AskedWorker(AskedRun):
+class _Worker(_Run):
     worker: str
     """Worker, such as `actor[0]`."""
 
 
-class Question(AskedRun):
+class _Question(_Run):
     query: str
     """Query in SQL."""
 

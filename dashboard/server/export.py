@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
 
+import httpx
 from fastapi import FastAPI
 
 from ...dataflow.errors import UserError
@@ -39,13 +40,8 @@ _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +(
 
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
-    """Write one run as a single HTML file.
-
-    Args:
-        file: the file to write; an existing one is replaced.
-
-    Returns:
-        The file, its bytes, and the number of exported sample groups and of all groups.
+    """Write one run as a single HTML file. Return the file, its bytes, and the number of exported sample
+    groups and of all groups.
 
     Raises:
         UserError: there is no such run, or the file cannot be written.
@@ -72,37 +68,34 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
 
 async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
     """Return address -> answer for a run's pages, and the exported and total number of sample groups."""
-    one = {"run": run}
-    asked = [
-        address("runs", {}),
-        address("timeline", {**one, "width": 1200}),
-        address("metrics", {"runs": joined([run])}),
-    ]
-    asked += [address(page, one) for page in ("run", "alerts", "graph", "buffer", "workers", "weights")]
-    answers = {each: await ask(app, each) for each in asked}
-    several = list(answers[address("timeline", {**one, "width": 1200})]["ranks"])
-    for unfolded in unfoldings(several):
-        each = address("timeline", {**one, "width": 1200, "ranks": unfolded})
-        answers[each] = await ask(app, each)
-    names = _curves_of(answers[address("metrics", {"runs": joined([run])})]["cards"])
+    answers: dict[str, Any] = {}
+
+    async def add(page: str, **values: Any) -> Any:
+        target = address(page, values)
+        answers[target] = await ask(app, target)
+        return answers[target]
+
+    await add("runs")
+    for page in ("run", "alerts", "graph", "buffer", "workers", "weights"):
+        await add(page, run=run)
+    timeline = await add("timeline", run=run, width=1200)
+    for unfolded in unfoldings(list(timeline["ranks"])):
+        await add("timeline", run=run, width=1200, ranks=unfolded)
+    one = joined([run])
+    names = _curves_of((await add("metrics", runs=one))["cards"])
     for axis in ("step", "time_s", "samples") if names else ():
-        each = address(
-            "curves", {"runs": joined([run]), "names": joined(names), "axis": axis, "points": 600}
-        )
-        answers[each] = await ask(app, each)
-    listed = address("groups", {**one, "limit": GROUPS})
-    answers[listed] = await ask(app, listed)
+        await add("curves", runs=one, names=joined(names), axis=axis, points=600)
+    await add("samples", run=run, limit=GROUPS)
+    listed = await add("groups", run=run, limit=GROUPS)
     size, groups = 0, 0
-    for group in answers[listed]["groups"]:
-        each = address("group", {**one, "id": group["group"]})
-        found = await ask(app, each)
+    for group in listed["groups"]:
+        target = address("group", {"run": run, "id": group["group"]})
+        found = await ask(app, target)
         size += len(json.dumps(found))
         if size > MAX_SAMPLES_BYTES:
             break
-        answers[each], groups = found, groups + 1
-    table = address("samples", {**one, "limit": GROUPS})
-    answers[table] = await ask(app, table)
-    return answers, groups, answers[listed]["total"]
+        answers[target], groups = found, groups + 1
+    return answers, groups, listed["total"]
 
 
 def unfoldings(groups: Sequence[str]) -> list[str]:
@@ -121,15 +114,11 @@ def unfoldings(groups: Sequence[str]) -> list[str]:
 
 def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
     """Return the metrics of the cards, in the order of the curves page."""
-    found: dict[str, None] = {}
+    found: list[str | None] = []
     for card in cards:
         bands = [name for pair in card["bands"].values() for name in pair]
-        found |= dict.fromkeys(
-            name
-            for name in (*card["names"], card["spread"], card["beside"], *card["lost"], *bands)
-            if name
-        )
-    return list(found)
+        found += [*card["names"], card["spread"], card["beside"], *card["lost"], *bands]
+    return list(dict.fromkeys(name for name in found if name))
 
 
 def address(name: str, values: Mapping[str, Any]) -> str:
@@ -145,39 +134,15 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to an address.
-
-    Raises:
-        UserError: the dashboard answers with an error; has its text.
-    """
-    path, _, query = target.partition("?")
-    body, status = bytearray(), [0]
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        status[0] = message.get("status", status[0])
-        body.extend(message.get("body", b""))
-
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "GET",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-    }
-    scope |= {
-        "headers": [(b"host", b"localhost")],
-        "scheme": "http",
-        "server": ("localhost", 80),
-        "http_version": "1.1",
-    }
-    scope |= {"root_path": "", "client": ("localhost", 1), "asgi": {"version": "3.0"}}
-    await app(scope, receive, send)
-    if status[0] != 200:
-        raise UserError(f"{target} cannot be exported: {body.decode()}")
-    return json.loads(body)
+    """Return the dashboard's answer to an address. Raises UserError if the dashboard answers with an
+    error; has its text."""
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost"
+    ) as client:
+        response = await client.get(target)
+    if response.status_code != 200:
+        raise UserError(f"{target} cannot be exported: {response.text}")
+    return response.json()
 
 
 # The file
@@ -241,8 +206,7 @@ def linked(folder: Path, entry: str = ENTRY) -> str:
     Raises:
         UserError: a module imports or exports in another way.
     """
-    order = list(_order(folder, entry, ()))
-    parts = [_as_function(folder / name) for name in dict.fromkeys(order)]
+    parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, entry, ()))]
     return '"use strict";\n' + "\n".join(parts)
 
 
@@ -259,9 +223,8 @@ def _as_function(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
 
     def imported(found: re.Match[str]) -> str:
-        names = ", ".join(
-            part.strip().replace(" as ", ": ") for part in found[1].split(",") if part.strip()
-        )
+        parts = (part.strip() for part in found[1].split(","))
+        names = ", ".join(part.replace(" as ", ": ") for part in parts if part)
         return f"const {{ {names} }} = {_variable(found[2])};"
 
     body = _IMPORT.sub(imported, text)

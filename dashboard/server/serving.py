@@ -1,10 +1,16 @@
-"""Serving: the process of a dashboard."""
+"""Serving: the process of a dashboard.
+
+As a program (`controllers/reports/dashboard_process.py` starts it), the dashboard of one run, on a
+socket that the run opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +20,9 @@ from urllib.parse import urlencode
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...controllers.reports.dashboard_process import TOKEN
 from ...dataflow.errors import UserError
+from ...dataflow.runs.lock import Life, life_of
 from ..reading.catalogue import Catalogue
 from .app import new_app
 from .safety import Access, new_token
@@ -24,14 +32,7 @@ LEAVE_S = 1
 
 
 class Serving:
-    """A listening dashboard.
-
-    Args:
-        folder: the folder of runs, or the directory of one.
-        token: the token that requests must have, or empty for none.
-        names: host names of this address, besides localhost.
-        any_address: whether it listens on more than loopback.
-    """
+    """A dashboard over a folder of runs, or one run, that listens on a socket (see `Access`)."""
 
     def __init__(
         self,
@@ -54,7 +55,6 @@ class Serving:
         """Listen on an address.
 
         Args:
-            folder: the folder of runs, or the directory of one.
             port: the port, or 0 for a free one.
             token: the token that requests must have; None makes a new one, and an empty one
                 (loopback only) turns the check off.
@@ -88,8 +88,9 @@ class Serving:
             idle_s: also end after this many seconds without a request; 0 for never.
             goes_on: whether to keep serving despite `idle_s`, because the run is alive.
         """
+        app = _LastAsked(self.app)
         config = uvicorn.Config(
-            self.app,
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -97,48 +98,38 @@ class Serving:
             ws="none",
         )
         server = uvicorn.Server(config)
+
+        def end_when_idle() -> None:
+            while not server.should_exit:
+                time.sleep(min(10.0, idle_s))
+                server.should_exit |= app.quiet_s() > idle_s and not goes_on()
+
         if idle_s:
-            self.app.add_middleware(LastAsked, clock := Clock())
-            threading.Thread(
-                target=_end_when_idle, args=(server, clock, idle_s, goes_on), daemon=True
-            ).start()
+            threading.Thread(target=end_when_idle, daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt), self._socket:
             server.run(sockets=[self._socket])
 
 
-class Clock:
-    """Time of the last request."""
+class _LastAsked:
+    """Passes requests on to an application, and knows when the last one came. Each open page has an event
+    stream."""
 
-    def __init__(self) -> None:
-        self.asked_at, self.open = time.monotonic(), 0
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._asked_at, self._open = time.monotonic(), 0
 
     def quiet_s(self) -> float:
         """Return the seconds since the last request, or 0 while a page is open."""
-        return 0.0 if self.open else time.monotonic() - self.asked_at
-
-
-class LastAsked:
-    """Middleware that records requests and counts open responses. Each open page has an event stream."""
-
-    def __init__(self, app: ASGIApp, clock: Clock) -> None:
-        self._app, self._clock = app, clock
+        return 0.0 if self._open else time.monotonic() - self._asked_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = scope["type"] == "http"
-        self._clock.open += counts
+        self._open += counts
         try:
             await self._app(scope, receive, send)
         finally:
-            self._clock.open -= counts
-            self._clock.asked_at = time.monotonic()
-
-
-def _end_when_idle(
-    server: uvicorn.Server, clock: Clock, idle_s: float, goes_on: Callable[[], bool]
-) -> None:
-    while not server.should_exit:
-        time.sleep(min(10.0, idle_s))
-        server.should_exit |= clock.quiet_s() > idle_s and not goes_on()
+            self._open -= counts
+            self._asked_at = time.monotonic()
 
 
 def _is_loopback(host: str) -> bool:
@@ -155,9 +146,8 @@ def _is_loopback(host: str) -> bool:
 def _listen(host: str, port: int) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-                0
-            ]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
@@ -166,3 +156,13 @@ def _listen(host: str, port: int) -> socket.socket:
             raise UserError(f"--host {host} --port {port} cannot be listened on: {error}") from None
         undo.pop_all()
         return listening
+
+
+def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
+    """Serve until the run is over and no request has come for `idle_s` seconds."""
+    serving = Serving(socket.socket(fileno=descriptor), folder, os.environ.pop(TOKEN))
+    serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -283,7 +283,7 @@ class RecordedSamples:
         filed: list[tuple[int, int]] = []
         for part in found:
             try:
-                filed += [(id, part.step) for id in part.read()["sample_id"].to_pylist()]
+                filed += [(id, part.step) for id in part.rows()["sample_id"].to_pylist()]
             except (pa.ArrowException, OSError, KeyError) as error:
                 self._complain(f"{part.path} cannot be read: {error}")
                 return

@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,12 +45,7 @@ class Alert:
 
 
 class Alerts:
-    """Writes the alerts of a run.
-
-    Args:
-        run: its directory.
-        clock: seconds since 1970.
-    """
+    """Writes the alerts of a run."""
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = run / ALERTS, clock
@@ -58,7 +54,7 @@ class Alerts:
         self.step = 0
         """Number of finished steps."""
 
-    def add(self, name: str, text: str, *, ends: bool = False) -> Alert:
+    def report(self, name: str, text: str, *, ends: bool = False) -> Alert:
         """Add an alert. If it cannot be written, it is written with the next one. Never raises."""
         alert = Alert(name, redacted(text), self.step, self._clock(), ends)
         self._pending.append(alert)
@@ -68,32 +64,28 @@ class Alerts:
     def flush(self) -> None:
         if not self._pending:
             return
-        lines = "".join(f"{json.dumps(asdict(alert))}\n" for alert in self._pending)
-        try:
+        lines = "".join(f"{json.dumps(asdict(alert))}\n" for alert in self._pending).encode()
+        with suppress(OSError):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError:
-            return
-        try:
-            self._append(descriptor, lines.encode())
-        except OSError:
-            return
-        finally:
-            os.close(descriptor)
-        self._pending.clear()
+            try:
+                _append(descriptor, lines)
+            finally:
+                os.close(descriptor)
+            self._pending.clear()
 
-    @staticmethod
-    def _append(descriptor: int, lines: bytes) -> None:
-        """Append all lines or none. First end a partial line that a killed process left."""
-        before = os.fstat(descriptor).st_size
-        torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
-        try:
-            # One system call, so that a kill leaves at most one partial line.
-            os.writev(descriptor, [b"\n" * torn, lines])
-            if os.fstat(descriptor).st_size != before + torn + len(lines):
-                raise OSError("the disk is full")
-        except OSError:
-            os.ftruncate(descriptor, before)
-            raise
+
+def _append(descriptor: int, lines: bytes) -> None:
+    """Append all lines or none. First end a partial line that a killed process left."""
+    before = os.fstat(descriptor).st_size
+    torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
+    try:
+        # One system call, so that a kill leaves at most one partial line.
+        os.writev(descriptor, [b"\n" * torn, lines])
+        if os.fstat(descriptor).st_size != before + torn + len(lines):
+            raise OSError("the disk is full")
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
 
 
 MAX_STEP = 1 << 53
@@ -104,9 +96,6 @@ def read_alerts(run: Path) -> list[Alert]:
     """Return the alerts in the last MOST_BYTES of a run's file, oldest first; empty without a file.
 
     Invalid lines, for example from a full disk, are skipped.
-
-    Args:
-        run: the run directory.
     """
     try:
         with open_file(run / ALERTS) as file:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
-        """Create a new run directory. It never reuses one.
+        """Create a new run directory in the folder of all runs. It never reuses one.
 
         Args:
-            root: the folder of all runs.
             name: name of the run; the default is the time.
             aside: move a used directory of that name to `NAME.begun-1` (or -2, ...).
             why: the reason why the run starts from the beginning, if it was meant to resume.
@@ -133,38 +132,40 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes. Damaged files are set aside and named in
-        `notes`; none of them is needed.
+        """Open the directory of a run that resumes after a step, at this position of the log. Damaged
+        files are set aside and named in `notes`; none of them is needed.
 
         Args:
             step: last step to keep; metrics and calls of later steps are dropped.
             time_s: seconds from the start of the run to the end of that step.
-            position: position in the buffer's log.
-            lock: lock of the run, held by this process.
             origin: where the run resumes, and why.
         """
         directory = cls(path, lock, origin=origin)
-        directory._set_aside_what_is_no_file()
-        directory._set_aside_damaged_config()
+        # A link counts as its target.
+        for name in (*FILES, *(name + PARTIAL for name in FILES)):
+            if os.path.lexists(path / name) and not (path / name).is_file():
+                directory._set_aside(name, "it is not a file")
+        for name in FOLDERS:
+            if os.path.lexists(path / name) and not (path / name).is_dir():
+                directory._set_aside(name, "it is not a folder")
+        try:
+            read_json(path / CONFIG)
+        except FileNotFoundError:
+            directory.notes.append(f"{path / CONFIG} is gone; it is written again")
+        except (OSError, ValueError) as error:
+            directory._set_aside(CONFIG, error)
         metrics = directory._read(METRICS, read_metrics, ("step",))
-        rows = (
-            {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None}
-            if metrics
-            else {}
-        )
+        found = metrics.to_pylist() if metrics else []
+        rows = {row["step"]: present(row) for row in found if row["step"] is not None}
         # Some metrics are lost: fill the gaps from the log.
         if any(earlier not in rows for earlier in range(step + 1)):
-            rows = {
-                row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)
-            } | rows
+            logged = samples_by_step(path / BUFFER / LOG, step, position)
+            rows = {row["step"]: row for row in logged} | rows
         kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
         begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
-        calls = directory._read(
-            TIMELINE, read_timeline, [name for name in CALLS.names if name != BY_RANK]
-        )
-        begin_again(
-            path, TIMELINE, calls_kept(calls, time_s) if calls is not None else CALLS.empty_table()
-        )
+        columns = [name for name in CALLS.names if name != BY_RANK]
+        calls = directory._read(TIMELINE, read_timeline, columns)
+        begin_again(path, TIMELINE, CALLS.empty_table() if calls is None else calls_kept(calls, time_s))
         return directory
 
     def give_up_rows(self) -> None:
@@ -178,26 +179,9 @@ class RunDirectory:
                 self.origin += f"; {name} is in {aside.name}"
         self.notes.append(self.origin)
 
-    def _set_aside_what_is_no_file(self) -> None:
-        """Set aside folders in place of files, and the reverse. A link counts as its target."""
-        for name in (*FILES, *(name + PARTIAL for name in FILES)):
-            if os.path.lexists(self.path / name) and not (self.path / name).is_file():
-                self._set_aside(name, "it is not a file")
-        for name in FOLDERS:
-            if os.path.lexists(self.path / name) and not (self.path / name).is_dir():
-                self._set_aside(name, "it is not a folder")
-
     def _set_aside(self, name: str, why: object) -> None:
         aside = set_aside(self.path / name, "damaged")
         self.notes.append(f"damaged: {self.path / name} ({why}); it is set aside as {aside.name}")
-
-    def _set_aside_damaged_config(self) -> None:
-        try:
-            read_json(self.path / CONFIG)
-        except FileNotFoundError:
-            self.notes.append(f"{self.path / CONFIG} is gone; it is written again")
-        except (OSError, ValueError) as error:
-            self._set_aside(CONFIG, error)
 
     @property
     def starts(self) -> int:
@@ -213,8 +197,7 @@ class RunDirectory:
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read metrics or timeline with these columns. If damaged or missing, add a note and return
-        None."""
+        """Read a table with these columns. If it is damaged or missing, add a note and return None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -229,12 +212,8 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove samples of void leases, and unfinished files.
-
-        Args:
-            is_void: whether a lease (graph and number) does not count, because the run was restored
-                to an earlier step.
-        """
+        """Remove unfinished files, and samples of leases (graph and number) that do not count, because the
+        run was restored to an earlier step."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -242,36 +221,26 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` and `graph.json`, without secrets.
-
-        Args:
-            config: the resolved configuration; values without a JSON form are written as text.
-            graphs: the graphs of the run by name; the training graph is drawn in Mermaid.
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets. Values
+        without a JSON form are written as text.
 
         Raises:
             TakenOverError: another driver took over the run.
         """
         self.check()
-        plain = json.loads(
-            json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain)
-        )
-        described = json.dumps(without_secrets(plain), indent=2) + "\n"
-        self._disk.write_whole(self.path / CONFIG, described.encode())
-        self._disk.write_whole(self.path / MERMAID, redacted(graphs[TRAIN].mermaid()).encode())
+        started = {**config, "starts": self.starts, "origin": self.origin}
+        plain = without_secrets(json.loads(json.dumps(started, default=_plain)))
         structure = {name: graph.structure() for name, graph in graphs.items()}
-        self._disk.write_whole(
-            self.path / GRAPH, json.dumps(without_secrets(structure, by_name=False)).encode()
-        )
+        for name, text in (
+            (CONFIG, json.dumps(plain, indent=2) + "\n"),
+            (MERMAID, redacted(graphs[TRAIN].mermaid())),
+            (GRAPH, json.dumps(without_secrets(structure, by_name=False))),
+        ):
+            self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step. The next `flush` writes them to disk.
-
-        Args:
-            row: metrics by name, with the number of the step under "step".
-
-        Returns:
-            All metrics of that step so far.
-        """
+        """Add metrics of a step, with its number under "step", and return all of that step so far. The
+        next `flush` writes them to disk."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -286,10 +255,8 @@ class RunDirectory:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        if rows := by_step(self._metrics.read()):
-            return rows
-        table = read_metrics(self.path)
-        return [present(row) for row in table.to_pylist()] if table is not None else []
+        table = None if (rows := by_step(self._metrics.read())) else read_metrics(self.path)
+        return rows if table is None else [present(row) for row in table.to_pylist()]
 
     def values(self, name: str) -> dict[int, float]:
         """Return step -> value of one metric. Thread-safe, also during the run."""
@@ -297,16 +264,12 @@ class RunDirectory:
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        if calls := self._timeline.read().to_pylist():
-            return calls
-        table = read_timeline(self.path)
-        return table.to_pylist() if table is not None else []
+        table = None if len(calls := self._timeline.read()) else read_timeline(self.path)
+        return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and timeline entries to their files.
-
-        Args:
-            when_due: only write if the files are older than `flush_interval_s`.
+        """Append new metrics and timeline entries to their files, with `when_due` only if the files are
+        older than `flush_interval_s`.
 
         Raises:
             TakenOverError: another driver took over the run.
@@ -329,21 +292,10 @@ class RunDirectory:
 
 def check_name(name: object, what: str) -> None:
     """Refuse a name (of a run, a worker group, an evaluation) that is not safe as part of a path.
-
-    Args:
-        name: as the user gave it.
-        what: the argument's name, for the message.
-
-    Raises:
-        UserError: the name is invalid; the message suggests a valid one.
-    """
+    The UserError names `what`, the argument, and suggests a valid name."""
     text = str(name)
-    leads_on = (
-        not text.isprintable()
-        or text.startswith((".", "-"))
-        or text != text.strip()
-        or {*text} & {"/", "\\"}
-    )
+    leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
+    leads_on = leads_on or bool({*text} & {"/", "\\"})
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
@@ -356,11 +308,7 @@ def check_name(name: object, what: str) -> None:
 
 def check_run_name(name: object, what: str) -> None:
     """Refuse an invalid name for a run (see `check_name`), or one that is ambiguous as a value of
-    `resume`.
-
-    Raises:
-        UserError: the name is invalid; the message suggests a valid one.
-    """
+    `resume`. Raises UserError if the name is invalid; the message suggests a valid one."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -370,49 +318,29 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Refuse a run whose folders this user may not read and write.
-
-    Args:
-        run: the run directory, which need not exist.
-
-    Raises:
-        UserError: naming the first such folder.
-    """
+    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError if
+    naming the first such folder."""
+    rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
-        if folder.is_dir() and not os.access(
-            folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
-        ):
+        if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
             raise UserError(f"run {run} cannot be used: this user may not read and write {folder}")
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run.
-
-    Args:
-        run: the run directory.
-
-    Returns:
-        The lock. Its epoch is larger than all earlier ones, even if the lock folder was removed.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    return RunLock.take(run, after=0 if epochs(run) else _last_epoch(run))
-
-
-def _last_epoch(run: Path) -> int:
-    try:
-        return int(read_json(run / CONFIG)["starts"]) + 1
-    except (OSError, ValueError, TypeError, KeyError):
-        return last_epoch(run / BUFFER / LOG)
+    """Take the lock of an existing run. Its epoch is larger than all earlier ones, even if the lock
+    folder was removed. Raises UserError if another process holds it."""
+    after = 0
+    if not epochs(run):
+        try:
+            after = int(read_json(run / CONFIG)["starts"]) + 1
+        except (OSError, ValueError, TypeError, KeyError):
+            after = last_epoch(run / BUFFER / LOG)
+    return RunLock.take(run, after=after)
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path.
-
-    Raises:
-        UserError: its driver is alive.
-    """
+    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises UserError if
+    its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -423,11 +351,15 @@ def set_run_aside(path: Path) -> Path:
 def make_aside(run: Path) -> Path:
     """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory that
     stays in place, and return it."""
-    for number in itertools.count(1):
+    return _first_new(run.with_name(f"{run.name}.begun-{number}") for number in itertools.count(1))
+
+
+def _first_new(paths: Iterator[Path]) -> Path:
+    """Make the first of these folders that does not exist. Concurrent calls get different folders."""
+    for path in paths:
         with suppress(FileExistsError):
-            folder = run.with_name(f"{run.name}.begun-{number}")
-            folder.mkdir(mode=0o700)
-            return folder
+            path.mkdir(mode=0o700)
+            return path
     raise AssertionError
 
 
@@ -437,21 +369,15 @@ def is_used(path: Path) -> bool:
 
 
 def _unused(root: Path) -> Path:
-    """Make a new folder named after the time. Concurrent calls get different folders."""
-    taken = root / time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        path = taken if number == 1 else taken.with_name(f"{taken.name}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            return path
-    raise AssertionError
+    """Make a new folder named after the time."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    return _first_new(root / name if k == 1 else root / f"{name}-{k}" for k in itertools.count(1))
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder, including its parents.
+    """Make a folder, including its parents, unless it exists.
 
     Args:
-        path: the folder, which may exist.
         what: its name in messages, as the user gave it.
         private: deny access to other users.
 
@@ -469,9 +395,9 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
             raise
         at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
         why = (
-            f"{at} is no folder"
-            if not at.is_dir()
-            else f"nothing can be written into {at} ({error.strerror})"
+            f"nothing can be written into {at} ({error.strerror})"
+            if at.is_dir()
+            else f"{at} is no folder"
         )
         raise UserError(f"{what} cannot be used: {why}") from None
 

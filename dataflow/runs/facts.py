@@ -10,18 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..metric_names import metric_of
 from ..safe_files import read_json
 from ..untrusted_text import without_secrets
 from .alerts import Alert, read_alerts
-from .files import CONFIG, METRICS, PARQUET, STREAM
+from .files import CONFIG, METRICS
 from .lock import Holder, Life, life_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MOST_CONFIG = 16 << 20
 """Most bytes to read of a configuration, because it is read on each request."""
@@ -91,13 +88,14 @@ class RunFacts:
     @property
     def reward(self) -> float | None:
         """Mean reward of the last step, or None if it measured none (SFT, DPO)."""
-        return self._last_of("mean")
+        return self.last_of("mean")
 
     @property
     def loss(self) -> float | None:
-        return self._last_of("loss")
+        return self.last_of("loss")
 
-    def _last_of(self, metric: str) -> float | None:
+    def last_of(self, metric: str) -> float | None:
+        """Return a training metric of the last step from any group that measured it, or None."""
         name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 
@@ -122,21 +120,20 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
     """Return the state of a run. Never writes, and never raises for a damaged run.
 
     Args:
-        run: the run directory.
         last: metrics of its last step if the caller has them; None reads them.
     """
     damage: list[str] = []
     life, holder = life_of(run)
-    alerts = read_alerts(run)
     last = _last(run, damage) if last is None else last
-    return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
+    config = _config(run, damage)
+    return RunFacts(run, life, holder, config, last, tuple(read_alerts(run)), tuple(damage))
 
 
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
         return without_secrets(read_json(run / CONFIG, MOST_CONFIG))
     except FileNotFoundError:
-        return {}
+        pass
     except UserError as error:  # it names the file
         damage.append(str(error))
     except OSError as error:
@@ -146,40 +143,22 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
 
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    from .follow import StreamTail
+    from .follow import FollowedTable
+    from .tables import VALUES
 
-    stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
+    table = FollowedTable(run, METRICS)
     try:
-        if stream.is_file():
-            values: dict[str, float] = {}
-            for batch in StreamTail(stream).read():
-                values = _after(values, batch)
-            return values
-        return _last_row(parquet) if parquet.is_file() else {}
+        news = table.news()
+        if news.table is not None:
+            rows = news.table.slice(max(0, len(news.table) - 1)).to_pylist()
+            values = [(name, value) for row in rows for name, value in row.items()]
+            return {name: float(value) for name, value in values if isinstance(value, int | float)}
+        found = pa.Table.from_batches(news.batches, VALUES)
+        steps = [step for step in found["step"].to_pylist() if step is not None]
+        last = found.filter(pc.field("step") == max(steps, default=0.0))
+        return dict(zip(last["name"].to_pylist(), last["value"].to_pylist(), strict=True))
     except (OSError, ValueError, pa.ArrowException) as error:
-        damage.append(f"{stream if stream.is_file() else parquet}: {error}")
+        damage.append(f"{table.path}: {error}")
         return {}
-
-
-def _after(values: dict[str, float], batch: pa.RecordBatch) -> dict[str, float]:
-    """Update the metrics of the last step with a batch of (step, name, value) rows."""
-    steps = batch["step"].to_pylist()
-    last = max((step for step in steps if step is not None), default=-math.inf)
-    if last < values.get("step", 0.0):
-        return values
-    rows = zip(steps, batch["name"].to_pylist(), batch["value"].to_pylist(), strict=True)
-    new = {name: value for step, name, value in rows if step == last}
-    # A batch may add metrics to the current step.
-    return new if last > values.get("step", -math.inf) else values | new
-
-
-def _last_row(path: Path) -> Mapping[str, float]:
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(path)
-    if not file.metadata.num_rows:
-        return {}
-    table = file.read_row_group(file.metadata.num_row_groups - 1)
-    [row] = table.slice(len(table) - 1).to_pylist()
-    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

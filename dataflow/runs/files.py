@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -94,11 +94,7 @@ def make_private(path: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder.
-
-    Returns:
-        Its new path.
-    """
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
@@ -107,11 +103,10 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file through a library, and replace `path` atomically.
+    """Replace `path` atomically by a file that a library writes under the yielded, private name.
 
-    Yields a private file for the library to write. Afterwards it is synced and replaces `path`, so
-    that readers find either the old or the complete new file, even after a power loss. If writing
-    fails, the file is removed.
+    Readers find either the old or the complete new file, even after a power loss. If writing fails,
+    the new file is removed.
     """
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
@@ -168,21 +163,23 @@ class Disk:
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
-        """Replace the contents of a file atomically, and sync them.
-
-        Raises:
-            OSError: for example, the disk is full. The file keeps its previous contents.
-        """
-        partial = path.with_name(path.name + PARTIAL)
-        remove(partial)
-        descriptor = self.open(partial)
+    def write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
+        """Write a new file and sync it. A file of that name is removed."""
+        remove(path)
+        descriptor = self.open(path)
         try:
-            try:
+            for data in chunks:
                 self.write(descriptor, data)
-                self.sync(descriptor)
-            finally:
-                self.close(descriptor)
+            self.sync(descriptor)
+        finally:
+            self.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
+        """Replace the contents of a file atomically, and sync them. Raises OSError if, for example, the
+        disk is full. The file keeps its previous contents."""
+        partial = path.with_name(path.name + PARTIAL)
+        try:
+            self.write_new(partial, [data] if isinstance(data, bytes) else data)
             self.rename(partial, path)
         except OSError:
             partial.unlink(missing_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,12 +31,8 @@ MOST_FOOTER = 64 << 20
 
 
 class StreamTail:
-    """Reads new rows of a stream that another process appends to (`TableStream`). A read costs only
-    as much as the new data.
-
-    Args:
-        path: the stream, which need not exist yet.
-    """
+    """Reads new rows of a stream, which need not exist yet, while another process appends to it. A
+    read costs only as much as the new data."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,13 +43,9 @@ class StreamTail:
         """How often reading started over. If it has grown, discard earlier rows."""
         self._schema: pa.Schema | None = None
 
-    def read(self) -> list[pa.RecordBatch]:
+    def new_batches(self) -> list[pa.RecordBatch]:
         """Return the complete new messages; none without a file. If the file was replaced or cut,
-        return all of its messages.
-
-        Raises:
-            pyarrow.ArrowException: the file is not a stream.
-        """
+        return all of its messages. Raises pyarrow.ArrowException if the file is not a stream."""
         try:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
@@ -66,9 +58,6 @@ class StreamTail:
                 data = file.read()
         except FileNotFoundError:
             return []
-        return self._take(data)
-
-    def _take(self, data: bytes) -> list[pa.RecordBatch]:
         batches: list[pa.RecordBatch] = []
         reader, start = pa.BufferReader(data), self._offset
         while True:
@@ -83,8 +72,7 @@ class StreamTail:
             self._offset = start + reader.tell()
 
 
-@dataclass(frozen=True)
-class News:
+class _News(NamedTuple):
     """New rows since the last look."""
 
     anew: bool = False
@@ -98,10 +86,9 @@ class News:
 
 
 class FollowedTable:
-    """A table that a run writes.
+    """A table that a run writes, or will write.
 
     Args:
-        run: the directory of the run, which need not have the table yet.
         name: the name of the table, without a file suffix.
         most_columns: most columns of a Parquet file to read, or None for all.
     """
@@ -120,7 +107,7 @@ class FollowedTable:
         """The file to read."""
         return self._stream if self._stream.is_file() else self._parquet
 
-    def news(self) -> News:
+    def news(self) -> _News:
         """Return new rows, or empty news without a file.
 
         Raises:
@@ -129,22 +116,22 @@ class FollowedTable:
             ValueError: the footer is larger than MOST_FOOTER.
         """
         if self._stream.is_file():
-            batches = self._tail.read()
+            batches = self._tail.new_batches()
             # The writer may have started the stream over.
             anew = self._tail.begun != self._begun
             if anew:
                 self._begun, self._read_from = self._tail.begun, None
-            return News(anew, batches)
+            return _News(anew, batches)
         try:
             found = os.stat(self._parquet)
         except FileNotFoundError:
-            return News()
+            return _News()
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
                 # Drop the traceback, which would grow and keep frames alive with each look.
                 raise self._damage.with_traceback(None)
-            return News()
+            return _News()
         self._read_from, self._damage = None, None
         try:
             news = self._read()
@@ -156,18 +143,19 @@ class FollowedTable:
         self._read_from = this
         return news
 
-    def _read(self) -> News:
+    def _read(self) -> _News:
         with self._parquet.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
         if ending == b"PAR1" and footer > MOST_FOOTER:
+            size, most = footer / 1e6, MOST_FOOTER / 1e6
             raise ValueError(
-                f"its footer describes the columns in {footer / 1e6:.0f} MB; at most {MOST_FOOTER / 1e6:.0f} MB are read"
+                f"its footer describes the columns in {size:.0f} MB; at most {most:.0f} MB are read"
             )
         with pq.ParquetFile(self._parquet) as file:
             names = file.schema_arrow.names
             kept = names[: self._most_columns]
-            return News(anew=True, table=file.read(kept), left_out=len(names) - len(kept))
+            return _News(anew=True, table=file.read(kept), left_out=len(names) - len(kept))
 
 
 PARTS: Mapping[str, tuple[str, ...]] = {

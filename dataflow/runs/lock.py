@@ -36,7 +36,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -83,10 +83,11 @@ class Holder:
         return (self.host, self.machine) == (platform.node(), _machine())
 
     @property
-    def has_ended(self) -> bool:
-        """Whether its process is gone. Only valid for processes of this machine."""
+    def has_ended_here(self) -> bool:
+        """Whether it was a process of this machine that is gone."""
         started = _started(self.pid)
-        return started is None or bool(started and self.started and started != self.started)
+        other = bool(started and self.started and started != self.started)
+        return self.is_here and (started is None or other)
 
     def __str__(self) -> str:
         return f"host {self.host!r}, process {self.pid}, since {self.since} (epoch {self.epoch})"
@@ -101,71 +102,44 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Take the lock of a run.
-
-        Args:
-            run: the run directory.
-            after: the last epoch known from elsewhere; the new epoch is larger.
-
-        Raises:
-            UserError: another process holds it; the message names it, with the start time and a remedy.
-        """
+        """Take the lock of a run, with an epoch larger than `after`. Raises UserError if another
+        process holds it; the message names it, with the start time and a remedy."""
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
-        """Begin the next epoch, when this process starts the run again.
-
-        Raises:
-            TakenOverError: another process holds it.
-        """
+        """Begin the next epoch, when this process starts the run again. Raises TakenOverError if
+        another process holds it."""
         self.check(sure=True)
-        before, self._claim = (
-            self._claim,
-            _take(self.run / LOCK, self._claim.holder.epoch, own=self._claim.path),
-        )
+        before = self._claim
+        claim = _take(self.run / LOCK, before.holder.epoch, own=before.path)
         self._release.detach()
-        self._hold(self._claim)
+        self._hold(claim)
         before.let_go()
 
     def _hold(self, claim: _Claim) -> None:
         self._claim = claim
         claim.start_to_beat()
-        self._release = weakref.finalize(self, claim.release)
+        self._release = weakref.finalize(self, claim.note_end)
 
     @property
     def epoch(self) -> int:
         return self._claim.holder.epoch
 
     def record(self) -> Record:
-        holder = self._claim.holder
-        return {
-            "do": "epoch",
-            "epoch": holder.epoch,
-            "host": holder.host,
-            "pid": holder.pid,
-            "since": holder.since,
-        }
+        holder = asdict(self._claim.holder)
+        return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write.
-
-        Args:
-            sure: ask the file server; without it, this machine's cached state is enough.
-
-        Raises:
-            TakenOverError: another driver took over the run, or its lock was removed.
-        """
+        """Check that this process may write (see `Fence.check`). Raises TakenOverError if another
+        driver took over the run, or its lock was removed."""
         if self._claim.is_held(sure=sure):
             return
         try:
             other = _read(max(epochs(self.run).items())[1])
         except (OSError, ValueError):  # it is missing or damaged
             other = None
-        who = (
-            f"is held by {other}"
-            if other
-            else f"has no lock any more: {self._claim.path} was removed, or the run moved"
-        )
+        gone = f"has no lock any more: {self._claim.path} was removed, or the run moved"
+        who = f"is held by {other}" if other else gone
         raise TakenOverError(
             f"run {self.run} {who}; this driver held it as {self._claim.holder}, and ends"
         )
@@ -176,7 +150,7 @@ class RunLock:
     def give_back(self) -> None:
         """Release a run that was not written to, and restore the files of earlier holders."""
         if self._claim.is_held(sure=True):
-            self._claim.give_back()
+            self._claim.restore()
         self.release()
 
 
@@ -196,9 +170,8 @@ class _Claim:
         self._lock = threading.Lock()
 
     def start_to_beat(self) -> None:
-        threading.Thread(
-            target=self._beat, name=f"{self.path.name} of {self.path.parent.parent.name}", daemon=True
-        ).start()
+        name = f"{self.path.name} of {self.path.parent.parent.name}"
+        threading.Thread(target=self._beat, name=name, daemon=True).start()
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S) and self.is_held(sure=True):
@@ -226,7 +199,7 @@ class _Claim:
                 self._lost = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
             return not self._lost
 
-    def release(self) -> None:
+    def note_end(self) -> None:
         """Note in this holder's file, which may have been unlinked, that it has ended."""
         # Not in a forked child, which does not own the run.
         if self.holder.pid == os.getpid():
@@ -234,7 +207,7 @@ class _Claim:
                 os.write(self.descriptor, _line({"ended": _now()}))
         self.let_go()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the files of earlier holders, and remove this one."""
         for path, (content, touched_ns) in self.replaced.items():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -256,6 +229,7 @@ class _Claim:
 
 
 def _take(folder: Path, after: int, own: Path | None) -> _Claim:
+    """Take the lock in a folder, with an epoch larger than `after`. `own` is this process's file."""
     try:
         return _try_to_take(folder, after, own)
     except OSError as error:
@@ -289,23 +263,16 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         if time.monotonic() > deadline:
             raise UserError(f"run {folder.parent} is being taken by others at this moment; try again")
         time.sleep(random.uniform(0.0, 0.05))
-    for path in _never_named(folder, now):
-        path.unlink(missing_ok=True)
+    for path in folder.glob(".*"):
+        # Remove files of drivers that died while taking the run.
+        with suppress(OSError, ValueError):
+            if now - path.stat().st_mtime > DEAD_AFTER_S or _read(path).has_ended_here:
+                path.unlink(missing_ok=True)
     for path in found.values():
         with suppress(FileNotFoundError):
             claim.replaced[path] = read_file(path, MOST_BYTES), path.stat().st_mtime_ns
             path.unlink()
     return claim
-
-
-def _never_named(folder: Path, now: float) -> Iterator[Path]:
-    """Yield files of drivers that died while taking the run."""
-    for path in folder.glob(".*"):
-        with suppress(OSError, ValueError):
-            if now - path.stat().st_mtime > DEAD_AFTER_S or (
-                (by := _read(path)).is_here and by.has_ended
-            ):
-                yield path
 
 
 def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
@@ -347,15 +314,12 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
         holder = _parse(lines, path)
     except ValueError:  # damaged, or still being written on a file system without links
         holder = None
-    if holder is not None and (len(lines) > 1 or (holder.is_here and holder.has_ended)):
+    if holder is not None and (len(lines) > 1 or holder.has_ended_here):
         return
     silent = now - touched
     if holder is not None and holder.is_here:
-        end = (
-            "close the other driver of this process"
-            if holder.pid == os.getpid()
-            else f"end it (kill {holder.pid})"
-        )
+        own = holder.pid == os.getpid()
+        end = "close the other driver of this process" if own else f"end it (kill {holder.pid})"
         raise UserError(
             f"run {run} is held by {holder}, and a run has only one driver. Wait until it ends, or {end} and start this one "
             "with resume='latest'; or give this run another name"
@@ -383,11 +347,7 @@ class Life(Enum):
 
 
 def life_of(run: Path) -> tuple[Life, Holder | None]:
-    """Return the state of the latest driver of a run. Never writes or raises.
-
-    Args:
-        run: the run directory.
-    """
+    """Return the state of the latest driver of a run. Never writes or raises."""
     try:
         path = max(epochs(run).items())[1]
         touched, lines = _lines(path)
@@ -396,7 +356,8 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
-    lives = not holder.has_ended if holder.is_here else abs(time.time() - touched) < DEAD_AFTER_S
+    recent = holder.is_here or abs(time.time() - touched) < DEAD_AFTER_S
+    lives = recent and not holder.has_ended_here
     return (Life.ALIVE if lives else Life.DEAD), holder
 
 
@@ -407,19 +368,6 @@ def epochs(run: Path) -> dict[int, Path]:
     return {int(name[1]): path for name, path in found if name}
 
 
-def _sound(holder: Holder) -> Holder:
-    """Return the holder if its fields are valid.
-
-    Raises:
-        ValueError: they are not.
-    """
-    texts = (holder.host, holder.machine, holder.started, holder.since)
-    numbers = type(holder.pid) is type(holder.epoch) is int and 0 < holder.pid < 1 << 31
-    if not (numbers and all(isinstance(text, str) for text in texts)):
-        raise ValueError(f"{holder} is not a valid driver")
-    return holder
-
-
 def _lines(path: Path) -> tuple[float, list[bytes]]:
     """Return the modification time of a holder's file, and its lines. Opening the file makes NFS
     ask the server."""
@@ -428,15 +376,17 @@ def _lines(path: Path) -> tuple[float, list[bytes]]:
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Return the holder named in the first line of its file.
-
-    Raises:
-        ValueError: the line does not name one.
-    """
+    """Return the holder named in the first line of its file. Raises ValueError if the line does not
+    name a valid one."""
     try:
-        return _sound(Holder(**parse_object(lines[0] if lines else b"", path)))
+        holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:
         raise ValueError(f"{path} names no driver: {error}") from None
+    texts = (holder.host, holder.machine, holder.started, holder.since)
+    numbers = type(holder.pid) is type(holder.epoch) is int and 0 < holder.pid < 1 << 31
+    if not (numbers and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"{holder} is not a valid driver")
+    return holder
 
 
 def _read(path: Path) -> Holder:

@@ -40,14 +40,15 @@ from ..safe_files import open_file
 from .files import PARTIAL, Disk, remove
 from .log_archive import (
     HISTORY,
-    FileStart,
+    Position,
     archive,
-    copy_records,
     drop_parts_behind,
     file_start,
     header,
     parts,
+    place,
     raw,
+    records,
     split,
     start_of,
 )
@@ -70,14 +71,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 SYNC_INTERVAL_S = 0.5
 """[s] Part of a log that a power loss may cost. A sync takes milliseconds, and the rows of half a
 second are soon made again."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place between two records of a log, with the checksum that the next record starts from."""
-
-    offset: int = 0
-    checksum: int = 0
 
 
 class Fence(Protocol):
@@ -106,8 +99,8 @@ class PreparedCut:
 
     path: Path
     descriptor: int
-    start: FileStart
-    """Position and checksum where the file begins."""
+    start: Position
+    """Where the file begins."""
     copied: int
     """Byte offset in the log after the last copied record."""
     disk: Disk
@@ -137,12 +130,9 @@ class Log:
         """Open the log. Records after `at` are cut off, and kept as `NAME.cut-OFFSET`.
 
         Args:
-            path: the file of the log.
             at: position to append at.
             sync_interval_s: most seconds of the log that a power loss may cost. If the process
                 dies, no committed record is lost.
-            disk: the disk to write to; None is the real one.
-            clock: seconds, for `sync_interval_s`.
             fence: checked by `commit`; its record is the first that this writer appends.
         """
         self.path = path
@@ -167,15 +157,15 @@ class Log:
         if fence is not None:
             self.append(fence.record())
 
-    def _start_after(self, at: Position) -> FileStart:
+    def _start_after(self, at: Position) -> Position:
         """Return where the file begins for a log that continues at a position, which may be before
         the current file."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
         with suppress(UserError):  # the archived part is lost; continue without it
-            split(self.path, at.offset, at.checksum, self._disk)
-        return _file_start(at)
+            split(self.path, at, self._disk)
+        return at if at.offset else Position()
 
     def _begin_file(self, end: int) -> int:
         """Atomically replace the log by a file of this writer with the records up to this byte."""
@@ -184,12 +174,11 @@ class Log:
         descriptor = self._disk.open(unnamed)
         try:
             if self.start.offset:
-                self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
+                self._disk.write(descriptor, header(self.start))
             if end > self.start.offset:
                 with open_file(self.path) as before:
-                    copy_records(
-                        before.fileno(), self.start, self.start.offset, end, descriptor, self._disk
-                    )
+                    for data in records(before.fileno(), self.start, self.start.offset, end):
+                        self._disk.write(descriptor, data)
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -200,6 +189,7 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
+        """Keep the records behind a position for inspection; recovery does not read them."""
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
@@ -208,30 +198,18 @@ class Log:
             first = next(chunks, b"")
         if not first:
             return
-        # Keep the records for inspection; recovery does not read them.
         number, name = 1, f"{self.path.name}.cut-{offset}"
         unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
         try:
-            self._write_new(unnamed, chain([first], chunks))
-            while kept.exists() and not _begins_with(
-                unnamed, kept
-            ):  # from another cut at the same offset
+            self._disk.write_new(unnamed, chain([first], chunks))
+            # Another cut at the same offset may have kept other records.
+            while kept.exists() and not _begins_with(unnamed, kept):
                 number += 1
                 kept = self.path.with_name(f"{name}-{number}")
             self._disk.rename(unnamed, kept)
         finally:
             unnamed.unlink(missing_ok=True)
         self._disk.sync_folder(self.path.parent)
-
-    def _write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
-        remove(path)
-        descriptor = self._disk.open(path)
-        try:
-            for data in chunks:
-                self._disk.write(descriptor, data)
-            self._disk.sync(descriptor)
-        finally:
-            self._disk.close(descriptor)
 
     @property
     def position(self) -> Position:
@@ -266,7 +244,7 @@ class Log:
             self._check()
         offset, lines = self._pending
         if self._torn:
-            self._disk.truncate(self._descriptor, self.start.place(offset))
+            self._disk.truncate(self._descriptor, place(self.start, offset))
             self._torn = False
         if lines:
             data = b"".join(lines)
@@ -276,7 +254,7 @@ class Log:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
             except OSError:  # for example, the disk is full: the next commit writes all of it again
-                self._disk.truncate(self._descriptor, self.start.place(offset))
+                self._disk.truncate(self._descriptor, place(self.start, offset))
                 raise
             self._torn = False
         if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
@@ -285,11 +263,8 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position to the archive. All records must be
-        committed.
-
-        Args:
-            at: a position between two records of the file.
+        """Prepare to move the records before a position of the file to the archive. All records must
+        be committed.
 
         Returns:
             A function to call in any thread. It returns the file to pass to `cut`. If it raises
@@ -302,11 +277,11 @@ class Log:
         def work() -> PreparedCut:
             cut: PreparedCut | None = None
             try:
-                archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
+                archive(self.path, descriptor, start, at, self._disk)
                 remove(unnamed)
-                cut = PreparedCut(unnamed, self._disk.open(unnamed), _file_start(at), end, self._disk)
-                self._disk.write(cut.descriptor, header(at.offset, at.checksum))
-                copy_records(descriptor, start, at.offset, end, cut.descriptor, self._disk)
+                cut = PreparedCut(unnamed, self._disk.open(unnamed), at, end, self._disk)
+                for data in chain([header(at)], records(descriptor, start, at.offset, end)):
+                    self._disk.write(cut.descriptor, data)
                 self._disk.sync(cut.descriptor)
                 return cut
             except Exception:
@@ -319,10 +294,8 @@ class Log:
         return work
 
     def cut(self, cut: PreparedCut) -> None:
-        """Switch to a file that `prepare_cut` made. All records must be committed.
-
-        Args:
-            cut: the file. It is dropped if the switch fails.
+        """Switch to a file that `prepare_cut` made. All records must be committed. If it fails, the
+        file is dropped.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -330,7 +303,8 @@ class Log:
         """
         new = cut.descriptor
         try:
-            copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
+            for data in records(self._descriptor, self.start, cut.copied, self.position.offset):
+                self._disk.write(new, data)
             self._disk.sync(new)
             # Ask the file server, because the rename cannot be undone.
             self._check(sure=True)
@@ -382,39 +356,31 @@ class LogReader:
             start = file_start(file)
             for part in parts(self.path, start, self.end.offset):
                 yield from self._sound(lines(part.chunks(self.end.offset)))
-                if self.damage is None and self.end != Position(*part.end):
+                if self.damage is None and self.end != part.end:
                     self.damage = f"{part.path} ends at byte {self.end.offset}"
                 if self.damage:
                     return
-            file.seek(start.place(self.end.offset))
+            file.seek(place(start, self.end.offset))
             yield from self._sound(file)
 
     def _sound(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:
-            checksum = self._checksum(line)
-            if checksum is None:
-                return
-            try:
-                record = json.loads(line[9:])
-            except (ValueError, RecursionError):
-                record = None
+            checksum, record = zlib.crc32(line[9:-1], self.end.checksum), None
+            if not line.endswith(b"\n"):
+                problem = f"the last record is torn after {len(line)} bytes"
+            # Stop at the first mismatch: later checksums depend on this record.
+            elif line[:9] != b"%08x " % checksum:
+                named = line[:8].decode(errors="replace")
+                problem = f"a record's checksum is {named!r}, not {checksum:08x}"
+            else:
+                problem = "a record is no object of JSON"
+                with suppress(ValueError, RecursionError):
+                    record = json.loads(line[9:])
             if not isinstance(record, dict):
-                self.damage = f"{self.path}, byte {self.end.offset}: a record is no object of JSON"
+                self.damage = f"{self.path}, byte {self.end.offset}: {problem}"
                 return
             self.end = Position(self.end.offset + len(line), checksum)
             yield unpacked(record)
-
-    def _checksum(self, line: bytes) -> int | None:
-        where = f"{self.path}, byte {self.end.offset}"
-        if not line.endswith(b"\n"):
-            self.damage = f"{where}: the last record is torn after {len(line)} bytes"
-            return None
-        checksum = zlib.crc32(line[9:-1], self.end.checksum)
-        # Stop at the first mismatch: later checksums depend on this record.
-        if line[:9] != b"%08x " % checksum:
-            self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
-            return None
-        return checksum
 
 
 DAMAGED = "damaged: "
@@ -422,25 +388,21 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the valid part of a log; empty if there are none.
+    """Describe the complete lines after the end of the valid part of a log; empty if there are none.
 
     A killed process leaves at most one incomplete line. Complete lines mean that the log was
     changed, or that the disk lost a part of it.
-
-    Args:
-        path: the log.
-        end: end of the valid part.
     """
-    behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
+    behind = sum(line.endswith(b"\n") for line in lines(raw(path, end.offset)))
     if not behind:
         return ""
+    found = f"{behind} complete lines from there on are not read"
     fork = find_fork(path, end)
-    why = (
-        ""
-        if fork is None
-        else f"; the log continues from byte {fork}: two processes appended to this log at the same time"
-    )
-    return f"{behind} complete lines from there on are not read{why}"
+    if fork is not None:
+        found += (
+            f"; the log continues from byte {fork}: two processes appended to this log at the same time"
+        )
+    return found
 
 
 def damage_note(reader: LogReader) -> list[str]:
@@ -476,10 +438,7 @@ def graph_record(name: str, outline: Record) -> Record:
 
 def described_graph(record: Record) -> Graph:
     """Return the graph that a record describes. A checker or ledger can use it, but it cannot run.
-
-    Raises:
-        FormatError: the log was written by another version of Weft.
-    """
+    Raises FormatError if the log was written by another version of Weft."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
@@ -500,16 +459,15 @@ def has_position(path: Path, position: Position) -> bool:
         start = file_start(file)
         if position.offset <= start.offset:
             return position.offset < start.offset or position.checksum == start.checksum
-        place = start.place(position.offset)
-        file.seek(0, 2)
-        if file.tell() < place:
+        at = place(start, position.offset)
+        if file.seek(0, 2) < at:
             return False
         # Read backwards in growing steps until the last complete line.
         size, tail = 1 << 12, b""
-        while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
-            begin = max(0, place - size)
+        while tail.count(b"\n", 0, -1) == 0 and len(tail) < at:
+            begin = max(0, at - size)
             file.seek(begin)
-            tail, size = file.read(place - begin), 4 * size
+            tail, size = file.read(at - begin), 4 * size
     return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(
         b"%08x " % position.checksum
     )
@@ -518,33 +476,24 @@ def has_position(path: Path, position: Position) -> bool:
 def damage_before(path: Path, end: Position) -> str | None:
     """Return the damage to a log's file before a position that `has_position`; None if it is valid.
     Does not read the archive."""
-    if _is_sound_before(path, end):
+    with open_file(path) as file:
+        start = file_start(file)
+        offset, checksum = start.offset, start.checksum
+        # Checksums alone are much faster to check than records.
+        for line in file:
+            if offset >= end.offset:
+                break
+            checksum = zlib.crc32(line[9:-1], checksum)
+            if line[:9] != b"%08x " % checksum:
+                break
+            offset += len(line)
+    if Position(offset, checksum) == end:
         return None
-    start = start_of(path)
-    reader = LogReader(path, Position(start.offset, start.checksum))
+    reader = LogReader(path, start)
     for _ in reader:
         if reader.end.offset >= end.offset:
             break
     return reader.damage
-
-
-def _is_sound_before(path: Path, end: Position) -> bool:
-    """Return whether all records before a position have valid checksums. Does not parse or copy
-    records."""
-    with open_file(path) as file:
-        start = file_start(file)
-        checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
-        while place < last and (read := file.read(min(_CHUNK_BYTES, last - place))):
-            place += len(read)
-            data, begin = rest + read, 0
-            view = memoryview(data)
-            while (line_end := data.find(b"\n", begin)) >= 0:
-                checksum = zlib.crc32(view[begin + 9 : line_end], checksum)
-                if data[begin : begin + 9] != b"%08x " % checksum:
-                    return False
-                begin = line_end + 1
-            rest = data[begin:]
-    return checksum == end.checksum
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -566,34 +515,21 @@ def last_epoch(path: Path) -> int:
 
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
-    """Find out whether two writers appended to a log.
-
-    Args:
-        path: the log.
-        damage: the end of its valid records.
-        look_back: how many of the last valid records to try.
+    """Find out whether two writers appended to a log, after whose valid records it is damaged.
 
     Returns:
-        End of the earlier record that the invalid one follows, written by a process that did not
-        know the records in between; None if there is none.
+        End of the earlier record, of the last `look_back` ones, that the invalid one follows; its
+        writer did not know the records in between. None if there is none.
     """
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:
         places.append(reader.end)
     line = next(lines(raw(path, damage.offset)), b"")
-    after = (
-        p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum)
-    )
-    return next(after, None)
-
-
-def _file_start(at: Position) -> FileStart:
-    return (
-        FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum)))
-        if at.offset
-        else FileStart()
-    )
+    for at in reversed(places):
+        if line[:9] == b"%08x " % zlib.crc32(line[9:-1], at.checksum):
+            return at.offset
+    return None
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:
@@ -605,12 +541,7 @@ def _begins_with(path: Path, beginning: Path) -> bool:
 
 
 def line_of(record: Record, checksum: int) -> bytes:
-    """Return a record as a line of a log.
-
-    Args:
-        record: the record.
-        checksum: the previous record's checksum.
-    """
+    """Return a record as a line of a log, after a record with this checksum."""
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
 
@@ -632,7 +563,6 @@ class LogCutting:
     logged, and the next checkpoint tries again.
 
     Args:
-        log: the log.
         min_bytes: bytes before the oldest kept checkpoint that make a cut worthwhile.
         run: starts the work and returns its future; None uses a thread.
         timeout_s: longest wait for the archive in `finish(wait=True)` and `close`.
@@ -653,12 +583,8 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Start to archive the records before a position, if there are enough and no archiving is
-        running.
-
-        Args:
-            needed: position of the oldest kept checkpoint. All records must be committed.
-        """
+        """Start to archive the records before the oldest kept checkpoint, if there are enough and no
+        archiving is running. All records must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
@@ -666,8 +592,7 @@ class LogCutting:
         """Switch the log to its shorter file, if that is ready. All records must be committed.
 
         Args:
-            wait: wait until it is ready. After the timeout, log a warning and leave the log as it
-                is.
+            wait: wait until it is ready. After the timeout, log a warning and leave the log as it is.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -694,12 +619,11 @@ class LogCutting:
     def _ends_in_time(self, work: Future[PreparedCut]) -> bool:
         if wait_for([work], self._timeout_s).done:
             return True
-        logger.warning(
-            "the log %s is not cut: the thread that archives it in %s did not end within %g s",
+        log, text = (
             self._log.path,
-            self._log.path.parent / HISTORY,
-            self._timeout_s,
+            "the log %s is not cut: the thread that archives it in %s did not end within %g s",
         )
+        logger.warning(text, log, log.parent / HISTORY, self._timeout_s)
         return False
 
 

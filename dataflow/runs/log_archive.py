@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from ..errors import UserError
 from ..safe_files import open_file
-from .files import PARTIAL, Disk, make_folder, remove
+from .files import Disk, make_folder, remove
 
 HISTORY = "history"
 """Folder of the parts, next to the log."""
@@ -32,36 +32,26 @@ _NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.
 
 
 @dataclass(frozen=True)
-class FileStart:
-    """Where the file of a log begins in the whole log."""
+class Position:
+    """A place between two records of a log, with the checksum that the next record starts from."""
 
     offset: int = 0
+    """Bytes from the beginning of the log, including its archive."""
     checksum: int = 0
-    """Checksum that the first record starts from."""
-    header_bytes: int = 0
-    """Bytes of the file before the first record."""
-
-    def place(self, offset: int) -> int:
-        """Return the offset in the file of an offset in the log."""
-        return offset - self.offset + self.header_bytes
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Records that were cut off a log."""
 
     path: Path
-    begin: tuple[int, int]
-    """Offset in the log, and the checksum there."""
-    end: tuple[int, int]
+    begin: Position
+    end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from `start` to the end of the part.
-
-        Raises:
-            OSError: the file is damaged.
-        """
-        skip = start - self.begin[0]
+        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the file is
+        damaged."""
+        skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
                 if skip < len(data):
@@ -69,57 +59,52 @@ class Part:
                 skip = max(0, skip - len(data))
 
 
-def header(offset: int, checksum: int) -> bytes:
-    """Return the first line of a file that begins at this offset of its log."""
-    payload = json.dumps(
-        {"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")
-    ).encode()
+def header(start: Position) -> bytes:
+    """Return the first line of a file that begins at this position of its log; empty at offset 0."""
+    if not start.offset:
+        return b""
+    fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
+    payload = json.dumps(fields, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
-def file_start(file: BinaryIO) -> FileStart:
+def place(start: Position, offset: int) -> int:
+    """Return the place of an offset in a log's file that begins at `start`."""
+    return offset - start.offset + len(header(start))
+
+
+def file_start(file: BinaryIO) -> Position:
     """Read where the file of a log begins, and seek to its first record."""
     line = file.readline(1 << 10)
-    if (
-        line.endswith(b"\n")
-        and line[9:20] == b'{"do":"cut"'
-        and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
-    ):
+    is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
+    if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
         fields = json.loads(line[9:])
-        return FileStart(fields["offset"], fields["checksum"], len(line))
+        return Position(fields["offset"], fields["checksum"])
     # No header: the file begins at offset 0.
     file.seek(0)
-    return FileStart()
+    return Position()
 
 
-def start_of(log: Path) -> FileStart:
+def start_of(log: Path) -> Position:
     """Return where the file of a log begins; offset 0 if there is no such file."""
     try:
         with open_file(log) as file:
             return file_start(file)
     except FileNotFoundError:
-        return FileStart()
+        return Position()
 
 
-def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
-    """Return the parts between an offset of a log and its file, in order.
-
-    Args:
-        log: the file of the log.
-        start: where it begins.
-        since: the first offset that is needed.
-
-    Raises:
-        UserError: a part is missing.
-    """
+def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
+    """Return the parts between an offset of a log and the start of its file, in order. Raises UserError
+    if a part is missing."""
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
-    chain: list[Part] = []
-    end = start.offset, start.checksum
-    while end[0] > since:
+    chain: list[_Part] = []
+    end = start
+    while end.offset > since:
         if end not in there:
             raise UserError(
-                f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end[0]} is not in "
+                f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end.offset} is not in "
                 f"{log.parent / HISTORY}. A run can resume without it, but the earlier records cannot be read"
             )
         chain.append(there[end])
@@ -127,138 +112,99 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
     return chain[::-1]
 
 
-def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: int, disk: Disk) -> None:
-    """Compress the records from the start of a log's file to a position into a part.
-
-    Args:
-        log: the file of the log.
-        descriptor: descriptor of that file, which may have been replaced since.
-        start: where it begins.
-        end: offset after the last record.
-        checksum: checksum of that record.
-        disk: the disk to write the part to.
+def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
+    """Compress the records from the start of a log's file, which may have been replaced since, to a
+    position into a part.
 
     Raises:
         OSError: for example, the disk is full. No part is left.
     """
-    part = _part(log, (start.offset, start.checksum), (end, checksum))
-    _write_part(part, _bounded(descriptor, start.header_bytes, start.place(end)), disk)
+    _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
-def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
-    """Return the records of a log's file before a position as a part, to store elsewhere.
-
-    Args:
-        log: the file of the log.
-        end: offset after the last record of the part.
-        checksum: checksum of that record.
-
-    Returns:
-        The name of the part and its compressed bytes; None if the file begins there or later.
-    """
+def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
+    """Return the records of a log's file before a position as a part, to store elsewhere: its name and
+    its compressed bytes. None if the file begins there or later."""
     start = start_of(log)
-    if start.offset >= end:
+    if start.offset >= end.offset:
         return None
 
-    def packed() -> Iterator[bytes]:
+    def chunks() -> Iterator[bytes]:
         with open_file(log) as file:
-            now = file_start(file)
             # The caller would store a part under the wrong name.
-            if now != start:
+            if file_start(file) != start:
                 raise OSError(f"{log} was cut while it was being packed")
-            for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):
-                yield pa.compress(data, codec="zstd", asbytes=True)
+            yield from records(file.fileno(), start, start.offset, end.offset)
 
-    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, packed()
+    return _part(log, start, end).path.name, _compressed(chunks())
 
 
-def drop_parts_behind(log: Path, start: FileStart) -> None:
+def drop_parts_behind(log: Path, start: Position) -> None:
     """Remove parts that do not belong before the log's file, because of a rollback or an unfinished
     cut."""
     for part in _found(log):
-        if part.end[0] >= start.offset and part.end != (start.offset, start.checksum):
+        if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
 
 
-def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
+def split(log: Path, at: Position, disk: Disk) -> None:
     """Split the part that has a position there, for a log that will continue from it.
 
     Raises:
         UserError: there is no such part.
         OSError: for example, the disk is full.
     """
-    for part in parts(log, start_of(log), at):
-        if part.begin[0] < at < part.end[0]:
-            size = at - part.begin[0]
-            _write_part(
-                _part(log, part.begin, (at, checksum)),
-                _first_bytes(part.chunks(part.begin[0]), size),
-                disk,
-            )
+    for part in parts(log, start_of(log), at.offset):
+        if part.begin.offset < at.offset < part.end.offset:
+            chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
+            _write_part(_part(log, part.begin, at), chunks, disk)
 
 
-def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: int, disk: Disk) -> None:
-    """Append the records between two offsets of a log to another file.
-
-    Args:
-        descriptor: descriptor of the log's file.
-        start: where it begins.
-        begin, end: offsets in the log, both in the file.
-        into: descriptor of the other file.
-        disk: the disk of the other file.
-    """
-    for data in _bounded(descriptor, start.place(begin), start.place(end)):
-        disk.write(into, data)
+def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the records between two offsets of a log, both in its file that begins at `start`, in chunks."""
+    at, last = place(start, begin), place(start, end)
+    while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
+        at += len(data)
+        yield data
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file.
-
-    Raises:
-        UserError: some of them are missing.
-    """
+    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file. Raises
+    UserError if some of them are missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):
-            yield from part.chunks(max(since, part.begin[0]))
-        file.seek(start.place(max(since, start.offset)))
+            yield from part.chunks(max(since, part.begin.offset))
+        file.seek(place(start, max(since, start.offset)))
         while data := file.read(CHUNK_BYTES):
             yield data
 
 
-def _found(log: Path) -> list[Part]:
-    found = ((path, _NAME.fullmatch(path.name)) for path in (log.parent / HISTORY).glob(f"{log.stem}-*"))
-    return [Part(path, (int(n[1]), int(n[2], 16)), (int(n[3]), int(n[4], 16))) for path, n in found if n]
+def _found(log: Path) -> list[_Part]:
+    paths = (log.parent / HISTORY).glob(f"{log.stem}-*")
+    names = [(path, _NAME.fullmatch(path.name)) for path in paths]
+    positions = [
+        (path, Position(int(n[1]), int(n[2], 16)), Position(int(n[3]), int(n[4], 16)))
+        for path, n in names
+        if n
+    ]
+    return [_Part(*part) for part in positions]
 
 
-def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> Part:
-    name = f"{log.stem}-{begin[0]:012d}.{begin[1]:08x}-{end[0]:012d}.{end[1]:08x}.log.zst"
-    return Part(log.parent / HISTORY / name, begin, end)
+def _part(log: Path, begin: Position, end: Position) -> _Part:
+    first, last = (f"{at.offset:012d}.{at.checksum:08x}" for at in (begin, end))
+    return _Part(log.parent / HISTORY / f"{log.stem}-{first}-{last}.log.zst", begin, end)
 
 
-def _write_part(part: Part, chunks: Iterator[bytes], disk: Disk) -> None:
-    """Write a part. Each chunk becomes a zstd frame; concatenated frames are a valid stream."""
+def _write_part(part: _Part, chunks: Iterator[bytes], disk: Disk) -> None:
     make_folder(part.path.parent)
-    partial = part.path.with_name(part.path.name + PARTIAL)
-    remove(partial)
-    descriptor = disk.open(partial)
-    try:
-        for data in chunks:
-            disk.write(descriptor, pa.compress(data, codec="zstd", asbytes=True))
-        disk.sync(descriptor)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        disk.close(descriptor)
-    disk.rename(partial, part.path)
-    disk.sync_folder(part.path.parent)
+    disk.write_whole(part.path, _compressed(chunks))
 
 
-def _bounded(descriptor: int, begin: int, end: int) -> Iterator[bytes]:
-    while begin < end and (data := os.pread(descriptor, min(CHUNK_BYTES, end - begin), begin)):
-        begin += len(data)
-        yield data
+def _compressed(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Compress each chunk into a zstd frame; concatenated frames are a valid stream."""
+    for data in chunks:
+        yield pa.compress(data, codec="zstd", asbytes=True)
 
 
 def _first_bytes(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,9 @@ def write_manifest(
 ) -> None:
     """Sync every file in a folder and make it private, then write their sizes and checksums.
 
-    The manifest is written last, atomically.
+    An earlier manifest is removed first; the new one is written last, atomically.
 
     Args:
-        folder: the folder; an earlier manifest in it is removed first.
         disk: the disk that syncs and writes; None is the real one.
         advance: called after each chunk that is read, from several threads.
 
@@ -66,15 +65,12 @@ def write_manifest(
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(
-            zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True)
-        )
-    for inside in sorted(
-        # Deepest folders first, so that each name is on disk before its parent's.
-        {folder / parent for name in names for parent in Path(name).parents},
-        reverse=True,
-    ):
-        disk.sync_folder(inside)
+        entries = pool.map(lambda name: describe(folder / name, disk, advance), names)
+        files = dict(zip(names, entries, strict=True))
+    # Deepest folders first, so that each name is on disk before its parent's.
+    inside = {folder / parent for name in names for parent in Path(name).parents}
+    for parent in sorted(inside, reverse=True):
+        disk.sync_folder(parent)
     disk.write_whole(folder / MANIFEST, _render(files))
 
 
@@ -82,25 +78,19 @@ def verify_manifest(folder: Path) -> list[Damage]:
     """Compare the files in a folder with its manifest.
 
     Returns:
-        The damage, sorted by file; empty if all files are intact. It lists files that are missing,
-        changed, unreadable, of another size, or not in the manifest. If the manifest is damaged, it
-        lists only that.
+        The damage, sorted by file: files that are missing, changed, unreadable, of another size, or
+        not in the manifest. If the manifest is damaged, only that is listed.
     """
     try:
         written = read_file(folder / MANIFEST)
     except FileNotFoundError:
         return [Damage(MANIFEST, "is missing")]
-    except OSError as error:
-        return [Damage(MANIFEST, f"cannot be read: {error.strerror}")]
-    except UserError as error:
-        return [Damage(MANIFEST, f"cannot be read: {error}")]
+    except (OSError, UserError) as error:
+        return [Damage(MANIFEST, _unreadable(error))]
     files = _parse(written)
     if files is None:
-        return [
-            Damage(
-                MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names"
-            )
-        ]
+        problem = f"is damaged: its {len(written)} bytes do not have the checksum that it names"
+        return [Damage(MANIFEST, problem)]
     found = set(_files(folder))
     strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -117,23 +107,21 @@ def _check(folder: Path, name: str, entry: _Entry) -> str:
         if size != entry["bytes"]:
             return f"is {size} bytes, not {entry['bytes']}"
         checksum = describe(folder / name)["xxh3_64"]
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except UserError as error:
-        return f"cannot be read: {error}"
+    except (OSError, UserError) as error:
+        return _unreadable(error)
     return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
 
 
+def _unreadable(error: OSError | UserError) -> str:
+    return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+
+
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
-    """Return the size and checksum of a file, as listed in a manifest.
+    """Return `bytes` and checksum `xxh3_64` of a file, as listed in a manifest.
 
     Args:
-        path: the file.
         sync: the disk to sync it with after reading; None does not sync.
-        advance: called after each chunk that is read.
-
-    Returns:
-        `bytes` and `xxh3_64`.
+        advance: called after each chunk.
 
     Raises:
         OSError: it cannot be read.
@@ -154,20 +142,17 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
 def _files(folder: Path) -> list[str]:
     """Return every file in the folder except its manifest. Follows links."""
-    found: Iterable[Path] = (path for path in folder.rglob("*") if not path.is_dir())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in found if name != MANIFEST)
 
 
 def _parse(written: bytes) -> Mapping[str, _Entry] | None:
     try:
         files = parse_object(written, MANIFEST)["files"]
-        sound = all(
-            isinstance(entry["bytes"], int) and isinstance(entry["xxh3_64"], str)
-            for entry in files.values()
-        )
+        entries = [(entry["bytes"], entry["xxh3_64"]) for entry in files.values()]
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    if not sound:
+    if not all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in entries):
         return None
     # Comparing the canonical text detects any changed byte.
     return files if _render(files) == written else None

@@ -26,29 +26,14 @@ LOOK_S = 1.0
 
 
 def request_stop(run: Path, epoch: int) -> None:
-    """Ask the driver that holds a run to end it.
-
-    Args:
-        run: the run directory.
-        epoch: epoch of the holder.
-
-    Raises:
-        OSError: this user may not write there.
-    """
+    """Ask the driver that holds a run, with this epoch, to end it. Raises OSError if this user may not
+    write there."""
     _request(run / STOP, epoch, host=platform.node())
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver that holds a run for a worker's stack.
-
-    Args:
-        run: the run directory.
-        epoch: epoch of the holder.
-        worker: such as `actor[0]`.
-
-    Raises:
-        OSError: this user may not write there.
-    """
+    """Ask the driver that holds a run for the stack of a worker, such as `actor[0]`. Raises OSError if
+    this user may not write there."""
     _request(run / STACKS, epoch, worker=worker)
 
 
@@ -57,39 +42,27 @@ def _request(path: Path, epoch: int, **asked: str) -> None:
 
 
 class RunRequests:
-    """Reads requests of one kind, in the driver of a run.
-
-    Args:
-        path: the file of the requests.
-        epoch: epoch of this driver.
-    """
+    """Reads requests of one kind from their file, in the driver with this epoch."""
 
     def __init__(self, path: Path, epoch: int) -> None:
         self._path, self._epoch = path, epoch
         self._heeded: Any = None
 
-    def new(self) -> Mapping[str, Any] | None:
-        """Return a request that is new since the last call, or None."""
+    def new(self) -> Mapping[str, Any]:
+        """Return a request that is new since the last call, or an empty mapping."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._path)
             if asked.get("epoch") == self._epoch and asked != self._heeded:
                 self._heeded = asked
                 return asked
-        return None
+        return {}
 
 
 class StopRequests:
-    """Requests to end a run, checked at most every LOOK_S.
-
-    Args:
-        run: the run directory.
-        epoch: epoch of this driver.
-        clock: monotonic time in seconds.
-    """
+    """Requests to end a run, checked at most every LOOK_S."""
 
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = RunRequests(run / STOP, epoch)
-        self._clock = clock
+        self._requests, self._clock = RunRequests(run / STOP, epoch), clock
         self._looked = -LOOK_S
         self._asked = False
 
@@ -99,21 +72,5 @@ class StopRequests:
         now = self._clock()
         if not self._asked and now - self._looked >= LOOK_S:
             self._looked = now
-            self._asked = self._requests.new() is not None
+            self._asked = bool(self._requests.new())
         return self._asked
-
-
-class StacksRequests:
-    """Requests for workers' stacks.
-
-    Args:
-        run: the run directory.
-        epoch: epoch of this driver.
-    """
-
-    def __init__(self, run: Path, epoch: int) -> None:
-        self._requests = RunRequests(run / STACKS, epoch)
-
-    def new(self) -> list[str]:
-        asked = self._requests.new() or {}
-        return [str(asked["worker"])] if "worker" in asked else []

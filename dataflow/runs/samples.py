@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,25 +34,23 @@ from .manifest import describe
 # Finished leases
 
 
-@dataclass(frozen=True)
-class FinishedLease:
+class _FinishedLease(NamedTuple):
     """A lease whose node is done with all of its rows."""
 
     graph: str
     node: str
-    number: int
     rows: int
+    number: int
     step: int | None
     """Step of an update; None for other nodes."""
 
 
 def finished_leases(
     log: Path, of: Callable[[Node], bool], *, end: Position | None = None, notes: list[str] | None = None
-) -> list[FinishedLease] | None:
+) -> list[_FinishedLease] | None:
     """Return the finished leases of some nodes, in the order of the log.
 
     Args:
-        log: path of the log.
         of: selects the nodes.
         end: position to read the log up to; None reads the whole valid part.
         notes: gets a line for each gap in the log.
@@ -64,23 +63,20 @@ def finished_leases(
     """
     nodes: set[tuple[str, str]] = set()
     open_leases: dict[tuple[str, int], tuple[str, int]] = {}
-    finished: list[FinishedLease] = []
+    finished: list[_FinishedLease] = []
     reader = LogReader(log)
     for record in reader:
         if end is not None and reader.end.offset > end.offset:
             break
         match record["do"]:
             case "graph":
-                nodes |= {
-                    (record["graph"], node.name) for node in described_graph(record).nodes if of(node)
-                }
+                own = (node.name for node in described_graph(record).nodes if of(node))
+                nodes |= {(record["graph"], name) for name in own}
             case "claim" if (record["graph"], record["node"]) in nodes:
                 open_leases[record["graph"], record["lease"]] = record["node"], len(record["ids"])
             case "finish" if lease := open_leases.pop((record["graph"], record["lease"]), None):
-                name, rows = lease
-                finished.append(
-                    FinishedLease(record["graph"], name, record["lease"], rows, record.get("step"))
-                )
+                numbers = record["lease"], record.get("step")
+                finished.append(_FinishedLease(record["graph"], *lease, *numbers))
             case _:
                 pass
     if notes is not None:
@@ -89,17 +85,8 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log, if the metrics are lost: the number of
-    samples in each step.
-
-    Args:
-        log: path of the log.
-        last: the last step.
-        end: position to read the log up to.
-
-    Returns:
-        One row per step, with `step` and, if the log has it, `samples`.
-    """
+    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with `step`
+    and, if the log has it, the number of `samples`."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -134,15 +121,10 @@ _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Write down the checksum of a sample file before the file gets its final name.
-
-    Args:
-        path: its final path in the folder of samples.
-        written: its current path.
-        rank: the rank that wrote it.
-    """
+    """Write down the checksum of a sample file, written by a rank, before it gets its final path."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
-    with open(path.with_name(f"checksums.{rank}.txt"), "ab", opener=_private) as file:
+    notes = path.with_name(f"checksums.{rank}.txt")
+    with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(line.encode())
 
 
@@ -158,10 +140,6 @@ def noted_checksums(run: Path) -> dict[str, str]:
     return found
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 @dataclass(frozen=True)
 class SampleFile:
     """A file of samples."""
@@ -171,19 +149,14 @@ class SampleFile:
     step: int
     lease: int
 
-    def read(self) -> pa.Table:
-        """Read the rows of the file, with their graph and step.
-
-        Raises:
-            OSError, pyarrow.ArrowException: the file is damaged.
-        """
+    def rows(self) -> pa.Table:
+        """Read the rows of the file, with their graph and step. Raises OSError, pyarrow.ArrowException
+        if the file is damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could lead to reads out of bounds
-        graph, step = (
-            pa.array([self.graph] * len(table), pa.string()),
-            pa.array([self.step] * len(table), pa.int64()),
-        )
+        graph = pa.array([self.graph] * len(table), pa.string())
+        step = pa.array([self.step] * len(table), pa.int64())
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
@@ -205,11 +178,7 @@ def unfinished_files(run: Path) -> list[Path]:
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder.
-
-    Args:
-        run: the folder of the run.
-        notes: gets a line for each gap in the log; samples are then missing.
+    recorder. `notes` gets a line for each gap in the log; samples are then missing.
 
     Raises:
         FormatError: the log was written by another version of Weft.
@@ -230,32 +199,22 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
     """Yield the rows of each file. Unreadable files are skipped, with a line in `notes`."""
     for part in found:
         try:
-            yield part.read()
+            yield part.rows()
         except (pa.ArrowException, OSError) as error:
             notes.append(f"left out: {part.path}: {error}")
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the samples that a run recorded, with their graph and step.
-
-    Args:
-        run: the folder of the run.
-        notes: gets a line for each file that cannot be read, and for each gap in the log.
-
-    Returns:
-        All samples as one table; None if the run recorded none.
-    """
+    """Return all samples that a run recorded, with their graph and step; None if there are none. `notes`
+    gets a line for each file that cannot be read, and for each gap in the log."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
 def archive(run: Path) -> Path:
-    """Write all samples of a run to one Parquet file, compressed with zstd. Keeps the folder of
-    samples.
-
-    Returns:
-        The path of the file, `samples.parquet` in the folder of the run.
+    """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path. Keeps
+    the folder of samples.
 
     Raises:
         UserError: the run recorded no samples, or some of them cannot be read.

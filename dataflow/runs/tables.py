@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +83,13 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file.
-
-        Raises:
-            OSError: for example, the disk is full. A partly written message is cut off, and the
-                next flush tries again.
-        """
+        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A partly
+        written message is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
-        data = (
-            pa.RecordBatch.from_pylist([dict(row) for row in self._pending], self.schema)
-            .serialize()
-            .to_pybytes()
-        )
+        rows = [dict(row) for row in self._pending]
+        data = pa.RecordBatch.from_pylist(rows, self.schema).serialize().to_pybytes()
         if self._descriptor < 0:
             self._descriptor = self._disk.open(self.path)
             self._size = os.fstat(self._descriptor).st_size
@@ -158,29 +151,22 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
     """Return step -> value of one metric, for steps that measured it."""
     own = table.filter(pc.field("name") == name)
-    return {
-        int(step): value
-        for step, value in zip(own["step"].to_pylist(), own["value"].to_pylist(), strict=True)
-    }
+    steps, values = own["step"].to_pylist(), own["value"].to_pylist()
+    return {int(step): value for step, value in zip(steps, values, strict=True)}
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
     """Return a table with a column for each metric; null if a step did not measure it."""
-    return pa.table(
-        {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
-    )
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 
 # Readers
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """Return the metrics of a run so far, a row per step and a column per metric; None without
-    metrics.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the Parquet file is damaged.
-    """
+    """Return the metrics of a run so far, a row per step and a column per metric; None without metrics.
+    Raises OSError or pyarrow.ArrowException if the Parquet file is damaged."""
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
     return read_parquet(run / f"{METRICS}{PARQUET}")
@@ -188,42 +174,26 @@ def read_metrics(run: Path) -> pa.Table | None:
 
 def last_step(run: Path) -> int | None:
     """Return the last step with metrics; None if there are none, or they cannot be read."""
-    stream = run / f"{METRICS}{STREAM}"
     try:
-        if stream.is_file():
-            last = max((_largest(batch["step"]) for batch in batches(stream)), default=None)
-        else:
-            table = read_parquet(run / f"{METRICS}{PARQUET}")
-            there = table is not None and "step" in table.column_names
-            last = _largest(table["step"]) if table is not None and there else None
+        table = read_metrics(run)
     except (OSError, pa.ArrowException):
         return None
-    return None if last is None else int(last)
-
-
-def _largest(steps: pa.Array | pa.ChunkedArray) -> float:
-    return max((step for step in steps.to_pylist() if step is not None), default=0.0)
+    if table is None or "step" not in table.column_names:
+        return None
+    return int(max((step for step in table["step"].to_pylist() if step is not None), default=0.0))
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """Return the calls of a run so far, a row each, in order of ending; None without
-    calls.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the Parquet file is damaged.
-    """
+    """Return the calls of a run so far, a row each, in order of ending; None without calls. Raises
+    OSError, pyarrow.ArrowException if the Parquet file is damaged."""
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
 def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
-    """Return the calls of a timeline that ended by a moment, in the current schema.
-
-    Args:
-        table: has all columns of `CALLS`; BY_RANK may be missing.
-        until_s: seconds since the start of the run.
-    """
+    """Return the calls of a timeline that ended by a moment of the run, in the current schema. Only
+    BY_RANK may be missing."""
     if BY_RANK not in table.column_names:
         table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
     return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
@@ -249,13 +219,25 @@ def read_parquet(path: Path) -> pa.Table | None:
 def to_parquet(run: Path) -> None:
     """Convert the streams of a finished run to Parquet. At any moment, one of the two forms is
     complete."""
-    _replace(run, METRICS, lambda: (t for t in [read_metrics(run)] if t is not None))
-    _replace(run, TIMELINE, lambda: _row_groups(batches(run / f"{TIMELINE}{STREAM}")))
+    for name in (METRICS, TIMELINE):
+        stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
+        if not stream.is_file():
+            continue
+        tables = (
+            iter([wide(by_step(_streamed(stream, VALUES)))]) if name == METRICS else _row_groups(stream)
+        )
+        first = next(tables, None)
+        if first is None:
+            continue
+        with replacing(target) as partial, pq.ParquetWriter(partial, first.schema) as writer:
+            for table in itertools.chain([first], tables):
+                writer.write_table(table)
+        stream.unlink()
 
 
-def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+def _row_groups(stream: Path) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
-    for part in parts:
+    for part in batches(stream):
         held.append(part)
         if sum(map(len, held)) >= ROW_GROUP:
             yield pa.Table.from_batches(held).combine_chunks()
@@ -264,32 +246,12 @@ def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held).combine_chunks()
 
 
-def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> None:
-    stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
-    if not stream.is_file():
-        return
-    tables = iter(read())
-    first = next(tables, None)
-    if first is None:
-        return
-    with replacing(target) as partial, pq.ParquetWriter(partial, first.schema) as writer:
-        for table in itertools.chain([first], tables):
-            writer.write_table(table)
-    stream.unlink()
-
-
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace a table when a run resumes.
-
-    Args:
-        run: the folder of the run.
-        name: `METRICS` or `TIMELINE`.
-        table: the rows to keep, in the schema of the stream.
-    """
+    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the stream."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
-        Disk().write_whole(stream, b"".join(part.serialize().to_pybytes() for part in parts))
+        Disk().write_whole(stream, (part.serialize().to_pybytes() for part in parts))
     else:
         stream.unlink(missing_ok=True)
     (run / f"{name}{PARQUET}").unlink(missing_ok=True)
@@ -328,16 +290,13 @@ def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
     ]
     widths = {name: max([len(name), *(len(row[name]) for row in shown)]) for name in table.column_names}
     right = {f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)}
-    lines = [
-        "  ".join(
-            text.rjust(widths[name]) if name in right else text.ljust(widths[name])
-            for name, text in row.items()
-        )
-        for row in [{name: name for name in table.column_names}, *shown]
-    ]
+    lines: list[str] = []
+    for row in [{name: name for name in table.column_names}, *shown]:
+        cells = (f"{text:{'>' if name in right else '<'}{widths[name]}}" for name, text in row.items())
+        lines.append("  ".join(cells).rstrip())
     if len(table) > limit:
         lines.append(f"... {len(table) - limit} more")
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
 def _plain(value: Any, width: int) -> str:

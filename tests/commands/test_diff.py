@@ -42,7 +42,7 @@ def test_other_data_is_seen(done: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def change(run: Path, step: int, column: str, at: int, change_one: object) -> int:
     """Change the values of one row in a step's samples, and return its sample id."""
     [part] = [p for p in sample_files(run) if (p.graph, p.step) == ("train", step)]
-    table = part.read().drop_columns(["graph", "step"])
+    table = part.rows().drop_columns(["graph", "step"])
     values = table[column].to_pylist()
     values[at] = change_one(values[at])  # pyright: ignore[reportCallIssue]
     index = table.column_names.index(column)

@@ -60,6 +60,18 @@ def test_the_timeline_of_some_steps_is_written_to_the_given_path(
     assert "<svg" in out.read_text() and not (timeline_run / "timeline.png").exists()
 
 
+def test_timeline_writes_a_trace_for_perfetto(timeline_run: Path, capsys: pytest.CaptureFixture[str]):
+    trace = timeline_run.parent.parent / "trace.json"
+    assert main(["timeline", "tiny", "--perfetto", str(trace)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"trace: {trace}"
+    events = json.loads(trace.read_text())["traceEvents"]
+    busy = {"generate": 0.0, "update": 0.0}
+    for event in events:
+        if event["ph"] == "X":
+            busy[event["name"]] += event["dur"] / 1e6
+    assert busy == {"generate": 1.5, "update": 0.5}
+
+
 def test_timeline_ends_with_two_when_the_user_can_mend_it(
     timeline_run: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -60,8 +60,8 @@ def test_an_alert_names_its_steps_once(done: Path, tmp_path: Path, capsys: pytes
     run = Path(shutil.copytree(done / "one", tmp_path / "alerted"))
     alerts = Alerts(run)
     alerts.step = 3
-    alerts.add("equal_rewards", "steps 1 to 3: all rewards are equal. Try another reward.")
-    alerts.add("failed", "worker actor[0] is gone", ends=True)
+    alerts.report("equal_rewards", "steps 1 to 3: all rewards are equal. Try another reward.")
+    alerts.report("failed", "worker actor[0] is gone", ends=True)
     assert main(["watch", str(run)]) == 0
     said = capsys.readouterr().out
     assert "warning: steps 1 to 3: all rewards are equal" in said

@@ -46,7 +46,7 @@ from weft.workers.worker import remote
 
 def samples_of(run: Path, graph: str, step: int) -> list[dict[str, Any]]:
     found = [
-        part.read().to_pylist() for part in recorded(run) if (part.graph, part.step) == (graph, step)
+        part.rows().to_pylist() for part in recorded(run) if (part.graph, part.step) == (graph, step)
     ]
     return [row for rows in found for row in rows]
 

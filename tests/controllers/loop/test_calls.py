@@ -46,13 +46,12 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
     rows = driver.directory.metrics
     for before, row in pairwise(rows):
         step = int(row["step"])
-        lanes = {lane.group: lane for lane in load_timeline(driver.directory.path).lanes}
+        lanes = {lane.name: lane for lane in load_timeline(driver.directory.path).lanes}
         for group in ("rollout", "reward", "actor"):
             start, end = before["time_s"], row["time_s"]
             moments = [start + (end - start) * (k + 0.5) / 2000 for k in range(2000)]
-            idle = (
-                sum(not any(c.start_s <= m < c.end_s for c in lanes[group].calls) for m in moments) / 2000
-            )
+            calls = list(zip(lanes[group].start_s, lanes[group].end_s, strict=True))
+            idle = sum(not any(a <= m < b for a, b in calls) for m in moments) / 2000
             assert row[f"{group}/idle_share"] == pytest.approx(idle, abs=0.01), f"{group} in step {step}"
     assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
 

@@ -41,7 +41,7 @@ from weft.workers.worker import remote
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
     """Return (sample id, step) of every recorded row."""
-    tables = [part.read() for part in recorded(run) if part.graph == graph]
+    tables = [part.rows() for part in recorded(run) if part.graph == graph]
     return sorted((row["sample_id"], row["step"]) for table in tables for row in table.to_pylist())
 
 
@@ -117,7 +117,7 @@ def test_samples_of_some_steps_are_kept(tmp_path: Path):
 
 def doubled(run: Path) -> None:
     part = recorded(run)[0]
-    read = part.read().drop_columns(["graph", "step"])
+    read = part.rows().drop_columns(["graph", "step"])
     table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # copy it: the file is overwritten
     with pa.ipc.new_file(part.path, table.schema) as writer:
         writer.write_table(pa.concat_tables([table, table]))
@@ -130,7 +130,7 @@ def moved(run: Path) -> None:
 
 def with_lists_beyond_its_end(run: Path) -> None:
     part = recorded(run)[-1]
-    offsets = part.read()["response_ids"].combine_chunks().offsets.to_numpy()
+    offsets = part.rows()["response_ids"].combine_chunks().offsets.to_numpy()
     beyond = np.append(offsets[:-1], np.int32(1 << 28))
     data = part.path.read_bytes()
     assert offsets.tobytes() in data

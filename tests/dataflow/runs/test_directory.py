@@ -12,8 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from saved_runs import Killed, SavingActor, run
-from toy import SlowRollout, ToyReward, prompts, toy_evaluation, toy_grpo
+from saved_runs import Killed, SavingActor, run  # pyright: ignore[reportMissingImports]
+from toy import (  # pyright: ignore[reportMissingImports]
+    SlowRollout,
+    ToyReward,
+    prompts,
+    toy_evaluation,
+    toy_grpo,
+)
 
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints

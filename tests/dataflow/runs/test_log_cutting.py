@@ -8,9 +8,15 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from buffer_graphs import GRAPHS
-from fragile_disk import Crash, FragileDisk
-from played_buffers import Driver, comes_to_its_end, go_on, start, state_of
+from buffer_graphs import GRAPHS  # pyright: ignore[reportMissingImports]
+from fragile_disk import Crash, FragileDisk  # pyright: ignore[reportMissingImports]
+from played_buffers import (  # pyright: ignore[reportMissingImports]
+    Driver,
+    comes_to_its_end,
+    go_on,
+    start,
+    state_of,
+)
 
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.history import history

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from weft.dataflow.runs.files import STACKS, STOP
-from weft.dataflow.runs.requests import StacksRequests, StopRequests, request_stacks, request_stop
+from weft.dataflow.runs.requests import RunRequests, StopRequests, request_stacks, request_stop
 
 
 def test_a_request_is_for_one_epoch(tmp_path: Path):
@@ -23,13 +23,13 @@ def test_a_file_without_a_request_is_skipped(tmp_path: Path):
         (tmp_path / STOP).write_text(text)
         assert not StopRequests(tmp_path, 1).asked
         (tmp_path / STACKS).write_text(text)
-        assert StacksRequests(tmp_path, 1).new() == []
+        assert "worker" not in RunRequests(tmp_path / STACKS, 1).new()
 
 
 def test_a_question_about_a_worker_is_answered_once(tmp_path: Path):
-    requests = StacksRequests(tmp_path, 2)
+    requests = RunRequests(tmp_path / STACKS, 2)
     request_stacks(tmp_path, 1, "actor[0]")
-    assert requests.new() == [], "it was for another driver"
+    assert not requests.new(), "it was for another driver"
     for worker in ("actor[0]", "actor[1]", "actor[1]"):
         request_stacks(tmp_path, 2, worker)
-        assert requests.new() == [worker] and requests.new() == []
+        assert requests.new()["worker"] == worker and not requests.new()

@@ -15,7 +15,7 @@ def test_each_read_returns_rows_appended_since_the_last(tmp_path: Path):
     tail, stream = StreamTail(path), TableStream(path, NUMBERS)
 
     def seen() -> list[int]:
-        return [number for batch in tail.read() for number in batch["number"].to_pylist()]
+        return [number for batch in tail.new_batches() for number in batch["number"].to_pylist()]
 
     def append(*numbers: int) -> None:
         for number in numbers:
@@ -47,9 +47,9 @@ def test_a_stream_that_is_replaced_is_read_from_its_beginning(tmp_path: Path):
         stream.add(number=number)
         stream.close()
         (tmp_path / name).replace(path)
-        assert [batch["number"].to_pylist() for batch in tail.read()] == [[number]]
+        assert [batch["number"].to_pylist() for batch in tail.new_batches()] == [[number]]
 
 
 def test_a_file_that_is_not_a_stream_reads_as_empty(tmp_path: Path):
     (tmp_path / "garbled").write_bytes(b"\xff\x00 not a stream" * 40)
-    assert StreamTail(tmp_path / "garbled").read() == []
+    assert StreamTail(tmp_path / "garbled").new_batches() == []

@@ -113,7 +113,7 @@ def test_every_answer_has_the_policy(client: TestClient, address: str):
 
 
 def test_pages_have_no_script_in_themselves():
-    pages = Path(__file__).resolve().parents[2] / "dashboard" / "pages"
+    pages = Path(__file__).resolve().parents[3] / "dashboard" / "pages"
     text = (pages / "index.html").read_text()
     assert (
         not re.search(r"<script(?![^>]*\bsrc=)[^>]*>\s*\S", text)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_runs import begun, run, wait_for_steps
+from saved_runs import begun, run, wait_for_steps  # pyright: ignore[reportMissingImports]
 
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Synchronous
