@@ -19,11 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
-from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
@@ -32,7 +30,7 @@ from ..placement import Place
 from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
-from .backend import Event, Setup, check_machine, this_node
+from .backend import Backend, Event, Setup, check_machine, this_node
 from .witness import SIGNAL, Memory, memory_of, shown
 
 # SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
@@ -158,13 +156,15 @@ def _where(frame: FrameType | None) -> str:
 REST_S = 0.05
 
 
-class Local:
+class Local(Backend):
     """Runs every group in this process, with one rank each. The groups take turns on one thread
     while the driver waits.
 
     Ranks and devices in the placement are reported and ignored, so a script for Ray also runs under
     a debugger. A call that makes no progress for too long is interrupted, and the run ends.
     """
+
+    in_process = True
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -234,18 +234,12 @@ class Local:
             said = f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
             raise DeadlineError(said) from None
 
-    def delete(self, node: str, file: str) -> None:
-        """Do nothing: there is one node, and the buffer deletes its files."""
-
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         def begin() -> None:
             call.started = self.clock()  # do not count the wait for this thread
 
         executor = self._executors[call.group.name]
         executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
-
-    def clock(self) -> float:
-        return time.monotonic()
 
     def cancel(self, call: Call) -> None:
         self._executors[call.group.name].cancel(call.number)
@@ -273,47 +267,6 @@ class Local:
                 executor.take_turn()
         except Silent as silent:
             self._silent[name] = silent.stack
-
-    def rest(self, seconds: float) -> None:
-        """Do nothing: workers only run in `wait`."""
-
-    has_processes = False
-    in_process = True
-    spans_machines = False
-    sync_interval_s = SYNC_INTERVAL_S
-    has_endpoint = False
-
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Do nothing: `has_endpoint` is False."""
-
-    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """There is one node, and the buffer checks its files."""
-        return {}
-
-    @property
-    def nodes(self) -> Collection[str]:
-        return (this_node(),)
-
-    def lost_nodes(self, *, look: bool) -> Collection[str]:
-        return ()
-
-    def node_of(self, group: WorkerGroup, rank: int) -> str:
-        return this_node()
-
-    def replace(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def release(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """All ranks exist from the start."""
-        return ()
-
-    wait_s = 0.0
-
-    def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Return None: an exception in this process names its samples."""
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
         return {0: self._silent[group.name]} if group.name in self._silent else {}

@@ -22,7 +22,6 @@ from ...dataflow.graph import Handle
 from ...dataflow.metric_names import entry_of, undeclared
 from ...dataflow.operation import names_arguments
 from ...dataflow.runs.files import LOGS
-from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ...dataflow.untrusted_text import redacted
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
@@ -31,7 +30,7 @@ from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
-from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
+from .backend import START_TIMEOUT_S, Backend, Cluster, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
 from .nodes import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
@@ -96,7 +95,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 @names_arguments
-class RayBackend:
+class RayBackend(Backend, Cluster):
     """Run worker groups on a Ray cluster: the one at `address` (or in `RAY_ADDRESS`), or else a new
     local one.
 
@@ -127,21 +126,22 @@ class RayBackend:
             raise UserError(f"RayBackend(wait_s={wait_s!r}): wait_s must be a number of seconds above 0")
         code = UserCode.of(working_dir, py_modules, excludes)
         self._cluster = RayCluster(address, grows=wait_s is not None, code=code)
-        if code.folders and not self._cluster.address:
+        self.address = self._cluster.address
+        if code.folders and not self.address:
             raise UserError(
                 "RayBackend(working_dir=..., py_modules=...) sends folders to nodes of a cluster; give its address (a local one sees them)"
             )
-        if wait_s is not None and not self._cluster.address:
+        if wait_s is not None and not self.address:
             raise UserError(
                 f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow, but a local cluster does not grow; give an address"
             )
-        self._wait_s = WAIT_S if wait_s is None else wait_s
+        self.wait_s = WAIT_S if wait_s is None else wait_s
         self._setup: Setup | None = None
         self._run_dir = Path()
         self._is_open = False
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, for all nodes of the cluster."""
-        self._pools = Reservations(self._wait_s)
+        self._pools = Reservations(self.wait_s)
         self._gauges = RayGauges()
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
@@ -152,10 +152,6 @@ class RayBackend:
         """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
         self._witnesses = Witnesses(Path())
-
-    @property
-    def address(self) -> str | None:
-        return self._cluster.address
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
@@ -334,17 +330,12 @@ class RayBackend:
         except RayError:  # a process died: the wait for its worker reports it
             return True
 
-    has_processes = True
-    in_process = False
-    sync_interval_s = SYNC_INTERVAL_S
-    has_endpoint = True
+    @property
+    def cluster(self) -> Cluster:
+        return self
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
         self._gauges.report(run, metrics)
-
-    @property
-    def spans_machines(self) -> bool:
-        return self.address is not None
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
         return self._links.servers.unreadable(segments)
@@ -376,10 +367,6 @@ class RayBackend:
             if self._node_names.get(room[rank]) not in self._links.lost
         }
 
-    @property
-    def wait_s(self) -> float:
-        return self._wait_s
-
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
         node = self._links.stands_on.get((group.name, rank))
@@ -402,14 +389,9 @@ class RayBackend:
     def delete(self, node: str, file: str) -> None:
         self._links.servers.delete(node, file)
 
-    def clock(self) -> float:
-        return time.monotonic()
-
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
         found = self._witnesses.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
         return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
-
-    hanging: Collection[str] = ()
 
     def memory(self) -> Mapping[str, Memory]:
         return self._witnesses.memory()
@@ -502,7 +484,7 @@ class RayBackend:
             self._starts.clear()
             self._unheard.clear()
             self._witnesses.close()
-            self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self._wait_s)
+            self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self.wait_s)
             self._is_open = False
             self._cluster.disconnect()
 
