@@ -26,7 +26,7 @@ from ..group import Call, WorkerGroup
 from ..placement import Place, machine_gpus
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
-from .witness import Memory
+from .process_diagnostics import Memory
 
 START_TIMEOUT_S = 300.0
 """[s] Longest wait for workers to start, with vLLM's imports and the loading of a large model."""

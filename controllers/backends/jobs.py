@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from ...dataflow.errors import RunError, UserError, nearest
 from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
-from .user_code import UserCode
+from .ray_cluster import UserCode
 
 # Job environment: variables that tell a run in a job where to put its directory and whether to
 # resume. A job works in a package of the user's files, which Ray deletes some time after the job. A

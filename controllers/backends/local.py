@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import itertools
 import math
+import os
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
 from .backend import Backend, Event, Setup, check_machine, this_node
-from .witness import SIGNAL, Memory, memory_of, shown
+from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 
 # SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
 # thread, so another thread has to do it.
@@ -239,13 +240,13 @@ class Local(Backend):
             call.started = self.clock()  # do not count the wait for this thread
 
         executor = self._executors[call.group.name]
-        executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
+        executor.add_task(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
 
     def cancel(self, call: Call) -> None:
-        self._executors[call.group.name].cancel(call.number)
+        self._executors[call.group.name].cancel_call(call.number)
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        self._executors[call.group.name].give_up(call.number, sample_ids)
+        self._executors[call.group.name].give_up_rows(call.number, sample_ids)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         assert self._watch is not None
@@ -276,7 +277,7 @@ class Local(Backend):
         return self._silent
 
     def memory(self) -> Mapping[str, Memory]:
-        own = memory_of("self")
+        own = memory_of(os.getpid())
         return {this_node(): Memory({DRIVER: own} if own else {}, node_memory())}
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class Reservations:
             guest = ReservedPart(NodeAffinitySchedulingStrategy(here, soft=False), here, addresses[here])
             self._pools.setdefault(pool.name, ReservedPool([guest], cpus=0))
 
-    def release(self) -> None:
+    def remove(self) -> None:
         import ray
 
         for group in [*self._groups, *(group for groups in self._by_rank.values() for group in groups)]:

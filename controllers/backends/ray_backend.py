@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,40 +33,22 @@ from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Backend, Cluster, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
-from .nodes import POLL_S, NodeLinks, Process, node_names
+from .node_links import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
-from .rank import CONTROL, RankFiles, Standing, start_rank
-from .ray_cluster import RayCluster
-from .sample_note import SampleNote
-from .user_code import UserCode, cannot_import
-from .witness import Memory, log_name
-from .witnesses import Witnesses
+from .process_diagnostics import Memory, ProcessDiagnostics, log_name
+from .rank import CONTROL, RankFiles, Standing, noted_sample, start_rank
+from .ray_cluster import RayCluster, UserCode
 
-# Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`
-
-
-class RayGauges:
-    """A gauge for each metric, labelled with the run and the evaluation (empty for training). It
-    keeps the latest value."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Set the gauges."""
-        for name, value in metrics.items():
-            gauge, evaluation = labelled(name)
-            if gauge not in self._gauges:
-                self._gauges[gauge] = _new_gauge(gauge, name)
-            self._gauges[gauge].set(value, tags={"run": run, "evaluation": evaluation})
+# Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`,
+# labelled with the run and the evaluation (empty for training)
 
 
 def _new_gauge(gauge: str, metric: str) -> Any:
     from ray.util.metrics import Gauge
 
-    described = (
-        metric if undeclared([metric]) else f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
-    )
+    described = metric
+    if not undeclared([metric]):
+        described = f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
     return Gauge(gauge, description=described, tag_keys=("run", "evaluation"))
 
 
@@ -142,7 +125,7 @@ class RayBackend(Backend, Cluster):
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, for all nodes of the cluster."""
         self._pools = Reservations(self.wait_s)
-        self._gauges = RayGauges()
+        self._gauges: dict[str, Any] = {}
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
         self._links = NodeLinks(self._processes, self._died)
@@ -151,7 +134,7 @@ class RayBackend(Backend, Cluster):
         self._unheard: list[tuple[Call, int]] = []
         """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
-        self._witnesses = Witnesses(Path())
+        self._diagnostics = ProcessDiagnostics(this_node(), Path())
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
@@ -171,7 +154,7 @@ class RayBackend(Backend, Cluster):
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles))
         self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
-        self._witnesses = Witnesses(setup.run_dir / LOGS)
+        self._diagnostics = ProcessDiagnostics(this_node(), setup.run_dir / LOGS)
         self._cluster.connect(setup.placement)
         for note in self._cluster.notes:
             setup.tell(note)
@@ -189,7 +172,7 @@ class RayBackend(Backend, Cluster):
         meshes = self._begin_in_turn(setup)
         names = {this_node(), *self._links.stands_on.values()}
         used = {id: name for id, name in self._node_names.items() if name in names}
-        self._links.begin(setup.files, setup.run_dir / LOGS, used, setup.start_timeout_s)
+        self._links.connect_all(setup.files, setup.run_dir, used, setup.start_timeout_s)
         groups = {
             name: WorkerGroup(name, handle, setup.placement[name], meshes[name], self._submit)
             for name, handle in setup.handles.items()
@@ -217,7 +200,9 @@ class RayBackend(Backend, Cluster):
             setup.handles[name], place, context, self._pools[place.pool.name], sharing, files
         )
         self._processes[name, rank] = Process(actor)
-        self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
+        self._diagnostics.meet(
+            f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote()
+        )
 
     def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
         """Make all workers: groups that share GPUs one after the other, all others at once."""
@@ -282,7 +267,7 @@ class RayBackend(Backend, Cluster):
         pending, by = list(promises), time.monotonic() + timeout_s
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(LOOK_S, timeout_s))
-            self._witnesses.look(self._links.hosts)
+            self._diagnostics.look(self._links.hosts)
             if not ready and time.monotonic() < by:
                 continue
             if not ready and not self._some_advanced({promises[promise] for promise in pending}):
@@ -293,7 +278,7 @@ class RayBackend(Backend, Cluster):
                 try:
                     answer = ray.get(promise, timeout=timeout_s)
                 except RayError as error:
-                    if (said := cannot_import(error)) is not None:
+                    if (said := _cannot_import(error)) is not None:
                         raise UserError(f"worker {who}: {said}") from None
                     raise WorkerError(self._died(who, error)) from None
                 if isinstance(answer, Standing) and isinstance(
@@ -311,7 +296,7 @@ class RayBackend(Backend, Cluster):
         """Error message for ranks that did not start in time, with their stacks."""
         assert self._setup is not None
         late = ["{}[{}]".format(*at) for at in ranks]
-        stacks = self._witnesses.stacks(late, self._links.hosts)
+        stacks = self._diagnostics.stacks(late, self._links.hosts)
         said = f"workers {', '.join(late)} were not up after {self._setup.start_timeout_s:.0f} s (Driver(start_timeout_s=...))"
         return "\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())])
 
@@ -335,10 +320,15 @@ class RayBackend(Backend, Cluster):
         return self
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        self._gauges.report(run, metrics)
+        for name, value in metrics.items():
+            gauge, evaluation = labelled(name)
+            if gauge not in self._gauges:
+                self._gauges[gauge] = _new_gauge(gauge, name)
+            self._gauges[gauge].set(value, tags={"run": run, "evaluation": evaluation})
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        return self._links.servers.unreadable(segments)
+        peers = self._links.servers.peers
+        return peers.unreadable(segments) if peers is not None else {}
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         import ray
@@ -357,7 +347,7 @@ class RayBackend(Backend, Cluster):
             del self._streams[stream]
         if (process := self._processes.pop((group.name, rank), None)) is not None:
             ray.kill(process.actor)  # it may be alive but hang, or have lost its connection
-        self._witnesses.forget(f"{group.name}[{rank}]")
+        self._diagnostics.forget(f"{group.name}[{rank}]")
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         room = self._pools.room(group.place.pool.name)
@@ -368,11 +358,8 @@ class RayBackend(Backend, Cluster):
         }
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
-        node = self._links.stands_on.get((group.name, rank))
-        if noted is not None or node is None or node in self._links.lost:
-            return noted
-        return self._links.servers.sample_at(node, group.name, rank)
+        noted = noted_sample(self._run_dir / LOGS, group.name, rank)
+        return noted if noted is not None else self._links.sample_at(group.name, rank)
 
     @property
     def nodes(self) -> Collection[str]:
@@ -387,14 +374,15 @@ class RayBackend(Backend, Cluster):
         return self._links.stands_on[group.name, rank]
 
     def delete(self, node: str, file: str) -> None:
-        self._links.servers.delete(node, file)
+        if (deletions := self._links.servers.deletions) is not None:
+            deletions(node, file)
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        found = self._witnesses.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
+        found = self._diagnostics.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
         return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
 
     def memory(self) -> Mapping[str, Memory]:
-        return self._witnesses.memory()
+        return self._diagnostics.memory()
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         if (
@@ -414,18 +402,18 @@ class RayBackend(Backend, Cluster):
 
     def cancel(self, call: Call) -> None:
         for actor in self._actors_of(call):
-            actor.cancel.options(concurrency_group=CONTROL).remote(call.number)
+            actor.cancel_call.options(concurrency_group=CONTROL).remote(call.number)
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
         for actor in self._actors_of(call):
-            actor.give_up.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
+            actor.give_up_rows.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
         from ray.exceptions import RayError
 
-        self._witnesses.look(self._links.hosts)
-        events, streams = self._links.take(), list(self._streams)
+        self._diagnostics.look(self._links.hosts)
+        events, streams = self._links.take_events(), list(self._streams)
         if self._links.settling:
             timeout_s = min(timeout_s, POLL_S)
         if events or self._unheard or not streams:
@@ -463,10 +451,10 @@ class RayBackend(Backend, Cluster):
     def _died(self, who: str, error: BaseException) -> str:
         """Describe a process that died. Quote the end of its log, which says more than Ray's
         error."""
-        self._links.servers.bring_logs()
+        self._links.bring_logs()
         log = self._run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
-        why = self._witnesses.ending(who, error, self._links.hosts)
+        why = self._diagnostics.ending(who, error, self._links.hosts)
         return redacted(f"its process ended ({why}); the end of {log.name}:\n{tail}")
 
     def close(self) -> None:
@@ -483,7 +471,7 @@ class RayBackend(Backend, Cluster):
             self._streams.clear()
             self._starts.clear()
             self._unheard.clear()
-            self._witnesses.close()
+            self._diagnostics.close()
             self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self.wait_s)
             self._is_open = False
             self._cluster.disconnect()
@@ -496,10 +484,25 @@ class RayBackend(Backend, Cluster):
         closing = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        self._links.servers.bring_logs()
+        self._links.bring_logs()
         if not self._cluster.folder:  # a local cluster ends with everything on it
             for actor in actors:
                 ray.kill(actor)
             self._links.servers.kill()
             self._models.kill()
-            self._pools.release()
+            self._pools.remove()
+
+
+def _cannot_import(error: Exception) -> str | None:
+    """Return an error message if a process died because its node lacks a module that this process
+    has, else None."""
+    lacking = re.search(r"No module named '([\w.]+)'", str(error))
+    top = lacking.group(1).partition(".")[0] if lacking else ""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if lacking is None or file is None:
+        return None
+    folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
+    return (
+        f"its node cannot import {lacking.group(1)!r}, which the driver has from {file}. RayBackend(working_dir={str(folder)!r}) sends "
+        "that folder to all nodes. It is not needed if all nodes see the folder, or with `ray job submit --working-dir`"
+    )

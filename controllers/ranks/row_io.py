@@ -3,9 +3,10 @@ to a segment."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,13 @@ from ...dataflow.column import (
     SAMPLE_ID,
 )
 from ...dataflow.errors import UserError
-from ...dataflow.metrics import Metric, Metrics
+from ...dataflow.metrics import Metric, Metrics, merge
 from ...dataflow.operation import Shape
 from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
 from ...workers.worker import Children
 from .tasks import Reply, RowTask, Task
+
+Replies = Generator[Reply | None, None, None]
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
@@ -123,6 +126,52 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
     return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
 
 
+class Gathered:
+    """A batching delay for rows that an expansion yields one by one, so that a reply carries several.
+
+    The rows are published after `gather_s`, and however the call ends. Only the death of the process
+    loses them, and then they are made again.
+    """
+
+    def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
+        self._gather_s = gather_s
+        self._clock = clock
+        self._children: list[Children] = []
+        self._metrics: list[Metrics] = []
+        self._until = math.inf
+
+    def add_part(self, part: Any) -> list[Any]:
+        """Add a part that a method yielded, and return the parts to publish. Only `Children`
+        wait."""
+        children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
+        if not self._gather_s or not isinstance(children, Children):
+            return [*self.take_all(), part]
+        if not self._children:
+            self._until = self._clock() + self._gather_s
+        self._children.append(children)
+        self._metrics.append(metrics)
+        return self.take_due()
+
+    def take_due(self) -> list[Any]:
+        """Return the waiting rows as one part if their time is over, else an empty list."""
+        return self.take_all() if self._clock() >= self._until else []
+
+    def take_all(self) -> list[Any]:
+        """Return all waiting rows as one part, or an empty list."""
+        children, metrics = self._children, self._metrics
+        self._children, self._metrics, self._until = [], [], math.inf
+        return [(_joined(children), merge(metrics))] if children else []
+
+
+def _joined(parts: list[Children]) -> Children:
+    if len(parts) == 1:
+        return parts[0]
+    columns = [name for name in parts[0].rows.columns if all(name in part.rows for part in parts)]
+    rows = Batch.concat([part.rows.select(columns) for part in parts])
+    numbers, finished = ([getattr(part, name) for part in parts] for name in ("numbers", "finished"))
+    return Children(rows, np.concatenate(numbers), np.concatenate(finished))
+
+
 class Publisher:
     """Check and write the results of a call, at once or in parts.
 
@@ -177,6 +226,12 @@ class Publisher:
                 yield Reply(paused=str(error))
                 time.sleep(PAUSE_S)
         return Reply(published, metrics=metrics)
+
+    def publish_parts(self, parts: Iterable[Any]) -> Replies:
+        for part in parts:
+            reply = yield from self.publish(part)
+            if self._keep:
+                yield reply
 
     def check_complete(self) -> None:
         """Check at the end of a call that no row is missing.
