@@ -31,8 +31,7 @@ from .process_diagnostics import Memory
 START_TIMEOUT_S = 300.0
 """[s] Longest wait for workers to start, with vLLM's imports and the loading of a large model."""
 FILE_BYTES = 16 << 20
-"""[bytes] Size of a segment file. A file is recycled when none of its rows are in flight, so larger
-files are recycled later and smaller ones are more numerous."""
+"""[bytes] Size of a segment file. A file is recycled when none of its rows are in flight."""
 RETRY_S = 20.0
 """[s] How long a rank retries to read rows from a node whose segment server does not answer,
 because it may be restarting."""
@@ -54,7 +53,7 @@ class Files:
     """How often the run was restarted. It is part of writers' names, which are never reused."""
 
     def of_node(self, node: str) -> Path:
-        """The folder of a node's files, for a process on its machine."""
+        """Folder of a node's files, for a process on its machine."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def are_beside(self, run: Path) -> bool:
@@ -67,18 +66,12 @@ class Files:
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
-        """Open the files of a process for reading and writing; arguments as for `writer`. The reader
-        is not connected to other nodes yet."""
+        """Open the files of a process. The reader is not connected to other nodes yet."""
         reader = SegmentReader(self.of_node(node), node, retry_s=RETRY_S)
         return DataAccess(reader, self.writer(node, name))
 
     def writer(self, node: str, name: str) -> SegmentWriter:
-        """Open only the writer of a process.
-
-        Args:
-            node: Node that it runs on.
-            name: Its name, unique in the run.
-        """
+        """Open only the writer of a process, whose name is unique in the run."""
         return SegmentWriter(
             self.of_node(node),
             node,
@@ -147,10 +140,6 @@ class Backend(Protocol):
     ) -> None:
         """Reject a placement that cannot be started, before anything is.
 
-        Args:
-            placement: Group -> its pool and ranks.
-            handles: Known groups, by name.
-
         Raises:
             UserError: The placement does not fit; the message names the group or pool, and what is
                 available.
@@ -158,13 +147,10 @@ class Backend(Protocol):
         ...
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        """Start every rank of every group, and wait until all are up.
+        """Start every rank of every group, wait until all are up, and return the groups by name.
 
         Groups on the same GPUs start one after the other; afterwards all their models are in host
-        memory.
-
-        Returns:
-            Worker groups, by name. Ranks of elastic groups are absent if the cluster has no room.
+        memory. Ranks of elastic groups are absent if the cluster has no room.
 
         Raises:
             UserError: A worker cannot be made, and the user can fix it.
@@ -234,16 +220,12 @@ class Cluster(Protocol):
     """[s] How long to wait for room for ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process, if it is alive, and start another, without waiting.
-
-        Calls that the old process had not answered are never answered. Calls to the new one wait
-        until it is up.
-        """
+        """End a rank's process, if it is alive, and start another, without waiting. Calls to the new
+        one wait until it is up; the old one's are never answered."""
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
-        """End the process of an elastic group's rank, if it is alive, without replacing it or
-        waiting."""
+        """End the process of an elastic group's rank without replacing it or waiting."""
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
@@ -256,11 +238,8 @@ class Cluster(Protocol):
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Names of lost nodes, whose processes and rows are gone.
-
-        Args:
-            look: Check the nodes first, which may take seconds.
-        """
+        """Names of lost nodes, whose processes and rows are gone. A `look` checks the nodes first,
+        which may take seconds."""
         ...
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
@@ -268,12 +247,7 @@ class Cluster(Protocol):
         ...
 
     def delete(self, node: str, file: str) -> None:
-        """Ask other nodes to delete a segment file, without waiting.
-
-        Args:
-            node: Node of the process that wrote the file; others may have copies.
-            file: Name of a file without rows in flight.
-        """
+        """Ask all nodes to delete a segment file that a process on `node` wrote, without waiting."""
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
@@ -282,14 +256,10 @@ class Cluster(Protocol):
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Check that this machine has enough memory for the groups. On GPUs, the workers check it.
-
-    Raises:
-        UserError: There is too little memory; the message names the setting.
-    """
+    """Raise a `UserError` if this machine has too little memory for the groups. On GPUs, the workers
+    check it."""
     if machine_gpus():
         return
     for name, handle in handles.items():
-        handle.worker_class.check_machine(
-            handle.config, placement[name].ranks if name in placement else 1
-        )
+        ranks = placement[name].ranks if name in placement else 1
+        handle.worker_class.check_machine(handle.config, ranks)

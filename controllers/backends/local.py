@@ -38,8 +38,7 @@ from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 # thread, so another thread has to do it.
 #
 #     limit_s over ──> `Silent` is raised in the thread that executes the call
-# 2 * limit_s  ──> the call hangs outside of Python: write all stacks to standard error, and end the
-# process
+#     2 * limit_s  ──> it hangs outside of Python: write all stacks to standard error, and exit
 #
 # A thread checks every second; a call costs two assignments. Time in a debugger does not count.
 
@@ -47,8 +46,7 @@ from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 LOOK_S = 1.0
 """[s] Longest time between two checks."""
 ASLEEP_S = 5.0
-"""[s] If a check is this late, the process or machine was suspended, so the call is not to
-blame."""
+"""[s] If a check is this late, the process or machine was suspended."""
 DEBUGGERS = {"pdb.py", "bdb.py", "pydevd.py", "pydevd_bundle"}
 
 
@@ -69,14 +67,7 @@ class SilenceWatch:
 
     @contextmanager
     def over(self, limit_s: float) -> Iterator[None]:
-        """Watch the block.
-
-        Args:
-            limit_s: [s] Longest time without progress.
-
-        Raises:
-            Silent: The block made no progress for longer.
-        """
+        """Raise `Silent` if the block makes no progress for longer than this."""
         self._limit_s, self._spoke = limit_s, time.monotonic()
         if self._looker is None and limit_s < math.inf:
             self._looker = threading.Thread(target=self._look, name="silence", daemon=True)
@@ -136,8 +127,7 @@ class SilenceWatch:
         return False
 
     def _arm(self, seconds: float) -> None:
-        """End the process after this time, without needing Python, unless the call makes
-        progress."""
+        """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
         self._armed = True
         faulthandler.dump_traceback_later(seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2)
 
@@ -186,12 +176,8 @@ class Local(Backend):
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that one process can do the work. `start` reports unused parts of the placement.
-
-        Raises:
-            UserError: This machine has too little memory, or a transport of vLLM is chosen, which
-                needs leader and follower to run at the same time.
-        """
+        """Raise a `UserError` if this machine has too little memory, or for a transport of vLLM, which
+        needs leader and follower at the same time. `start` reports unused parts of the placement."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
@@ -221,9 +207,8 @@ class Local(Backend):
                 worker.offload()
             self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        self._executors = {
-            name: self._executors[name] for name in setup.handles
-        }  # the order of their turns
+        # The order of their turns
+        self._executors = {name: self._executors[name] for name in setup.handles}
         return {name: groups[name] for name in setup.handles}
 
     def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:

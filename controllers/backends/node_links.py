@@ -53,14 +53,10 @@ NewText = Mapping[str, tuple[int, bytes]]
 
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
-    """Return the new text in the logs of a folder.
+    """Return the new text in the logs of a folder, at most the last MAX_BYTES of each.
 
     Args:
-        folder: Folder of logs, which may not exist.
         known: Log -> number of bytes seen.
-
-    Returns:
-        For each log that is new or has grown, at most the last MAX_BYTES.
     """
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
@@ -178,18 +174,15 @@ class SegmentHost:
             time.sleep(SAMPLE_S)
 
     def memory(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes of this node. Return the memory of the node and of the processes
-        watched before."""
+        """Watch these processes. Return the memory of the node and of those watched before."""
         self._processes.watch(processes)
         return self._processes.memory()
 
     def stacks(self, processes: Mapping[str, int], whose: Collection[str]) -> dict[str, str]:
-        """Stack traces of some processes of this node."""
         self._processes.watch(processes)
         return self._processes.stacks(whose)
 
     def ending(self, who: str, *, blamed: bool) -> str:
-        """How a watched process of this node ended, in words."""
         return self._processes.ending(who, blamed=blamed)
 
     def last(self) -> None:
@@ -225,14 +218,8 @@ class SegmentServers:
         return sorted(self._asked.values())
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each node that has none, without waiting. Call `advance` until no node
-        is `awaited`.
-
-        Args:
-            files: Where the nodes keep segments.
-            names: Ray's id -> name, for all current nodes.
-            run: Directory of the run.
-        """
+        """Start a server on each node (Ray's id -> name) that has none, without waiting. Call
+        `advance` until no node is `awaited`."""
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -260,8 +247,7 @@ class SegmentServers:
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        """Process answers of servers. Return whether the last one answered, so that `peers` are
-        new."""
+        """Process answers of servers. Return whether the last one came, so that `peers` are new."""
         if not self._asked:
             return False
         self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds those that died
@@ -298,11 +284,8 @@ class SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Forget dead servers, so that `start` replaces them. Checks every LOOK_S.
-
-        Returns:
-            Whether a server has died.
-        """
+        """Every LOOK_S, forget dead servers, so that `start` replaces them. Return whether there
+        were any."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -327,16 +310,13 @@ class SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return names for nodes, derived from their host names, so that they are the same in the next
-    run.
+    """Return Ray's id -> name, for this node, known nodes, and nodes that are alive. Names come from
+    host names, so that they are the same in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
         known: Existing names, which are kept and not used for other nodes.
-
-    Returns:
-        Ray's id -> name, for this node, known nodes, and nodes that are alive.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -352,8 +332,7 @@ def node_names(
 NODE_TIMEOUT_S = 5.0
 """[s] Longest wait for a node to accept a connection, when checking whether it is lost."""
 CONNECT_TIMEOUT_S = 60.0
-"""[s] During a run, longest wait for a node's segment server to start and for all ranks to know
-it."""
+"""[s] During a run, longest wait until a new segment server is up and all ranks know it."""
 POLL_S = 0.05
 """[s] Time between two polls while waiting."""
 
@@ -389,7 +368,6 @@ class NodeLinks:
     Args:
         processes: (group, rank) -> its current process.
         died: Describes the process of a rank that died.
-        clock: [s] Monotonic clock.
     """
 
     def __init__(
@@ -429,16 +407,10 @@ class NodeLinks:
         return self._connecting or bool(self._arrivals)
 
     def connect_all(self, files: Files, run: Path, used: Mapping[str, str], timeout_s: float) -> None:
-        """Before the run, wait until all ranks know all nodes.
+        """Before the run, wait until all ranks know all nodes, or raise a `WorkerError`.
 
         Args:
-            files: Where the nodes keep segments.
-            run: Directory of the run; logs of other nodes are copied there.
             used: Ray's id -> name, for the driver's node and the nodes of all ranks.
-            timeout_s: [s] Longest wait.
-
-        Raises:
-            WorkerError: A server did not start in time.
         """
         self._files, self._run, self._used = files, run, dict(used)
         self.logs = NodeLogs(run / LOGS)
@@ -473,10 +445,8 @@ class NodeLinks:
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take_events(self) -> list[Event]:
-        """Process answers of servers and ranks, and restart dead servers.
-
-        Returns:
-            Answers of new ranks that can work, and failures of the others.
+        """Process answers of servers and ranks, and restart dead servers. Return the answers of new
+        ranks that can work, and failures of the others.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.
@@ -496,8 +466,7 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Start servers on all used nodes, if there are several, without waiting. `_advance`
-        continues."""
+        """Begin to start servers on all used nodes, if there are several. `_advance` continues."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return

@@ -55,7 +55,7 @@ class Memory:
 def memory_of(pid: int) -> ProcessMemory | None:
     """Return the memory of a process on this machine, or None if it has ended.
 
-    psutil adds shared memory to mapped files, and tells them apart only at the cost of milliseconds.
+    psutil tells shared memory from mapped files only at the cost of milliseconds.
 
     >>> memory_of(os.getpid()).resident_bytes > 1 << 20, memory_of(-1)
     (True, None)
@@ -183,7 +183,7 @@ def kills(root: Path = Path("/")) -> dict[str, int]:
 
 
 def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
-    """Describe what `kills()` before and after a process was killed say; empty if they did not grow."""
+    """Describe how `kills()` grew while a process was killed; empty if they did not."""
     grown = [file for file, number in now.items() if number > before.get(file, number)]
     if not grown:
         return ""
@@ -346,11 +346,7 @@ class ProcessWatch:
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
         """Return worker -> innermost frames of the thread that executes calls, or why there are none.
-        Unwatched workers are left out.
-
-        Args:
-            wait_s: [s] Longest wait for all processes together.
-        """
+        Unwatched workers are left out."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
@@ -371,11 +367,10 @@ class ProcessWatch:
         }
 
     def ending(self, who: str, wait_s: float = EXIT_S, *, blamed: bool = False) -> str:
-        """Describe how a process ended: exit code or signal, out of memory, and its memory over
-        time. Empty if unknown.
+        """Describe how a process ended: exit code or signal, out of memory, and its memory over time.
+        Empty if unknown.
 
         Args:
-            wait_s: [s] Longest wait for its exit status.
             blamed: Whether the cause is known already.
         """
         with self._lock:
@@ -412,13 +407,8 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the promises of Ray that are settled, and return their values with the answers. Promises
-    of processes that died have no answer.
-
-    Args:
-        promises: Promise -> what it is about.
-        timeout_s: [s] Longest wait for all of them.
-    """
+    """Remove the settled promises of Ray from a dictionary, after at most this time, and return their
+    values with the answers. Processes that died give no answer."""
     import ray
     from ray.exceptions import RayError
 
@@ -432,13 +422,8 @@ def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K
 
 
 class ProcessDiagnostics:
-    """Memory, stacks and exit reasons of the run's processes on all nodes. Stacks may be requested
-    from another thread than the loop's.
-
-    Args:
-        node: Name of the driver's node.
-        logs: Folder of logs in the run's directory.
-    """
+    """Memory, stacks and exit reasons of the run's processes on all nodes, collected on the driver's
+    `node`. Stacks may be requested from another thread than the loop's."""
 
     def __init__(self, node: str, logs: Path) -> None:
         self._here = node

@@ -130,13 +130,12 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
     "WEFT_CACHE",
 )
-"""Variables that are not forwarded: addresses and folders of the driver's node may be wrong on
-another."""
+"""Addresses and folders of the driver's node, which are not forwarded."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get from the driver. They may contain tokens and keys, so
-    they are sent with a rank's arguments and never written to disk.
+    """Return the variables that ranks get from the driver. They may contain tokens and keys, so they
+    are sent with a rank's arguments and never written to disk.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
@@ -245,8 +244,7 @@ class RankFiles:
     peers: Peers | None
     """The other nodes, if known."""
     models: ModelFolders | None = None
-    """Model folders in its settings; None if there are none, or if the run uses only the driver's
-    node."""
+    """Model folders in its settings that other nodes may lack."""
     written_on: str | None = None
     """Name of the driver's node, for a group that writes into the run's directory."""
     alone: bool = False
@@ -324,11 +322,7 @@ class Rank:
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Take a free port of this machine where the ranks of the group meet.
-
-        Args:
-            timeout_s: [s] Longest wait for the other ranks.
-        """
+        """Take a free port of this machine where the ranks of the group meet."""
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
 
@@ -338,9 +332,6 @@ class Rank:
         Args:
             rendezvous: None if the ranks of the group do not meet.
             offload: Free device memory at once, for the group that is made next.
-
-        Returns:
-            Where it runs, or its failure to start.
         """
         if rendezvous is not None:
             rendezvous = replace(rendezvous, taken=self._port)
@@ -365,8 +356,7 @@ class Rank:
         )
 
     def advanced(self) -> bool:
-        """Whether its worker has advanced since the last call, for example while downloading a
-        model."""
+        """Whether its worker has advanced since the last call, such as downloading a model."""
         return self._activity.is_new()
 
     def connect(self, peers: Peers) -> None:

@@ -6,6 +6,7 @@ and fetch from other nodes by Arrow Flight.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import sys
@@ -35,9 +36,10 @@ from .backend import START_TIMEOUT_S, Backend, Cluster, Event, Setup, check_mach
 from .model_folders import SentFolders
 from .node_links import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
-from .process_diagnostics import Memory, ProcessDiagnostics, log_name
+from .process_diagnostics import Memory, ProcessDiagnostics, log_name, take_answers
 from .rank import CONTROL, RankFiles, Standing, noted_sample, start_rank
 from .ray_cluster import RayCluster, UserCode
+from .token_file import unprotected
 
 # Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`,
 # labelled with the run and the evaluation (empty for training)
@@ -119,22 +121,25 @@ class RayBackend(Backend, Cluster):
                 f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow, but a local cluster does not grow; give an address"
             )
         self.wait_s = WAIT_S if wait_s is None else wait_s
-        self._setup: Setup | None = None
-        self._run_dir = Path()
+        self._gauges: dict[str, Any] = {}
+        self._setup: Setup
         self._is_open = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the last run."""
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, for all nodes of the cluster."""
         self._pools = Reservations(self.wait_s)
-        self._gauges: dict[str, Any] = {}
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
         self._links = NodeLinks(self._processes, self._died)
+        self._diagnostics = ProcessDiagnostics(this_node(), Path())
         self._starts: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
         """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
-        self._diagnostics = ProcessDiagnostics(this_node(), Path())
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
@@ -146,106 +151,89 @@ class RayBackend(Backend, Cluster):
     ) -> None:
         if self.address is None:
             check_machine(handles, placement)
-        self._lay_out(placement, handles)
-
-    def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:
-        return lay_out(placement, handles, self._cluster.nodes())
+        lay_out(placement, handles, self._cluster.nodes())
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles))
-        self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
+        placement = lay_out(setup.placement, setup.handles, self._cluster.nodes())
+        self._setup = setup = replace(setup, placement=placement)
+        self._is_open = True
         self._diagnostics = ProcessDiagnostics(this_node(), setup.run_dir / LOGS)
-        self._cluster.connect(setup.placement)
-        for note in self._cluster.notes:
-            setup.tell(note)
+        self._cluster.connect(placement)
+        if self.address and (warning := unprotected(self.address, os.environ)):
+            setup.tell(warning)
         import ray
 
         self._pools.reserve(setup)
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here)
         self._models = SentFolders(setup.handles, here)
-        for name in setup.handles:
-            parts = self._pools[setup.placement[name].pool.name].parts
-            for rank in range(setup.placement[name].ranks):
-                if parts[position(setup.placement[name], rank).node_rank].node:
+        for name, place in ((name, placement[name]) for name in setup.handles):
+            parts = self._pools[place.pool.name].parts
+            for rank in range(place.ranks):
+                if parts[position(place, rank).node_rank].node:
                     self._start_rank(name, rank)
-        meshes = self._begin_in_turn(setup)
-        names = {this_node(), *self._links.stands_on.values()}
-        used = {id: name for id, name in self._node_names.items() if name in names}
-        self._links.connect_all(setup.files, setup.run_dir, used, setup.start_timeout_s)
-        groups = {
-            name: WorkerGroup(name, handle, setup.placement[name], meshes[name], self._submit)
-            for name, handle in setup.handles.items()
-        }
-        for name, group in groups.items():
-            group.absent = {
-                rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes
-            }
-        return groups
-
-    def _start_rank(self, name: str, rank: int) -> None:
-        setup = self._setup
-        assert setup is not None
-        place = setup.placement[name]
-        sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
-        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
-        replaced = self._starts[name, rank]
-        self._starts[name, rank] += 1
-        models = self._models.of(name) if len(self._node_names) > 1 else None
-        written_on = this_node() if name in setup.writers else None
-        alone = bool(self._cluster.folder)
-        peers = self._links.servers.peers
-        files = RankFiles(setup.files, self._node_names, replaced, peers, models, written_on, alone)
-        actor = start_rank(
-            setup.handles[name], place, context, self._pools[place.pool.name], sharing, files
-        )
-        self._processes[name, rank] = Process(actor)
-        self._diagnostics.meet(
-            f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote()
-        )
-
-    def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
-        """Make all workers: groups that share GPUs one after the other, all others at once."""
         # Absent ranks of elastic groups are independent, so their coordinates are known.
         meshes = {
-            name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)]
-            for name in setup.handles
+            name: [Coordinates(dp=r) for r in range(placement[name].ranks)] for name in setup.handles
         }
-        for groups in start_turns(setup.placement, setup.follows):
-            for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
+        # Groups that share GPUs make their workers one after the other.
+        for names in start_turns(placement, setup.follows):
+            for (name, rank), standing in sorted(self._wait_for(self._begin(names)).items()):
                 self._links.stands_on[name, rank] = standing.node
                 self._processes[name, rank].is_up = True
                 assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised any failure
                 meshes[name][rank] = standing.at
-        return meshes
-
-    def _begin(self, setup: Setup, groups: Sequence[str]) -> dict[Any, tuple[str, int]]:
-        """Start making the workers of groups, and return promises of their `Standing`."""
-
-        meeting: dict[Any, str] = {}
-        for name in groups:
-            place, handle = setup.placement[name], setup.handles[name]
-            if (
-                place.ranks > 1 and not handle.worker_class.replaceable
-            ):  # ranks that can be replaced do not meet
-                first = self._processes[name, 0].actor
-                host = self._meeting_host(place)
-                meeting[first.take_port.remote(host, secrets.token_hex(32), setup.start_timeout_s)] = name
-        found = self._wait_for({promise: (name, 0) for promise, name in meeting.items()})
-        rendezvous = {name: found[name, 0] for name in meeting.values()}
-        return {
-            self._processes[name, rank].actor.begin.remote(
-                rendezvous.get(name), offload=shares_gpus(setup.placement, name)
-            ): (name, rank)
-            for name in groups
-            for rank in range(setup.placement[name].ranks)
-            if (name, rank) in self._processes
+        nodes = {this_node(), *self._links.stands_on.values()}
+        used = {id: name for id, name in self._node_names.items() if name in nodes}
+        self._links.connect_all(setup.files, setup.run_dir, used, setup.start_timeout_s)
+        groups = {
+            name: WorkerGroup(name, handle, placement[name], meshes[name], self._submit)
+            for name, handle in setup.handles.items()
         }
+        for name, group in groups.items():
+            group.absent = {r for r in range(len(group.mesh)) if (name, r) not in self._processes}
+        return groups
 
-    def _meeting_host(self, place: Place) -> str:
-        """Address where the ranks of a group meet: loopback if all are on one machine."""
-        addresses = [part.address for part in self._pools[place.pool.name].parts]
-        return LOOPBACK if len({*addresses}) == 1 else addresses[0]
+    def _start_rank(self, name: str, rank: int) -> None:
+        setup = self._setup
+        place = setup.placement[name]
+        files = RankFiles(
+            setup.files,
+            self._node_names,
+            replaced=self._starts[name, rank],
+            peers=self._links.servers.peers,
+            models=self._models.of(name) if len(self._node_names) > 1 else None,
+            written_on=this_node() if name in setup.writers else None,
+            alone=bool(self._cluster.folder),
+        )
+        self._starts[name, rank] += 1
+        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
+        sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
+        pool = self._pools[place.pool.name]
+        actor = start_rank(setup.handles[name], place, context, pool, sharing, files)
+        self._processes[name, rank] = Process(actor)
+        self._diagnostics.meet(
+            _who(name, rank), actor.process.options(concurrency_group=CONTROL).remote()
+        )
+
+    def _begin(self, names: Sequence[str]) -> dict[Any, tuple[str, int]]:
+        """Start making the workers of groups, and return promises of their `Standing`."""
+        setup, meeting = self._setup, dict[Any, tuple[str, int]]()
+        for name in names:
+            place = setup.placement[name]
+            if place.ranks > 1 and not setup.handles[name].worker_class.replaceable:
+                addresses = [part.address for part in self._pools[place.pool.name].parts]
+                host = LOOPBACK if len({*addresses}) == 1 else addresses[0]
+                take_port, secret = self._processes[name, 0].actor.take_port, secrets.token_hex(32)
+                meeting[take_port.remote(host, secret, setup.start_timeout_s)] = name, 0
+        rendezvous = self._wait_for(meeting)  # ranks that can be replaced have none
+        return {
+            process.actor.begin.remote(
+                rendezvous.get((name, 0)), offload=shares_gpus(setup.placement, name)
+            ): (name, rank)
+            for (name, rank), process in self._processes.items()
+            if name in names
+        }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """Wait for the answers of starting ranks. The timeout restarts whenever a rank answers or
@@ -261,7 +249,6 @@ class RayBackend(Backend, Cluster):
         import ray
         from ray.exceptions import RayError
 
-        assert self._setup is not None
         timeout_s = self._setup.start_timeout_s
         found: dict[tuple[str, int], Any] = {}
         pending, by = list(promises), time.monotonic() + timeout_s
@@ -271,49 +258,35 @@ class RayBackend(Backend, Cluster):
             if not ready and time.monotonic() < by:
                 continue
             if not ready and not self._some_advanced({promises[promise] for promise in pending}):
-                raise WorkerError(self._late([promises[promise] for promise in pending]))
+                late = [_who(*promises[promise]) for promise in pending]
+                said = f"workers {', '.join(late)} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))"
+                stacks = self._diagnostics.stacks(late, self._links.hosts)
+                raise WorkerError("\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())]))
             by = time.monotonic() + timeout_s
             for promise in ready:
-                who = "{}[{}]".format(*promises[promise])
+                who = _who(*promises[promise])
                 try:
-                    answer = ray.get(promise, timeout=timeout_s)
+                    answer = found[promises[promise]] = ray.get(promise, timeout=timeout_s)
                 except RayError as error:
                     if (said := _cannot_import(error)) is not None:
                         raise UserError(f"worker {who}: {said}") from None
                     raise WorkerError(self._died(who, error)) from None
-                if isinstance(answer, Standing) and isinstance(
-                    failure := answer.at, Failure
-                ):  # raise at once: others may wait for this rank
+                failure = answer.at if isinstance(answer, Standing) else None
+                if isinstance(failure, Failure):  # raise at once: others may wait for this rank
                     if failure.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {failure.message}")
                     raise WorkerError(
                         f"worker {who} could not start: {failure.message}\n{failure.traceback}"
                     )
-                found[promises[promise]] = answer
         return found
-
-    def _late(self, ranks: Sequence[tuple[str, int]]) -> str:
-        """Error message for ranks that did not start in time, with their stacks."""
-        assert self._setup is not None
-        late = ["{}[{}]".format(*at) for at in ranks]
-        stacks = self._diagnostics.stacks(late, self._links.hosts)
-        said = f"workers {', '.join(late)} were not up after {self._setup.start_timeout_s:.0f} s (Driver(start_timeout_s=...))"
-        return "\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())])
 
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
         """Whether a starting rank has made progress since the last call, such as downloading a
-        model."""
-        import ray
-        from ray.exceptions import RayError
-
-        asked = [
-            self._processes[at].actor.advanced.options(concurrency_group=CONTROL).remote() for at in ranks
-        ]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ADVANCED_TIMEOUT_S)
-        try:
-            return any(ray.get(answered))
-        except RayError:  # a process died: the wait for its worker reports it
-            return True
+        model, or has died, which the wait for its worker reports."""
+        actors = [self._processes[at].actor for at in ranks]
+        asked = {actor.advanced.options(concurrency_group=CONTROL).remote(): None for actor in actors}
+        answers = take_answers(asked, ADVANCED_TIMEOUT_S)
+        return len(answers) + len(asked) < len(actors) or any(advanced for _, advanced in answers)
 
     @property
     def cluster(self) -> Cluster:
@@ -347,7 +320,7 @@ class RayBackend(Backend, Cluster):
             del self._streams[stream]
         if (process := self._processes.pop((group.name, rank), None)) is not None:
             ray.kill(process.actor)  # it may be alive but hang, or have lost its connection
-        self._diagnostics.forget(f"{group.name}[{rank}]")
+        self._diagnostics.forget(_who(group.name, rank))
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         room = self._pools.room(group.place.pool.name)
@@ -358,7 +331,7 @@ class RayBackend(Backend, Cluster):
         }
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        noted = noted_sample(self._run_dir / LOGS, group.name, rank)
+        noted = noted_sample(self._setup.run_dir / LOGS, group.name, rank)
         return noted if noted is not None else self._links.sample_at(group.name, rank)
 
     @property
@@ -378,22 +351,19 @@ class RayBackend(Backend, Cluster):
             deletions(node, file)
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        found = self._diagnostics.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
-        return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
+        found = self._diagnostics.stacks([_who(group.name, rank) for rank in ranks], self._links.hosts)
+        return {rank: text for rank in ranks if (text := found.get(_who(group.name, rank)))}
 
     def memory(self) -> Mapping[str, Memory]:
         return self._diagnostics.memory()
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        if (
-            process := self._processes.get((call.group.name, rank))
-        ) is None:  # the rank left after the call was requested
+        process = self._processes.get((call.group.name, rank))
+        if process is None:  # the rank left after the call was requested
             self._unheard.append((call, rank))
             return
-        options = {"num_returns": "streaming"} | (
-            {"concurrency_group": CONTROL} if task.rows is None else {}
-        )
-        stream = process.actor.call.options(**options).remote(task)
+        group = {"concurrency_group": CONTROL} if task.rows is None else {}
+        stream = process.actor.call.options(num_returns="streaming", **group).remote(task)
         self._streams[stream] = (call, rank)
 
     def _actors_of(self, call: Call) -> list[Any]:
@@ -427,7 +397,7 @@ class RayBackend(Backend, Cluster):
             try:
                 reply: Any = ray.get(next(stream), timeout=START_TIMEOUT_S)
             except (RayError, StopIteration) as error:
-                message = self._died(f"{call.group.name}[{rank}]", error)
+                message = self._died(_who(call.group.name, rank), error)
                 reply = Reply(failure=Failure(message, kind=FailureKind.DIED))
             if reply.is_last:
                 del self._streams[stream]
@@ -452,7 +422,7 @@ class RayBackend(Backend, Cluster):
         """Describe a process that died. Quote the end of its log, which says more than Ray's
         error."""
         self._links.bring_logs()
-        log = self._run_dir / LOGS / log_name(who)
+        log = self._setup.run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
         why = self._diagnostics.ending(who, error, self._links.hosts)
         return redacted(f"its process ended ({why}); the end of {log.name}:\n{tail}")
@@ -467,12 +437,8 @@ class RayBackend(Backend, Cluster):
         except RayError:  # the cluster is gone, with everything in it
             pass
         finally:
-            self._processes.clear()
-            self._streams.clear()
-            self._starts.clear()
-            self._unheard.clear()
             self._diagnostics.close()
-            self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self.wait_s)
+            self._reset()
             self._is_open = False
             self._cluster.disconnect()
 
@@ -491,6 +457,10 @@ class RayBackend(Backend, Cluster):
             self._links.servers.kill()
             self._models.kill()
             self._pools.remove()
+
+
+def _who(group: str, rank: int) -> str:
+    return f"{group}[{rank}]"
 
 
 def _cannot_import(error: Exception) -> str | None:

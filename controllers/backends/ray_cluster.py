@@ -27,7 +27,7 @@ from ...dataflow.errors import UserError
 from ..bundles import THIS_MACHINE, Nodes
 from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
-from .token_file import keep_private, unprotected
+from .token_file import keep_private
 
 # Address of an existing cluster, and its nodes. Ray has no deadline for joining a cluster, and a
 # hanging connection cannot be ended in this process, so another program asks first.
@@ -42,8 +42,7 @@ PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
 
 def address_of(given: str | None) -> str | None:
-    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local
-    cluster.
+    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local one.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -89,9 +88,6 @@ def may_be_same(address: str, joined: str) -> bool:
     >>> may_be_same("10.0.0.2:6379", "10.0.0.1:6379"), may_be_same("127.0.0.1:6380", "10.0.0.1:6379")
     (False, False)
 
-    Args:
-        address: `host:port`, or "auto".
-        joined: `host:port` of the joined cluster.
     """
     if address in ("auto", joined):
         return True
@@ -162,11 +158,7 @@ class UserCode:
     def of(
         cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]
     ) -> UserCode:
-        """Check the user's arguments.
-
-        Raises:
-            UserError: An argument is wrong; the message names it and the folder.
-        """
+        """Check the user's arguments, or raise a `UserError`."""
         for name, given in (("py_modules", py_modules), ("excludes", excludes)):
             if isinstance(given, str | Path):
                 raise UserError(f"RayBackend({name}={str(given)!r}): it must be a list")
@@ -189,18 +181,14 @@ class UserCode:
         return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
 
     def check(self) -> None:
-        """Check the sizes of the folders.
-
-        Raises:
-            UserError: A folder is too large; the message lists its largest entries.
-        """
+        """Raise a `UserError` that lists the largest entries of a folder if it is too large."""
         for folder in self.folders:
             sizes = Counter[str]()
             for name, size in self.files(folder).items():
                 sizes[name.partition("/")[0]] += size
             if (total := sum(sizes.values())) > MAX_BYTES:
                 largest = ", ".join(
-                    f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3)
+                    f"{name} ({size / 1e6:.0f} MB)" for name, size in sizes.most_common(3)
                 )
                 raise UserError(
                     f"{folder} has {total / 1e6:.0f} MB to send to other nodes, but the limit is {MAX_BYTES / 1e6:.0f} MB; the largest: "
@@ -280,12 +268,6 @@ class RayCluster:
         self._code.check()
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
-    @property
-    def notes(self) -> list[str]:
-        """Warnings about the joined cluster."""
-        said = unprotected(self.address, os.environ) if self.address else ""
-        return [said] if said else []
-
     def connect(self, placement: Mapping[str, Place]) -> None:
         """Start or join the cluster, unless this process is connected.
 
@@ -294,8 +276,7 @@ class RayCluster:
         """
         if not self.address:
             # Ray reads these on import: listen only on loopback (checked by test_sockets.py), and
-            # require a token. That is the default for local clusters, but setting it avoids a
-            # warning.
+            # require a token, which is the default, but avoids a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             # Ranks have their own environments, so workers that Ray starts in advance would never

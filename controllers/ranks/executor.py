@@ -81,8 +81,7 @@ class CallOrder(Generic[C]):
         return True
 
     def give_way(self, call: C) -> None:
-        """Move an interruptible call behind the others after a step. An exclusive call keeps its
-        place."""
+        """After a step, move an interruptible call behind the others of its kind."""
         if call.interruptible:
             self._interruptible.remove(call)
             self._interruptible.append(call)
@@ -117,14 +116,11 @@ code that runs."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call.
+    """Execute a call, and yield its replies: the last with `done` or `failure`, and None after a step,
+    so that other calls can take a turn.
 
     Args:
         given_up: Receives sample ids of the call that are no longer needed.
-
-    Yields:
-        Replies, the last with `done` or `failure`. None after a step, so that other calls can take
-        a turn.
     """
     started = time.perf_counter()
     try:
@@ -243,12 +239,7 @@ class Executor:
     def add_task(
         self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None
     ) -> None:
-        """Add a call.
-
-        Args:
-            on_reply: Receives each reply; the last has `done` or `failure`.
-            on_start: Called before the first turn of the call.
-        """
+        """Add a call. `on_start` is called before its first turn."""
         given_up: list[int] = []
         replies = run(self._worker, task, self._data, given_up)
         declaration = declared(type(self._worker), task.method) if task.rows is None else None
@@ -309,8 +300,8 @@ POLL_S = 1.0
 
 
 class Activity:
-    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang. A
-    heartbeat thread could not, because it keeps running during a hang."""
+    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang, which a
+    heartbeat thread would survive."""
 
     def __init__(self) -> None:
         self._count = self._seen = 0
@@ -343,12 +334,8 @@ def replies_of(
 class ExecutorThread:
     """A thread that makes the worker, executes its calls, and closes it.
 
-        starting ──the worker is made──> up ──────close──> closed
-            └────────an exception──────> failed ──close──> closed
-
-    Args:
-        make_worker: Called on the thread.
-        activity: Counter that the worker advances.
+    starting ──the worker is made──> up ──────close──> closed
+        └────────an exception──────> failed ──close──> closed
     """
 
     def __init__(self, make_worker: Callable[[], Worker], data: DataAccess, activity: Activity) -> None:
@@ -371,11 +358,8 @@ class ExecutorThread:
         return self._worker
 
     def replies_to(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task; the last has `done` or `failure`.
-
-        While the worker is being made and advances (such as downloading a model), empty replies are
-        sent.
-        """
+        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made
+        and advances, they are empty."""
         while not self._up.wait(POLL_S):
             if self._activity.is_new():
                 yield Reply()
