@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from ...dataflow.buffer.scratch import Scratch
@@ -133,11 +132,7 @@ class Backend(Protocol):
     sync_interval_s: float = SYNC_INTERVAL_S
     """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         """Reject a placement that cannot be started, before anything is.
 
         Raises:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
@@ -158,7 +158,6 @@ class Local(Backend):
     in_process = True
 
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
         self._executors: dict[str, Executor] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
@@ -171,11 +170,7 @@ class Local(Backend):
     def __repr__(self) -> str:
         return "Local()"
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         """Raise a `UserError` if this machine has too little memory, or for a transport of vLLM, which
         needs leader and follower at the same time. `start` reports unused parts of the placement."""
         check_machine(handles, {})
@@ -200,12 +195,11 @@ class Local(Backend):
             handle, pool = setup.handles[name], setup.placement[name].pool
             place = Place(replace(pool, nodes=None))  # one rank, whatever the placement says
             worker = self._made(name, handle, setup, self._watch)
+            self._executors[name] = Executor(worker, self._data)
             own = getattr(handle.config, "silence_s", None)
             self._limits[name] = max(setup.call_timeout_s, own or 0.0)
-            self._workers[name] = worker
             if shares_gpus(setup.placement, name):
                 worker.offload()
-            self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         # The order of their turns
         self._executors = {name: self._executors[name] for name in setup.handles}
@@ -267,15 +261,14 @@ class Local(Backend):
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close all, even if one raises
-            for worker in self._workers.values():
-                closing.callback(worker.close)
+            for executor in self._executors.values():
+                closing.callback(executor.worker.close)
             if self._watch is not None:
                 closing.callback(self._watch.close)
                 self._watch = None
             if self._data is not None:
                 closing.callback(self._data.close)
                 self._data = None
-            self._workers.clear()
             self._executors.clear()
 
 

@@ -167,7 +167,7 @@ def said_of(code: int | None) -> str:
         return ""
     if code >= 0:
         return f"exit code {code}"
-    named = -code in iter(signal.Signals)
+    named = -code in {*signal.Signals}
     return f"signal {signal.Signals(-code).name if named else -code}"
 
 

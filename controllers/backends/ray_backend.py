@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ...dataflow.buffer.segments import Segment
@@ -144,11 +143,7 @@ class RayBackend(Backend, Cluster):
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         if self.address is None:
             check_machine(handles, placement)
         lay_out(placement, handles, self._cluster.nodes())

@@ -225,7 +225,7 @@ class Executor:
     def __init__(
         self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._worker = worker
+        self.worker = worker
         self._data = data
         self._clock = clock
         self._order: CallOrder[_Running] = CallOrder()
@@ -241,8 +241,8 @@ class Executor:
     ) -> None:
         """Add a call. `on_start` is called before its first turn."""
         given_up: list[int] = []
-        replies = run(self._worker, task, self._data, given_up)
-        declaration = declared(type(self._worker), task.method) if task.rows is None else None
+        replies = run(self.worker, task, self._data, given_up)
+        declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
             on_reply(Reply(done=True))
