@@ -211,7 +211,7 @@ class Driver:
             start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
         )
-        check_trackers(trackers, has_endpoint=(backend or Local()).has_endpoint)
+        check_trackers(trackers, has_endpoint=backend is not None and backend.cluster is not None)
         self._spec, handles = _checked(
             graph,
             evaluations,
@@ -248,7 +248,7 @@ class Driver:
         following = TrackerThreads(
             trackers,
             self.directory.path,
-            self._spec.backend.report,
+            cluster.report if (cluster := self._spec.backend.cluster) else None,
             partial(shown.alert, "tracker"),
             samples=tracker_samples,
         )

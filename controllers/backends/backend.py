@@ -10,28 +10,27 @@ from __future__ import annotations
 import math
 import platform
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
+from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ..group import Call, WorkerGroup
 from ..placement import Place, machine_gpus
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
-from .witness import Memory
+from .process_diagnostics import Memory
 
 START_TIMEOUT_S = 300.0
-"""[s] Longest wait for workers to start, including vLLM's imports and the loading of a large
-model."""
+"""[s] Longest wait for workers to start, with vLLM's imports and the loading of a large model."""
 FILE_BYTES = 16 << 20
-"""[bytes] Size of a segment file. A file is recycled when none of its rows are in flight, so larger
-files are recycled later and smaller ones are more numerous."""
+"""[bytes] Size of a segment file. A file is recycled when none of its rows are in flight."""
 RETRY_S = 20.0
 """[s] How long a rank retries to read rows from a node whose segment server does not answer,
 because it may be restarting."""
@@ -53,7 +52,7 @@ class Files:
     """How often the run was restarted. It is part of writers' names, which are never reused."""
 
     def of_node(self, node: str) -> Path:
-        """The folder of a node's files, for a process on its machine."""
+        """Folder of a node's files, for a process on its machine."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def are_beside(self, run: Path) -> bool:
@@ -66,21 +65,12 @@ class Files:
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
-        """Open the files of a process.
-
-        Args:
-            node: Node that it runs on.
-            name: Its name, unique in the run.
-
-        Returns:
-            A reader of its node's files, not connected to other nodes yet, and a writer.
-        """
-        return DataAccess(
-            SegmentReader(self.of_node(node), node, retry_s=RETRY_S), self.writer(node, name)
-        )
+        """Open the files of a process. The reader is not connected to other nodes yet."""
+        reader = SegmentReader(self.of_node(node), node, retry_s=RETRY_S)
+        return DataAccess(reader, self.writer(node, name))
 
     def writer(self, node: str, name: str) -> SegmentWriter:
-        """Return only the writer of a process; arguments as for `access`."""
+        """Open only the writer of a process, whose name is unique in the run."""
         return SegmentWriter(
             self.of_node(node),
             node,
@@ -113,8 +103,7 @@ class Setup:
 
 
 def plain_name(name: str) -> str:
-    """The name with all characters replaced but letters, digits, `_` and `-`, for use in file
-    names."""
+    """A name for files: letters, digits, `_` and `-` stay, and `_` replaces all others."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
 
 
@@ -133,18 +122,18 @@ class Event:
 
 
 class Backend(Protocol):
-    """Starts worker groups, carries calls and replies, and cleans up."""
+    """Starts worker groups, carries calls and replies, and cleans up.
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
+    Methods with a body are defaults for backends without separate processes.
+    """
+
+    in_process: bool = False
+    """Whether workers run, and allocate memory, in the driver's process."""
+    sync_interval_s: float = SYNC_INTERVAL_S
+    """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
+
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         """Reject a placement that cannot be started, before anything is.
-
-        Args:
-            placement: Group -> its pool and ranks.
-            handles: Known groups, by name.
 
         Raises:
             UserError: The placement does not fit; the message names the group or pool, and what is
@@ -153,29 +142,14 @@ class Backend(Protocol):
         ...
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        """Start every rank of every group, and wait until all are up.
+        """Start every rank of every group, wait until all are up, and return the groups by name.
 
         Groups on the same GPUs start one after the other; afterwards all their models are in host
-        memory.
-
-        Args:
-            setup: What to start.
-
-        Returns:
-            Worker groups, by name. Ranks of elastic groups are absent if the cluster has no room.
+        memory. Ranks of elastic groups are absent if the cluster has no room.
 
         Raises:
             UserError: A worker cannot be made, and the user can fix it.
             WorkerError: A rank did not start, or not in time.
-        """
-        ...
-
-    def delete(self, node: str, file: str) -> None:
-        """Ask other nodes to delete a segment file, without waiting.
-
-        Args:
-            node: Node of the process that wrote the file; others may have copies.
-            file: Name of a file without rows in flight.
         """
         ...
 
@@ -186,11 +160,10 @@ class Backend(Protocol):
     def rest(self, seconds: float) -> None:
         """Sleep, so that the next `wait` returns more replies. Return at once if nothing runs in
         the meantime."""
-        ...
 
     def clock(self) -> float:
         """[s] Monotonic time, for deadlines and timelines."""
-        ...
+        return time.monotonic()
 
     def cancel(self, call: Call) -> None:
         """Cancel an interruptible call on all of its ranks. Its last reply still arrives."""
@@ -200,68 +173,58 @@ class Backend(Protocol):
         """Tell the ranks of a call that some of its rows are no longer needed."""
         ...
 
-    @property
-    def has_processes(self) -> bool:
-        """Whether each rank has a process that can die or hang alone. Otherwise groups take turns
-        in one process."""
-        ...
-
-    @property
-    def in_process(self) -> bool:
-        """Whether workers run, and allocate memory, in the driver's process."""
-        ...
-
-    @property
-    def spans_machines(self) -> bool:
-        """Whether processes may be on other machines."""
-        ...
-
-    @property
-    def sync_interval_s(self) -> float:
-        """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
+    def close(self) -> None:
+        """End every process, and clean up all nodes. It may be called several times."""
         ...
 
     @property
     def nodes(self) -> Collection[str]:
         """Names of the nodes whose segments can be read."""
-        ...
-
-    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Segments that cannot be read on their nodes, and why."""
-        ...
-
-    def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Names of lost nodes, whose processes and rows are gone.
-
-        Args:
-            look: Check the nodes first, which may take seconds.
-        """
-        ...
+        return (this_node(),)
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
         """Name of the node that a rank is on, or was on until its process ended."""
-        ...
+        return next(iter(self.nodes))
+
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Stack traces of ranks, in words, within seconds; unknown ones are left out."""
+        return {}
+
+    @property
+    def hanging(self) -> Collection[str]:
+        """Groups that are known to hang and make the others silent."""
+        return ()
+
+    def memory(self) -> Mapping[str, Memory]:
+        """Node -> last known memory of the node and the run's processes on it, without waiting."""
+        return {}
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What only a cluster can do, where each rank is a process that can die or hang alone. None
+        if groups take turns in one process."""
+        return None
+
+
+class Cluster(Protocol):
+    """A backend whose ranks are processes, perhaps on several nodes."""
+
+    address: str | None
+    """Address of the cluster that the run joins; None for a local one, on this machine alone."""
+    wait_s: float
+    """[s] How long to wait for room for ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process, if it is alive, and start another, without waiting.
-
-        Calls that the old process had not answered are never answered. Calls to the new one wait
-        until it is up.
-        """
+        """End a rank's process, if it is alive, and start another, without waiting. Calls to the new
+        one wait until it is up; the old one's are never answered."""
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
-        """End the process of an elastic group's rank, if it is alive, without replacing it or
-        waiting."""
+        """End the process of an elastic group's rank without replacing it or waiting."""
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         """Absent ranks of an elastic group that the cluster has room for."""
-        ...
-
-    @property
-    def wait_s(self) -> float:
-        """[s] How long to wait for room for ranks that a run needs."""
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
@@ -269,43 +232,29 @@ class Backend(Protocol):
         died, or None."""
         ...
 
-    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Stack traces of ranks, in words, within seconds; unknown ones are left out."""
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
+        """Names of lost nodes, whose processes and rows are gone. A `look` checks the nodes first,
+        which may take seconds."""
         ...
 
-    @property
-    def hanging(self) -> Collection[str]:
-        """Groups that are known to hang and make the others silent. Empty if ranks have
-        processes."""
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """Segments that cannot be read on their nodes, and why."""
         ...
 
-    def memory(self) -> Mapping[str, Memory]:
-        """Node -> last known memory of the node and the run's processes on it, without waiting."""
-        ...
-
-    @property
-    def has_endpoint(self) -> bool:
-        """Whether Prometheus can read metrics from its cluster."""
+    def delete(self, node: str, file: str) -> None:
+        """Ask all nodes to delete a segment file that a process on `node` wrote, without waiting."""
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Show metrics of a step at the endpoint."""
-        ...
-
-    def close(self) -> None:
-        """End every process, and clean up all nodes. It may be called several times."""
+        """Show metrics of a step at the cluster's endpoint for Prometheus."""
         ...
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Check that this machine has enough memory for the groups. On GPUs, the workers check it.
-
-    Raises:
-        UserError: There is too little memory; the message names the setting.
-    """
+    """Raise a `UserError` if this machine has too little memory for the groups. On GPUs, the workers
+    check it."""
     if machine_gpus():
         return
     for name, handle in handles.items():
-        handle.worker_class.check_machine(
-            handle.config, placement[name].ranks if name in placement else 1
-        )
+        ranks = placement[name].ranks if name in placement else 1
+        handle.worker_class.check_machine(handle.config, ranks)

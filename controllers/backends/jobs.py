@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,26 +30,23 @@ from urllib.parse import urlsplit
 from ...dataflow.errors import RunError, UserError, nearest
 from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
-from .user_code import UserCode
+from .ray_cluster import UserCode
 
-# Job environment: variables that tell a run in a job where to put its directory and whether to
-# resume. A job works in a package of the user's files, which Ray deletes some time after the job. A
-# relative `root` is therefore taken below `WEFT_ROOT`, or below `~/weft` inside such a package.
-# `weft submit` sets both variables.
+# Job environment: where a run in a job puts its directory, and whether it resumes. A job works in a
+# package of the user's files, which Ray deletes some time after the job. A relative `root` is
+# therefore taken below `WEFT_ROOT`, or below `~/weft` inside such a package.
 
 
 ROOT = "WEFT_ROOT"
-"""Variable with the folder for relative roots."""
 RESUME = "WEFT_RESUME"
-"""Variable with `resume` ("latest" or "weights") for runs with checkpoints whose script does not
-set it."""
+"""Variable with `resume` for runs with checkpoints whose script does not set it."""
 DEFAULT_ROOT = "~/weft"
 _PACKAGES = ("runtime_resources", "working_dir_files")
 """Two nested folders where Ray unpacks the files of jobs."""
 
 
 def in_package(folder: Path) -> bool:
-    """Whether a folder is, or is in, a package that Ray has unpacked for a job.
+    """Whether a folder is in a package that Ray has unpacked for a job.
 
     >>> in_package(Path("/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_0a2f/project"))
     True
@@ -59,15 +57,8 @@ def in_package(folder: Path) -> bool:
 def root_of(
     root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
 ) -> Path:
-    """Return the folder for run directories.
-
-    Args:
-        root: Value from the script.
-        environment: Environment of this process.
-        folder: Working directory of this process; by default the current one.
-
-    Returns:
-        `root`, below another folder if it is relative and this is a job.
+    """Return the folder for run directories: the script's `root`, below another folder if it is
+    relative and the working `folder` belongs to a job.
 
     >>> root_of("runs", {"WEFT_ROOT": "/shared/weft"}), root_of("/data/runs", {"WEFT_ROOT": "/shared/weft"}), root_of("runs", {})
     (PosixPath('/shared/weft/runs'), PosixPath('/data/runs'), PosixPath('runs'))
@@ -107,7 +98,7 @@ _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-w
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A script to run as a job.
+    """A script to run as a job. The fields are the options of `weft submit`.
 
     Raises:
         UserError: A value is wrong; the message names it.
@@ -117,32 +108,21 @@ class JobRequest:
     """A Python program in `working_dir`."""
     arguments: Sequence[str] = ()
     name: str | None = None
-    """Folder of the job's runs below `root`, and prefix of its id; by default the name of the
-    script."""
+    """Folder of the job's runs below `root`, and prefix of its id; by default the script's name."""
     working_dir: Path = Path()
     excludes: Sequence[str] = ()
-    """Patterns of files that are not sent, as in a `.gitignore`."""
     root: str = DEFAULT_ROOT
-    """Folder on the head node for the runs of jobs; `~` is the home of the user who started Ray
-    there."""
+    """Folder on the head node; `~` is the home of the user who started Ray there."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the job."""
     resume: bool = False
-    """Resume the runs of this name from their last checkpoint."""
     python: str = "python"
-    """Python interpreter on the cluster."""
     stop_wait_s: int = 600
-    """[s] Time for the job to save itself when it is stopped."""
 
     def __post_init__(self) -> None:
         folder = self.working_dir.expanduser().absolute()
         script = folder / self.script.expanduser()
         if not script.is_file():
-            near = (
-                nearest(script.name, [path.name for path in script.parent.glob("*.py")])
-                if script.parent.is_dir()
-                else ""
-            )
+            near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
             raise UserError(f"script {str(self.script)!r}: there is no such file in {folder}{near}")
         if not script.resolve().is_relative_to(folder.resolve()):
             raise UserError(
@@ -168,11 +148,6 @@ class JobRequest:
 
     @property
     def code(self) -> UserCode:
-        """The user's code to send.
-
-        Raises:
-            UserError: The folder does not exist.
-        """
         return UserCode.of(self.working_dir, (), self.excludes)
 
     @property
@@ -181,12 +156,11 @@ class JobRequest:
 
     @property
     def program(self) -> str:
-        """Path of the script below the sent folder."""
+        """Path of the script in the sent folder."""
         folder = self.working_dir.expanduser().absolute().resolve()
         return (folder / self.script.expanduser()).resolve().relative_to(folder).as_posix()
 
     def variables(self, job: str) -> dict[str, str]:
-        """Environment variables of the job with this id."""
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
@@ -232,14 +206,11 @@ class Job:
     status: str
     """PENDING, RUNNING, or one of OVER."""
     message: str
-    """What Ray says about that."""
     submitted_s: float
-    """[s] Unix time of submission."""
     entrypoint: str
     folder: str
     """Folder of its runs on the head node; empty if it was not submitted by `weft submit`."""
     stop_wait_s: float
-    """[s] Time to save itself when stopped."""
 
     @property
     def is_over(self) -> bool:
@@ -281,21 +252,19 @@ class Jobs:
         """Send the files of a job, start it, and return its id.
 
         Args:
-            request: The job to run.
-            tell: Receives lines about the files that are sent.
+            tell: Receives a line about the files that are sent.
 
         Raises:
             UserError: The files are too large, or do not include the script.
             RunError: The cluster rejects the job.
         """
         _check_files(request, tell)
-        job = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', request.run_name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.run_name)
+        job = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         environment = request.code.runtime_env({}) | {"env_vars": request.variables(job)}
         with _answers(self.address):
             return self._client.submit_job(
-                entrypoint=request.entrypoint,
-                submission_id=job,
-                runtime_env=environment,
+                entrypoint=request.entrypoint, submission_id=job, runtime_env=environment
             )
 
     def list(self) -> list[Job]:
@@ -310,15 +279,10 @@ class Jobs:
         Raises:
             UserError: The cluster does not know this job.
         """
-        with _answers(self.address):
-            known = {
-                details.submission_id: details
-                for details in self._client.list_jobs()
-                if details.submission_id
-            }
+        known = {one.id: one for one in self.list()}
         if job not in known:
             raise UserError(f"the cluster at {self.address} has no job {job!r}{nearest(job, known)}")
-        return Job.of(known[job])
+        return known[job]
 
     def stop(self, job: str) -> Job:
         """Stop a job, and wait until it has saved itself and ended.
@@ -332,9 +296,7 @@ class Jobs:
             return found
         with _answers(self.address):
             self._client.stop_job(job)
-        return self._until_over(job, found.stop_wait_s + ANSWER_TIMEOUT_S)
-
-    def _until_over(self, job: str, timeout_s: float) -> Job:
+        timeout_s = found.stop_wait_s + ANSWER_TIMEOUT_S
         end = time.monotonic() + timeout_s
         while not (found := self.get(job)).is_over:
             if time.monotonic() > end:
@@ -343,20 +305,25 @@ class Jobs:
         return found
 
     def follow(self, job: str, write: Callable[[str], None]) -> Job:
-        """Pass on the output of a job from its beginning until it ends, and return the job.
-
-        Args:
-            job: Id of the job.
-            write: Receives text as it arrives.
+        """Pass on the output of a job as it arrives, from its beginning until it ends, and return the
+        job.
 
         Raises:
             UserError: The cluster does not know this job.
             RunError: Its server did not answer for LOST_TIMEOUT_S.
         """
-        log, heard = _Log(write), time.monotonic()
+        written, heard = 0, time.monotonic()
+
+        def pass_on(text: str, end: int) -> None:
+            """Write the part of a log's piece that earlier connections have not brought."""
+            nonlocal written
+            if end > written:
+                write(text[max(0, len(text) - (end - written)) :])
+                written = end
+
         while True:
             try:
-                asyncio.run(self._tail(job, log))
+                asyncio.run(self._tail(job, pass_on))
                 found, heard = self.get(job), time.monotonic()
                 if found.is_over:
                     return found
@@ -368,12 +335,9 @@ class Jobs:
                     ) from error
             time.sleep(POLL_S)
 
-    async def _tail(self, job: str, log: _Log) -> None:
-        """Follow the log of a job until its server ends it, or sends nothing for QUIET_S.
-
-        Raises:
-            RunError: The connection broke.
-        """
+    async def _tail(self, job: str, pass_on: Callable[[str, int], None]) -> None:
+        """Follow the log of a job from its beginning until its server ends it, or sends nothing for
+        QUIET_S."""
         import aiohttp
 
         seen, stream = 0, self._client.tail_job_logs(job)
@@ -381,28 +345,13 @@ class Jobs:
             while True:
                 text = await asyncio.wait_for(anext(stream), QUIET_S)
                 seen += len(text)
-                log.take(text, seen)
+                pass_on(text, seen)
         except (StopAsyncIteration, TimeoutError):
             return
         except aiohttp.ClientError as error:
             raise RunError(f"the log of job {job} broke off: {error}") from error
         finally:
             await stream.aclose()
-
-
-class _Log:
-    """Passes on the text of a log once, although each connection sends it from the beginning."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._written = 0
-        """Number of characters passed on."""
-
-    def take(self, text: str, end: int) -> None:
-        """Pass on the new part of a piece."""
-        if end > self._written:
-            self._write(text[max(0, len(text) - (end - self._written)) :])
-            self._written = end
 
 
 def server_address(given: str | None) -> str:
@@ -454,31 +403,24 @@ def _require_listener(address: str) -> None:
 
 def _client(address: str) -> Any:
     """Ray's client, with timeouts for its requests."""
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError:
+    if find_spec("aiohttp") is None:
         raise UserError(
             'jobs need Ray\'s complete client, which is not installed; run: pip install "weft[jobs]"'
-        ) from None
+        )
     from ray.job_submission import JobSubmissionClient
 
-    for talks in (
-        "dashboard.modules.job.sdk",
-        "dashboard.modules.dashboard_sdk",
-        "_private.runtime_env.packaging",
-    ):
+    for talks in ("dashboard.modules", "_private.runtime_env.packaging"):
         logging.getLogger(f"ray.{talks}").setLevel(logging.WARNING)
 
-    class Client(JobSubmissionClient):
+    class _Client(JobSubmissionClient):
         def _do_request(self, *arguments: Any, **settings: Any) -> Any:
-            return super()._do_request(
-                *arguments, timeout=(CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S), **settings
-            )
+            timeout = CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S
+            return super()._do_request(*arguments, timeout=timeout, **settings)
 
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = address  # takes precedence over the argument and RAY_ADDRESS
     try:
-        return Client(address)
+        return _Client(address)
     finally:
         os.environ.pop(VARIABLE)
         if before is not None:
@@ -487,12 +429,8 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Convert exceptions of Ray's client.
-
-    Raises:
-        UserError: The token is wrong or missing.
-        RunError: Another error.
-    """
+    """Convert exceptions of Ray's client: a wrong or missing token to a `UserError`, others to a
+    `RunError`."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -509,7 +447,7 @@ def _answers(address: str) -> Iterator[None]:
 
 
 def _check_files(request: JobRequest, tell: Callable[[str], None]) -> None:
-    """Check the size of the folder and that it contains the script, and print what is sent."""
+    """Check the size of the folder and that it contains the script, and tell what is sent."""
     code = request.code
     code.check()
     assert code.working_dir is not None

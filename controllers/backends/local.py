@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import itertools
 import math
+import os
 import signal
 import sys
 import threading
@@ -17,13 +18,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
-from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
-from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
@@ -32,15 +31,14 @@ from ..placement import Place
 from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
-from .backend import Event, Setup, check_machine, this_node
-from .witness import SIGNAL, Memory, memory_of, shown
+from .backend import Backend, Event, Setup, check_machine, this_node
+from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 
 # SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
 # thread, so another thread has to do it.
 #
 #     limit_s over ──> `Silent` is raised in the thread that executes the call
-# 2 * limit_s  ──> the call hangs outside of Python: write all stacks to standard error, and end the
-# process
+#     2 * limit_s  ──> it hangs outside of Python: write all stacks to standard error, and exit
 #
 # A thread checks every second; a call costs two assignments. Time in a debugger does not count.
 
@@ -48,8 +46,7 @@ from .witness import SIGNAL, Memory, memory_of, shown
 LOOK_S = 1.0
 """[s] Longest time between two checks."""
 ASLEEP_S = 5.0
-"""[s] If a check is this late, the process or machine was suspended, so the call is not to
-blame."""
+"""[s] If a check is this late, the process or machine was suspended."""
 DEBUGGERS = {"pdb.py", "bdb.py", "pydevd.py", "pydevd_bundle"}
 
 
@@ -70,14 +67,7 @@ class SilenceWatch:
 
     @contextmanager
     def over(self, limit_s: float) -> Iterator[None]:
-        """Watch the block.
-
-        Args:
-            limit_s: [s] Longest time without progress.
-
-        Raises:
-            Silent: The block made no progress for longer.
-        """
+        """Raise `Silent` if the block makes no progress for longer than this."""
         self._limit_s, self._spoke = limit_s, time.monotonic()
         if self._looker is None and limit_s < math.inf:
             self._looker = threading.Thread(target=self._look, name="silence", daemon=True)
@@ -137,8 +127,7 @@ class SilenceWatch:
         return False
 
     def _arm(self, seconds: float) -> None:
-        """End the process after this time, without needing Python, unless the call makes
-        progress."""
+        """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
         self._armed = True
         faulthandler.dump_traceback_later(seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2)
 
@@ -158,7 +147,7 @@ def _where(frame: FrameType | None) -> str:
 REST_S = 0.05
 
 
-class Local:
+class Local(Backend):
     """Runs every group in this process, with one rank each. The groups take turns on one thread
     while the driver waits.
 
@@ -166,8 +155,9 @@ class Local:
     a debugger. A call that makes no progress for too long is interrupted, and the run ends.
     """
 
+    in_process = True
+
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
         self._executors: dict[str, Executor] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
@@ -180,17 +170,9 @@ class Local:
     def __repr__(self) -> str:
         return "Local()"
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
-        """Check that one process can do the work. `start` reports unused parts of the placement.
-
-        Raises:
-            UserError: This machine has too little memory, or a transport of vLLM is chosen, which
-                needs leader and follower to run at the same time.
-        """
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
+        """Raise a `UserError` if this machine has too little memory, or for a transport of vLLM, which
+        needs leader and follower at the same time. `start` reports unused parts of the placement."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
@@ -213,16 +195,14 @@ class Local:
             handle, pool = setup.handles[name], setup.placement[name].pool
             place = Place(replace(pool, nodes=None))  # one rank, whatever the placement says
             worker = self._made(name, handle, setup, self._watch)
+            self._executors[name] = Executor(worker, self._data)
             own = getattr(handle.config, "silence_s", None)
             self._limits[name] = max(setup.call_timeout_s, own or 0.0)
-            self._workers[name] = worker
             if shares_gpus(setup.placement, name):
                 worker.offload()
-            self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        self._executors = {
-            name: self._executors[name] for name in setup.handles
-        }  # the order of their turns
+        # The order of their turns
+        self._executors = {name: self._executors[name] for name in setup.handles}
         return {name: groups[name] for name in setup.handles}
 
     def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:
@@ -234,24 +214,18 @@ class Local:
             said = f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
             raise DeadlineError(said) from None
 
-    def delete(self, node: str, file: str) -> None:
-        """Do nothing: there is one node, and the buffer deletes its files."""
-
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         def begin() -> None:
             call.started = self.clock()  # do not count the wait for this thread
 
         executor = self._executors[call.group.name]
-        executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
-
-    def clock(self) -> float:
-        return time.monotonic()
+        executor.add_task(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
 
     def cancel(self, call: Call) -> None:
-        self._executors[call.group.name].cancel(call.number)
+        self._executors[call.group.name].cancel_call(call.number)
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        self._executors[call.group.name].give_up(call.number, sample_ids)
+        self._executors[call.group.name].give_up_rows(call.number, sample_ids)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         assert self._watch is not None
@@ -274,47 +248,6 @@ class Local:
         except Silent as silent:
             self._silent[name] = silent.stack
 
-    def rest(self, seconds: float) -> None:
-        """Do nothing: workers only run in `wait`."""
-
-    has_processes = False
-    in_process = True
-    spans_machines = False
-    sync_interval_s = SYNC_INTERVAL_S
-    has_endpoint = False
-
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Do nothing: `has_endpoint` is False."""
-
-    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """There is one node, and the buffer checks its files."""
-        return {}
-
-    @property
-    def nodes(self) -> Collection[str]:
-        return (this_node(),)
-
-    def lost_nodes(self, *, look: bool) -> Collection[str]:
-        return ()
-
-    def node_of(self, group: WorkerGroup, rank: int) -> str:
-        return this_node()
-
-    def replace(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def release(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """All ranks exist from the start."""
-        return ()
-
-    wait_s = 0.0
-
-    def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Return None: an exception in this process names its samples."""
-
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
         return {0: self._silent[group.name]} if group.name in self._silent else {}
 
@@ -323,20 +256,19 @@ class Local:
         return self._silent
 
     def memory(self) -> Mapping[str, Memory]:
-        own = memory_of("self")
+        own = memory_of(os.getpid())
         return {this_node(): Memory({DRIVER: own} if own else {}, node_memory())}
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close all, even if one raises
-            for worker in self._workers.values():
-                closing.callback(worker.close)
+            for executor in self._executors.values():
+                closing.callback(executor.worker.close)
             if self._watch is not None:
                 closing.callback(self._watch.close)
                 self._watch = None
             if self._data is not None:
                 closing.callback(self._data.close)
                 self._data = None
-            self._workers.clear()
             self._executors.clear()
 
 

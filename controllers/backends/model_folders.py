@@ -1,7 +1,7 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
 A setting names a folder, or a Hugging Face id whose snapshot is cached on the driver's node. A rank
-on another node asks the `FolderSource` on the driver's node for the folder's listing. If its node
+on another node asks the `_FolderSource` on the driver's node for the folder's listing. If its node
 has the same files at the same path or in its cache, the rank uses them. Otherwise one process of
 the node fetches the folder into the node's cache (`workers/models/node_folder.py`), and all its
 ranks use the copy.
@@ -33,7 +33,7 @@ PIECE_TIMEOUT_S = 120.0
 """[s] Longest wait for a piece."""
 
 
-class FolderSource:
+class _FolderSource:
     """Reads folders of the driver's node for ranks on other nodes, in a Ray actor."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -68,7 +68,6 @@ class ModelFolders:
 
         Args:
             node: Ray's id of the rank's node.
-            config: Settings of its group.
             advance: Called as copies grow.
 
         Raises:
@@ -140,12 +139,9 @@ class SentFolders:
         if self._source is None:
             here: Any = NodeAffinitySchedulingStrategy(self._node, soft=False)
             remote: Any = ray.remote
-            source = remote(FolderSource).options(
-                num_cpus=0, scheduling_strategy=here, max_concurrency=2 * AHEAD
-            )
-            self._source = source.remote(
-                {folder for named in self._named.values() for folder in named.values()}
-            )
+            options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 2 * AHEAD}
+            folders = {folder for named in self._named.values() for folder in named.values()}
+            self._source = remote(_FolderSource).options(**options).remote(folders)
         return ModelFolders(self._node, self._source, self._named[group])
 
     def kill(self) -> None:
@@ -157,14 +153,8 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """Return the model and tokenizer folders in settings, given as paths or as Hugging Face ids in
-    this node's cache.
-
-    Args:
-        config: Settings of a group.
-
-    Returns:
-        Setting -> folder.
+    """Return the folders of models and tokenizers in a group's settings, given as paths or as Hugging
+    Face ids in this node's cache: setting -> folder.
 
     Raises:
         UserError: The weight index of a cached model is damaged.

@@ -4,7 +4,7 @@ per node."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,11 @@ LOOK_S = 0.2
 """[s] Time between two checks for room for the ranks of an elastic group."""
 PROBE_TIMEOUT_S = 120.0
 """[s] Longest wait for a process to report the GPUs of a bundle."""
+GROWS = "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
 
 
 @dataclass(frozen=True)
-class ReservedPart:
+class _ReservedPart:
     """The part of a pool on one node."""
 
     strategy: Any
@@ -57,7 +58,7 @@ class ReservedPart:
 
 @dataclass(frozen=True)
 class ReservedPool:
-    parts: Sequence[ReservedPart]
+    parts: Sequence[_ReservedPart]
     """One part for each of its nodes."""
     cpus: int
     """CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's node."""
@@ -82,14 +83,9 @@ class Reservations:
         A group without a place gets a free CPU, near the group that it follows. If there is none,
         it is a guest on another pool's node, and works while that pool's groups are idle.
 
-        Args:
-            setup: Setup whose pools have numbers of nodes.
-
         Raises:
             UserError: A pool that the user sized was not free in time.
         """
-        import ray
-
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
@@ -98,7 +94,7 @@ class Reservations:
         if missing := [name for name in sized if name not in self._pools]:
             raise UserError(
                 f"{', '.join(_in_words(pools[name]) for name in missing)} did not get the requested devices within {self._wait_s:.0f} s; "
-                f"{_in_stock(ray.nodes(), ray.available_resources())}. For a cluster that grows, wait longer: RayBackend(wait_s=...)"
+                f"{_in_stock()}. {GROWS}"
             )
         leaders = {
             setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name
@@ -113,12 +109,11 @@ class Reservations:
         }
         self._keep_recorder_here(setup)
         self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
-        largest = max(
-            self._pools.keys() & pools.keys(), key=lambda name: (name not in own, pools[name].cpus)
-        )
+        reserved = self._pools.keys() & pools.keys()
+        largest = max(reserved, key=lambda name: (name not in own, pools[name].cpus))
         for name in own:
             host = self._pools.get(leaders.get(name, largest), self._pools[largest]).parts[0]
-            guest = ReservedPart(host.strategy, host.node, host.address)
+            guest = _ReservedPart(host.strategy, host.node, host.address)
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def room(self, name: str) -> dict[int, str]:
@@ -141,17 +136,14 @@ class Reservations:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        if (
-            RECORDER in setup.placement
-            and is_own(pool := setup.placement[RECORDER].pool)
-            and len(addresses) > 1
-        ):
+        pool = setup.placement[RECORDER].pool if RECORDER in setup.placement else None
+        if pool is not None and is_own(pool) and sum(node["Alive"] for node in ray.nodes()) > 1:
             here = ray.get_runtime_context().get_node_id()
-            guest = ReservedPart(NodeAffinitySchedulingStrategy(here, soft=False), here, addresses[here])
+            strategy = NodeAffinitySchedulingStrategy(here, soft=False)
+            guest = _ReservedPart(strategy, here, _addresses()[here])
             self._pools.setdefault(pool.name, ReservedPool([guest], cpus=0))
 
-    def release(self) -> None:
+    def remove(self) -> None:
         import ray
 
         for group in [*self._groups, *(group for groups in self._by_rank.values() for group in groups)]:
@@ -161,39 +153,31 @@ class Reservations:
         """Request each rank of an elastic group separately, and wait for `min_ranks`. Ray's
         autoscaler sees the other requests as well."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         pool, least = place.pool, place.min_ranks or 0
         each = bundles([pool])[pool.name]
-        self._by_rank[pool.name] = [_ask([bundle], None) for bundle in each]
-        began = time.monotonic()
-        (pause_s, longest_s), told = TELL_S, began
-        while len(self.room(pool.name)) < least:
+        groups = self._by_rank[pool.name] = [_ask([bundle], None) for bundle in each]
+        began = told = time.monotonic()
+        pauses = _pauses()
+        pause_s = next(pauses)
+        while (ranks := len(self.room(pool.name))) < least:
             now = time.monotonic()
-            stock = _in_stock(ray.nodes(), ray.available_resources())
-            has = f"{len(self.room(pool.name))} of at least {least} ranks on resource pool {pool.name!r}"
+            has = f"{ranks} of at least {least} ranks on resource pool {pool.name!r}"
             if now - began > self._wait_s:
+                needs = f"each needs {each[0].cpus} CPUs, {each[0].gpus} GPUs"
                 raise UserError(
-                    f"there was room for {has} after {self._wait_s:.0f} s (each needs {each[0].cpus} CPUs, {each[0].gpus} GPUs); {stock}. "
-                    "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
+                    f"there was room for {has} after {self._wait_s:.0f} s ({needs}); {_in_stock()}. {GROWS}"
                 )
             if now - told >= pause_s:
-                pause_s, told = min(2 * pause_s, longest_s), now
-                tell(
-                    f"there is room for {has}, waiting {began + self._wait_s - now:.0f} s at most; {stock}"
-                )
+                pause_s, told = next(pauses), now
+                left_s = began + self._wait_s - now
+                tell(f"there is room for {has}, waiting {left_s:.0f} s at most; {_in_stock()}")
             time.sleep(LOOK_S)
         time.sleep(LOOK_S)  # other ranks may get room at the same time
-        there, addresses = (
-            self.room(pool.name),
-            {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()},
-        )
-        parts: list[ReservedPart] = []
-        for rank, (group, bundle) in enumerate(zip(self._by_rank[pool.name], each, strict=True)):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            node = there.get(rank, "")
-            part = ReservedPart(strategy, node, addresses.get(node, ""), (), bundle.gpus, 0, bundle.gpus)
-            gpus = ray.get(part.find_gpus(), timeout=PROBE_TIMEOUT_S) if node and bundle.gpus else ()
+        there, addresses, parts = self.room(pool.name), _addresses(), list[_ReservedPart]()
+        for rank, (group, bundle) in enumerate(zip(groups, each, strict=True)):
+            part = _part_of(group, 0, there.get(rank, ""), bundle, addresses)
+            gpus = ray.get(part.find_gpus(), timeout=PROBE_TIMEOUT_S) if part.node and bundle.gpus else ()
             parts.append(replace(part, gpus=gpus))
         self._pools[pool.name] = ReservedPool(parts, pool.cpus)
 
@@ -213,48 +197,64 @@ class Reservations:
         import ray
 
         asked = [(family, _ask(family, near.get(name))) for name, family in bundles(pools).items()]
-        began = time.monotonic()
-        pause_s, longest_s = TELL_S
+        deadline, pauses = time.monotonic() + timeout_s, _pauses()
+        pause_s = next(pauses)
         for family, group in asked:
-            while not group.wait(min(pause_s, max(0.0, began + timeout_s - time.monotonic()))):
-                pause_s, left_s = min(2 * pause_s, longest_s), began + timeout_s - time.monotonic()
+            while not group.wait(min(pause_s, max(0.0, deadline - time.monotonic()))):
+                pause_s, left_s = next(pauses), deadline - time.monotonic()
                 if left_s <= 0:
                     ray.util.remove_placement_group(group)
                     break
-                waiting = [
-                    _in_words(p) for p in pools if p.name in {n for b in family for n in b.first_gpu}
-                ]
-                stock = _in_stock(ray.nodes(), ray.available_resources())
-                tell(f"waiting for {', '.join(waiting)}, {left_s:.0f} s at most; {stock}")
+                names = {name for bundle in family for name in bundle.first_gpu}
+                waiting = ", ".join(_in_words(pool) for pool in pools if pool.name in names)
+                tell(f"waiting for {waiting}, {left_s:.0f} s at most; {_in_stock()}")
             else:
                 self._groups.append(group)
-                self._take(group, family, {pool.name: pool for pool in pools})
+                self._share_out(group, family, {pool.name: pool for pool in pools})
 
-    def _take(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
+    def _share_out(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
+        """Divide the bundles of a placement group among the pools that share them."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
-        strategies = [
-            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-            for i in range(len(family))
-        ]
-        whole = [
-            ReservedPart(strategies[i], nodes[i], addresses[nodes[i]], (), bundle.gpus, 0, bundle.gpus)
-            for i, bundle in enumerate(family)
-        ]
+        addresses = _addresses()
+        whole = [_part_of(group, i, nodes[i], bundle, addresses) for i, bundle in enumerate(family)]
         asked = [part.find_gpus() if part.bundle_gpus else None for part in whole]
         gpus = [ray.get(one, timeout=PROBE_TIMEOUT_S) if one else [] for one in asked]
         for name in family[0].first_gpu:
             each = pools[name].gpus // (pools[name].nodes or 1)
-            first = [bundle.first_gpu.get(name) for bundle in family]
             parts = [
                 replace(whole[i], gpus=gpus[i][start : start + each], first_gpu=start, own_gpus=each)
-                for i, start in enumerate(first)
+                for i, start in enumerate(bundle.first_gpu.get(name) for bundle in family)
                 if start is not None
             ]
             self._pools[name] = ReservedPool(parts, pools[name].cpus)
+
+
+def _part_of(
+    group: Any, index: int, node: str, bundle: Bundle, addresses: Mapping[str, str]
+) -> _ReservedPart:
+    """A whole bundle of a placement group, on this node if it has room."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    address = addresses.get(node, "")
+    return _ReservedPart(strategy, node, address, (), bundle.gpus, 0, own_gpus=bundle.gpus)
+
+
+def _addresses() -> dict[str, str]:
+    """Ray's id of each node -> its address."""
+    import ray
+
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
+def _pauses() -> Iterator[float]:
+    """[s] Times between two lines about waiting."""
+    pause_s, longest_s = TELL_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def _ask(family: Sequence[Bundle], node: str | None) -> Any:
@@ -271,26 +271,25 @@ def _gpus_from(first: int, number: int) -> list[str]:
     """Some of the bundle's GPUs. Only a process that holds them can find out their numbers."""
     import ray
 
-    return sorted((str(i) for i in ray.get_gpu_ids()), key=_in_order)[first : first + number]
-
-
-def _in_order(gpu: str) -> tuple[int, str]:
-    return (int(gpu) if gpu.isdigit() else 0, gpu)
+    held = [str(gpu) for gpu in ray.get_gpu_ids()]
+    return sorted(held, key=lambda gpu: (int(gpu) if gpu.isdigit() else 0, gpu))[first : first + number]
 
 
 def _in_words(pool: ResourcePool) -> str:
     nodes = pool.nodes or 1
     has = f"{pool.cpus // nodes} CPUs" + (f", {pool.gpus // nodes} GPUs" if pool.gpus else "")
-    return (
-        f"resource pool {pool.name!r} ({has} on {'one node' if nodes == 1 else f'each of {nodes} nodes'})"
-    )
+    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
+    return f"resource pool {pool.name!r} ({has} on {where})"
 
 
-def _in_stock(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """Describe the resources of a cluster, and how many are free."""
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    said: list[str] = []
-    for kind in ("CPU", "GPU"):
-        has = sum(resources.get(kind, 0) for resources in alive)
-        said.append(f"{has:.0f} {kind}s ({free.get(kind, 0):.0f} free)")
+def _in_stock() -> str:
+    """Describe the resources of the cluster, and how many are free."""
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    free: Mapping[str, float] = ray.available_resources()
+    said = [
+        f"{sum(node.get(kind, 0) for node in alive):.0f} {kind}s ({free.get(kind, 0):.0f} free)"
+        for kind in ("CPU", "GPU")
+    ]
     return f"the cluster has {len(alive)} node{'s' * (len(alive) != 1)} with {' and '.join(said)}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
+import mmap
 import os
 import socket
 import struct
@@ -15,9 +15,11 @@ from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from ...dataflow.errors import UserError
 from ...dataflow.graph import Handle
-from ...dataflow.runs.files import make_folder
+from ...dataflow.runs.files import make_file, make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.worker import Context, Worker
@@ -28,8 +30,7 @@ from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
 from .model_folders import ModelFolders
 from .pools import ReservedPool
-from .sample_note import SampleNote
-from .witness import write_on_request
+from .process_diagnostics import write_on_request
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.flight import Peers
@@ -45,13 +46,10 @@ def rank_process(rank_class: type) -> type:
 
     It is made in a function so that it is pickled by value, and its methods use no outside names.
 
-    Args:
-        rank_class: Class of the rank, which the process imports by name.
-
     Returns:
         A class. Its arguments: an environment with `PYTHONPATH` and `OMP_NUM_THREADS`; a pickled
-            tuple of the rank class and its arguments; and the GPUs to use, or None if the
-            environment names them.
+            tuple of the rank class, which the process imports by name, and its arguments; and the
+            GPUs to use, or None if the environment names them.
     """
 
     def __init__(
@@ -76,14 +74,11 @@ def rank_process(rank_class: type) -> type:
         self.rank = made_of(*arguments, *(() if gpus is None else (gpus,)))
 
     methods = {
-        name: value
+        name: _handed_on(name, streams=isgeneratorfunction(value))
         for name, value in vars(rank_class).items()
         if isfunction(value) and not name.startswith("_")
     }
-    handed_on = {
-        name: _handed_on(name, streams=isgeneratorfunction(value)) for name, value in methods.items()
-    }
-    return type("RankProcess", (), {"__init__": __init__, **handed_on})
+    return type("RankProcess", (), {"__init__": __init__, **methods})
 
 
 def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
@@ -135,13 +130,12 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
     "WEFT_CACHE",
 )
-"""Variables that are not forwarded: addresses and folders of the driver's node may be wrong on
-another."""
+"""Addresses and folders of the driver's node, which are not forwarded."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get from the driver. They may contain tokens and keys, so
-    they are sent with a rank's arguments and never written to disk.
+    """Return the variables that ranks get from the driver. They may contain tokens and keys, so they
+    are sent with a rank's arguments and never written to disk.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
@@ -156,30 +150,21 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 # Network interface of a node's address: gloo, NCCL and vLLM would otherwise use the first they find
 
 
-SIOCGIFADDR = 0x8915
-"""Linux ioctl for the IPv4 address of an interface."""
-
-
 def interface_of(address: str) -> str | None:
     """Return the network interface with this address, or None if this machine has none.
 
-    >>> interface_of("127.0.0.1")
-    'lo'
-    >>> interface_of("192.0.2.1")
+    >>> interface_of("127.0.0.1"), interface_of("192.0.2.1")
+    ('lo', None)
     """
     wanted = ipaddress.ip_address(address)
-    if wanted.version == 6:
-        table = Path("/proc/net/if_inet6")
-        lines = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-        return next((name for digits, *_, name in lines if int(digits, 16) == int(wanted)), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # the interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [
+            a.address.partition("%")[0]
+            for a in addresses
+            if a.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        if wanted in map(ipaddress.ip_address, own):
+            return name
     return None
 
 
@@ -192,6 +177,48 @@ def network_environment(address: str) -> dict[str, str]:
     name = interface_of(address)
     found = {"VLLM_HOST_IP": address}
     return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
+
+
+# Sample notes: a rank notes which sample it works on, so that it is known if the process dies
+
+
+class _SampleNote:
+    """Eight mapped bytes of a file, which outlive the process.
+
+    The file is created when the worker first reports a sample (`Context.at`), and removed on close.
+    """
+
+    FORMAT = struct.Struct("<q")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes: mmap.mmap | None = None
+        path.unlink(missing_ok=True)  # left by an earlier process of the rank
+
+    def __call__(self, sample_id: int | None) -> None:
+        if self._bytes is None:
+            make_file(self._path)
+            self._path.write_bytes(self.FORMAT.pack(-1))
+            with self._path.open("r+b") as file:
+                self._bytes = mmap.mmap(file.fileno(), self.FORMAT.size)
+        self._bytes[:] = self.FORMAT.pack(-1 if sample_id is None else sample_id)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def noted_sample(logs: Path, group: str, rank: int) -> int | None:
+    """The last sample that a rank noted next to its log, or None."""
+    path = _note_path(logs, group, rank)
+    written = path.read_bytes() if path.exists() else b""
+    if len(written) != _SampleNote.FORMAT.size:
+        return None
+    (sample_id,) = _SampleNote.FORMAT.unpack(written)
+    return None if sample_id < 0 else sample_id
+
+
+def _note_path(logs: Path, group: str, rank: int) -> Path:
+    return logs / f"{group}_{rank}.at"
 
 
 # Rank
@@ -217,8 +244,7 @@ class RankFiles:
     peers: Peers | None
     """The other nodes, if known."""
     models: ModelFolders | None = None
-    """Model folders in its settings; None if there are none, or if the run uses only the driver's
-    node."""
+    """Model folders in its settings that other nodes may lack."""
     written_on: str | None = None
     """Name of the driver's node, for a group that writes into the run's directory."""
     alone: bool = False
@@ -263,17 +289,16 @@ class Rank:
         self._activity = Activity()
         address = "" if files.alone else ray.util.get_node_ip_address()
         context = replace(context, advance=self._activity, address=address)
-        self._note: SampleNote | None = None
+        self._note: _SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._node = (
-            files.node_names.get(self._node_id) or f"node-{self._node_id}"
-        )  # an unknown node has just joined the cluster
+        # An unknown node has just joined the cluster.
+        self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"
         self._hidden: str | None = None
         """Reason that the worker cannot be made here."""
         if (run := context.run_dir) is not None:
             logs = files.files.logs_of_node(self._node, run)
             _log_to(logs / f"{context.name}_{context.rank}.log")
-            self._note = SampleNote(SampleNote.path(logs, context.name, context.rank))
+            self._note = _SampleNote(_note_path(logs, context.name, context.rank))
             context = replace(context, at=self._note)
             if not files.files.are_beside(run):
                 if files.written_on not in (None, self._node):
@@ -297,13 +322,7 @@ class Rank:
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Take a free port where the ranks of the group meet, and return the rendezvous.
-
-        Args:
-            host: Address of this machine.
-            secret: Shared secret of the group.
-            timeout_s: [s] Longest wait for the other ranks.
-        """
+        """Take a free port of this machine where the ranks of the group meet."""
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
 
@@ -311,11 +330,8 @@ class Rank:
         """Make the worker, and wait until it is up.
 
         Args:
-            rendezvous: Rendezvous of the group; None if its ranks do not meet.
+            rendezvous: None if the ranks of the group do not meet.
             offload: Free device memory at once, for the group that is made next.
-
-        Returns:
-            Where it runs, or its failure to start.
         """
         if rendezvous is not None:
             rendezvous = replace(rendezvous, taken=self._port)
@@ -340,8 +356,7 @@ class Rank:
         )
 
     def advanced(self) -> bool:
-        """Whether its worker has advanced since the last call, for example while downloading a
-        model."""
+        """Whether its worker has advanced since the last call, such as downloading a model."""
         return self._activity.is_new()
 
     def connect(self, peers: Peers) -> None:
@@ -349,13 +364,13 @@ class Rank:
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
-        yield from self._begun.result().call(task)
+        yield from self._begun.result().replies_to(task)
 
-    def cancel(self, number: int) -> None:
-        self._begun.result().cancel(number)
+    def cancel_call(self, number: int) -> None:
+        self._begun.result().between_turns(lambda executor: executor.cancel_call(number))
 
-    def give_up(self, number: int, sample_ids: list[int]) -> None:
-        self._begun.result().give_up(number, sample_ids)
+    def give_up_rows(self, number: int, sample_ids: list[int]) -> None:
+        self._begun.result().between_turns(lambda executor: executor.give_up_rows(number, sample_ids))
 
     def close(self) -> None:
         if self._begun.done():
@@ -373,8 +388,6 @@ def start_rank(
     """Start the process of a rank, and return its actor, which has no worker yet.
 
     Args:
-        place: Place of its group; its pool has a number of nodes.
-        context: Context with its group and rank.
         sharing: Number of groups on the pool.
     """
     import ray

@@ -6,14 +6,15 @@ and fetch from other nodes by Arrow Flight.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ...dataflow.buffer.segments import Segment
@@ -22,7 +23,6 @@ from ...dataflow.graph import Handle
 from ...dataflow.metric_names import entry_of, undeclared
 from ...dataflow.operation import names_arguments
 from ...dataflow.runs.files import LOGS
-from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ...dataflow.untrusted_text import redacted
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
@@ -31,42 +31,25 @@ from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
-from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
+from .backend import START_TIMEOUT_S, Backend, Cluster, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
-from .nodes import POLL_S, NodeLinks, Process, node_names
+from .node_links import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
-from .rank import CONTROL, RankFiles, Standing, start_rank
-from .ray_cluster import RayCluster
-from .sample_note import SampleNote
-from .user_code import UserCode, cannot_import
-from .witness import Memory, log_name
-from .witnesses import Witnesses
+from .process_diagnostics import Memory, ProcessDiagnostics, log_name, take_answers
+from .rank import CONTROL, RankFiles, Standing, noted_sample, start_rank
+from .ray_cluster import RayCluster, UserCode
+from .token_file import unprotected
 
-# Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`
-
-
-class RayGauges:
-    """A gauge for each metric, labelled with the run and the evaluation (empty for training). It
-    keeps the latest value."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Set the gauges."""
-        for name, value in metrics.items():
-            gauge, evaluation = labelled(name)
-            if gauge not in self._gauges:
-                self._gauges[gauge] = _new_gauge(gauge, name)
-            self._gauges[gauge].set(value, tags={"run": run, "evaluation": evaluation})
+# Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`,
+# labelled with the run and the evaluation (empty for training)
 
 
 def _new_gauge(gauge: str, metric: str) -> Any:
     from ray.util.metrics import Gauge
 
-    described = (
-        metric if undeclared([metric]) else f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
-    )
+    described = metric
+    if not undeclared([metric]):
+        described = f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
     return Gauge(gauge, description=described, tag_keys=("run", "evaluation"))
 
 
@@ -96,7 +79,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 @names_arguments
-class RayBackend:
+class RayBackend(Backend, Cluster):
     """Run worker groups on a Ray cluster: the one at `address` (or in `RAY_ADDRESS`), or else a new
     local one.
 
@@ -127,144 +110,125 @@ class RayBackend:
             raise UserError(f"RayBackend(wait_s={wait_s!r}): wait_s must be a number of seconds above 0")
         code = UserCode.of(working_dir, py_modules, excludes)
         self._cluster = RayCluster(address, grows=wait_s is not None, code=code)
-        if code.folders and not self._cluster.address:
+        self.address = self._cluster.address
+        if code.folders and not self.address:
             raise UserError(
                 "RayBackend(working_dir=..., py_modules=...) sends folders to nodes of a cluster; give its address (a local one sees them)"
             )
-        if wait_s is not None and not self._cluster.address:
+        if wait_s is not None and not self.address:
             raise UserError(
                 f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow, but a local cluster does not grow; give an address"
             )
-        self._wait_s = WAIT_S if wait_s is None else wait_s
-        self._setup: Setup | None = None
-        self._run_dir = Path()
+        self.wait_s = WAIT_S if wait_s is None else wait_s
+        self._gauges: dict[str, Any] = {}
+        self._setup: Setup
         self._is_open = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the last run."""
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, for all nodes of the cluster."""
-        self._pools = Reservations(self._wait_s)
-        self._gauges = RayGauges()
+        self._pools = Reservations(self.wait_s)
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
         self._links = NodeLinks(self._processes, self._died)
+        self._diagnostics = ProcessDiagnostics(this_node(), Path())
         self._starts: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
         """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
-        self._witnesses = Witnesses(Path())
-
-    @property
-    def address(self) -> str | None:
-        return self._cluster.address
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
 
-    def check(
-        self,
-        placement: Mapping[str, Place],
-        handles: Mapping[str, Handle] = MappingProxyType({}),
-    ) -> None:
+    def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         if self.address is None:
             check_machine(handles, placement)
-        self._lay_out(placement, handles)
-
-    def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:
-        return lay_out(placement, handles, self._cluster.nodes())
+        lay_out(placement, handles, self._cluster.nodes())
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles))
-        self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
-        self._witnesses = Witnesses(setup.run_dir / LOGS)
-        self._cluster.connect(setup.placement)
-        for note in self._cluster.notes:
-            setup.tell(note)
+        placement = lay_out(setup.placement, setup.handles, self._cluster.nodes())
+        self._setup = setup = replace(setup, placement=placement)
+        self._is_open = True
+        self._diagnostics = ProcessDiagnostics(this_node(), setup.run_dir / LOGS)
+        self._cluster.connect(placement)
+        if self.address and (warning := unprotected(self.address, os.environ)):
+            setup.tell(warning)
         import ray
 
         self._pools.reserve(setup)
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here)
         self._models = SentFolders(setup.handles, here)
-        for name in setup.handles:
-            parts = self._pools[setup.placement[name].pool.name].parts
-            for rank in range(setup.placement[name].ranks):
-                if parts[position(setup.placement[name], rank).node_rank].node:
+        for name, place in ((name, placement[name]) for name in setup.handles):
+            parts = self._pools[place.pool.name].parts
+            for rank in range(place.ranks):
+                if parts[position(place, rank).node_rank].node:
                     self._start_rank(name, rank)
-        meshes = self._begin_in_turn(setup)
-        names = {this_node(), *self._links.stands_on.values()}
-        used = {id: name for id, name in self._node_names.items() if name in names}
-        self._links.begin(setup.files, setup.run_dir / LOGS, used, setup.start_timeout_s)
-        groups = {
-            name: WorkerGroup(name, handle, setup.placement[name], meshes[name], self._submit)
-            for name, handle in setup.handles.items()
-        }
-        for name, group in groups.items():
-            group.absent = {
-                rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes
-            }
-        return groups
-
-    def _start_rank(self, name: str, rank: int) -> None:
-        setup = self._setup
-        assert setup is not None
-        place = setup.placement[name]
-        sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
-        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
-        replaced = self._starts[name, rank]
-        self._starts[name, rank] += 1
-        models = self._models.of(name) if len(self._node_names) > 1 else None
-        written_on = this_node() if name in setup.writers else None
-        alone = bool(self._cluster.folder)
-        peers = self._links.servers.peers
-        files = RankFiles(setup.files, self._node_names, replaced, peers, models, written_on, alone)
-        actor = start_rank(
-            setup.handles[name], place, context, self._pools[place.pool.name], sharing, files
-        )
-        self._processes[name, rank] = Process(actor)
-        self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
-
-    def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
-        """Make all workers: groups that share GPUs one after the other, all others at once."""
         # Absent ranks of elastic groups are independent, so their coordinates are known.
         meshes = {
-            name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)]
-            for name in setup.handles
+            name: [Coordinates(dp=r) for r in range(placement[name].ranks)] for name in setup.handles
         }
-        for groups in start_turns(setup.placement, setup.follows):
-            for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
+        # Groups that share GPUs make their workers one after the other.
+        for names in start_turns(placement, setup.follows):
+            for (name, rank), standing in sorted(self._wait_for(self._begin(names)).items()):
                 self._links.stands_on[name, rank] = standing.node
                 self._processes[name, rank].is_up = True
                 assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised any failure
                 meshes[name][rank] = standing.at
-        return meshes
-
-    def _begin(self, setup: Setup, groups: Sequence[str]) -> dict[Any, tuple[str, int]]:
-        """Start making the workers of groups, and return promises of their `Standing`."""
-
-        meeting: dict[Any, str] = {}
-        for name in groups:
-            place, handle = setup.placement[name], setup.handles[name]
-            if (
-                place.ranks > 1 and not handle.worker_class.replaceable
-            ):  # ranks that can be replaced do not meet
-                first = self._processes[name, 0].actor
-                host = self._meeting_host(place)
-                meeting[first.take_port.remote(host, secrets.token_hex(32), setup.start_timeout_s)] = name
-        found = self._wait_for({promise: (name, 0) for promise, name in meeting.items()})
-        rendezvous = {name: found[name, 0] for name in meeting.values()}
-        return {
-            self._processes[name, rank].actor.begin.remote(
-                rendezvous.get(name), offload=shares_gpus(setup.placement, name)
-            ): (name, rank)
-            for name in groups
-            for rank in range(setup.placement[name].ranks)
-            if (name, rank) in self._processes
+        nodes = {this_node(), *self._links.stands_on.values()}
+        used = {id: name for id, name in self._node_names.items() if name in nodes}
+        self._links.connect_all(setup.files, setup.run_dir, used, setup.start_timeout_s)
+        groups = {
+            name: WorkerGroup(name, handle, placement[name], meshes[name], self._submit)
+            for name, handle in setup.handles.items()
         }
+        for name, group in groups.items():
+            group.absent = {r for r in range(len(group.mesh)) if (name, r) not in self._processes}
+        return groups
 
-    def _meeting_host(self, place: Place) -> str:
-        """Address where the ranks of a group meet: loopback if all are on one machine."""
-        addresses = [part.address for part in self._pools[place.pool.name].parts]
-        return LOOPBACK if len({*addresses}) == 1 else addresses[0]
+    def _start_rank(self, name: str, rank: int) -> None:
+        setup = self._setup
+        place = setup.placement[name]
+        files = RankFiles(
+            setup.files,
+            self._node_names,
+            replaced=self._starts[name, rank],
+            peers=self._links.servers.peers,
+            models=self._models.of(name) if len(self._node_names) > 1 else None,
+            written_on=this_node() if name in setup.writers else None,
+            alone=bool(self._cluster.folder),
+        )
+        self._starts[name, rank] += 1
+        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
+        sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
+        pool = self._pools[place.pool.name]
+        actor = start_rank(setup.handles[name], place, context, pool, sharing, files)
+        self._processes[name, rank] = Process(actor)
+        self._diagnostics.meet(
+            _who(name, rank), actor.process.options(concurrency_group=CONTROL).remote()
+        )
+
+    def _begin(self, names: Sequence[str]) -> dict[Any, tuple[str, int]]:
+        """Start making the workers of groups, and return promises of their `Standing`."""
+        setup, meeting = self._setup, dict[Any, tuple[str, int]]()
+        for name in names:
+            place = setup.placement[name]
+            if place.ranks > 1 and not setup.handles[name].worker_class.replaceable:
+                addresses = [part.address for part in self._pools[place.pool.name].parts]
+                host = LOOPBACK if len({*addresses}) == 1 else addresses[0]
+                take_port, secret = self._processes[name, 0].actor.take_port, secrets.token_hex(32)
+                meeting[take_port.remote(host, secret, setup.start_timeout_s)] = name, 0
+        rendezvous = self._wait_for(meeting)  # ranks that can be replaced have none
+        return {
+            process.actor.begin.remote(
+                rendezvous.get((name, 0)), offload=shares_gpus(setup.placement, name)
+            ): (name, rank)
+            for (name, rank), process in self._processes.items()
+            if name in names
+        }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """Wait for the answers of starting ranks. The timeout restarts whenever a rank answers or
@@ -280,74 +244,59 @@ class RayBackend:
         import ray
         from ray.exceptions import RayError
 
-        assert self._setup is not None
         timeout_s = self._setup.start_timeout_s
         found: dict[tuple[str, int], Any] = {}
         pending, by = list(promises), time.monotonic() + timeout_s
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(LOOK_S, timeout_s))
-            self._witnesses.look(self._links.hosts)
+            self._diagnostics.look(self._links.hosts)
             if not ready and time.monotonic() < by:
                 continue
             if not ready and not self._some_advanced({promises[promise] for promise in pending}):
-                raise WorkerError(self._late([promises[promise] for promise in pending]))
+                late = [_who(*promises[promise]) for promise in pending]
+                said = f"workers {', '.join(late)} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))"
+                stacks = self._diagnostics.stacks(late, self._links.hosts)
+                raise WorkerError("\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())]))
             by = time.monotonic() + timeout_s
             for promise in ready:
-                who = "{}[{}]".format(*promises[promise])
+                who = _who(*promises[promise])
                 try:
-                    answer = ray.get(promise, timeout=timeout_s)
+                    answer = found[promises[promise]] = ray.get(promise, timeout=timeout_s)
                 except RayError as error:
-                    if (said := cannot_import(error)) is not None:
+                    if (said := _cannot_import(error)) is not None:
                         raise UserError(f"worker {who}: {said}") from None
                     raise WorkerError(self._died(who, error)) from None
-                if isinstance(answer, Standing) and isinstance(
-                    failure := answer.at, Failure
-                ):  # raise at once: others may wait for this rank
+                failure = answer.at if isinstance(answer, Standing) else None
+                if isinstance(failure, Failure):  # raise at once: others may wait for this rank
                     if failure.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {failure.message}")
                     raise WorkerError(
                         f"worker {who} could not start: {failure.message}\n{failure.traceback}"
                     )
-                found[promises[promise]] = answer
         return found
-
-    def _late(self, ranks: Sequence[tuple[str, int]]) -> str:
-        """Error message for ranks that did not start in time, with their stacks."""
-        assert self._setup is not None
-        late = ["{}[{}]".format(*at) for at in ranks]
-        stacks = self._witnesses.stacks(late, self._links.hosts)
-        said = f"workers {', '.join(late)} were not up after {self._setup.start_timeout_s:.0f} s (Driver(start_timeout_s=...))"
-        return "\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())])
 
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
         """Whether a starting rank has made progress since the last call, such as downloading a
-        model."""
-        import ray
-        from ray.exceptions import RayError
-
-        asked = [
-            self._processes[at].actor.advanced.options(concurrency_group=CONTROL).remote() for at in ranks
-        ]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ADVANCED_TIMEOUT_S)
-        try:
-            return any(ray.get(answered))
-        except RayError:  # a process died: the wait for its worker reports it
-            return True
-
-    has_processes = True
-    in_process = False
-    sync_interval_s = SYNC_INTERVAL_S
-    has_endpoint = True
-
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        self._gauges.report(run, metrics)
+        model, or has died, which the wait for its worker reports."""
+        actors = [self._processes[at].actor for at in ranks]
+        asked = {actor.advanced.options(concurrency_group=CONTROL).remote(): None for actor in actors}
+        answers = take_answers(asked, ADVANCED_TIMEOUT_S)
+        return len(answers) + len(asked) < len(actors) or any(advanced for _, advanced in answers)
 
     @property
-    def spans_machines(self) -> bool:
-        return self.address is not None
+    def cluster(self) -> Cluster:
+        return self
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            gauge, evaluation = labelled(name)
+            if gauge not in self._gauges:
+                self._gauges[gauge] = _new_gauge(gauge, name)
+            self._gauges[gauge].set(value, tags={"run": run, "evaluation": evaluation})
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        return self._links.servers.unreadable(segments)
+        peers = self._links.servers.peers
+        return peers.unreadable(segments) if peers is not None else {}
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         import ray
@@ -366,7 +315,7 @@ class RayBackend:
             del self._streams[stream]
         if (process := self._processes.pop((group.name, rank), None)) is not None:
             ray.kill(process.actor)  # it may be alive but hang, or have lost its connection
-        self._witnesses.forget(f"{group.name}[{rank}]")
+        self._diagnostics.forget(_who(group.name, rank))
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         room = self._pools.room(group.place.pool.name)
@@ -376,16 +325,9 @@ class RayBackend:
             if self._node_names.get(room[rank]) not in self._links.lost
         }
 
-    @property
-    def wait_s(self) -> float:
-        return self._wait_s
-
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
-        node = self._links.stands_on.get((group.name, rank))
-        if noted is not None or node is None or node in self._links.lost:
-            return noted
-        return self._links.servers.sample_at(node, group.name, rank)
+        noted = noted_sample(self._setup.run_dir / LOGS, group.name, rank)
+        return noted if noted is not None else self._links.sample_at(group.name, rank)
 
     @property
     def nodes(self) -> Collection[str]:
@@ -400,30 +342,23 @@ class RayBackend:
         return self._links.stands_on[group.name, rank]
 
     def delete(self, node: str, file: str) -> None:
-        self._links.servers.delete(node, file)
-
-    def clock(self) -> float:
-        return time.monotonic()
+        if (deletions := self._links.servers.deletions) is not None:
+            deletions(node, file)
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        found = self._witnesses.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
-        return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
-
-    hanging: Collection[str] = ()
+        found = self._diagnostics.stacks([_who(group.name, rank) for rank in ranks], self._links.hosts)
+        return {rank: text for rank in ranks if (text := found.get(_who(group.name, rank)))}
 
     def memory(self) -> Mapping[str, Memory]:
-        return self._witnesses.memory()
+        return self._diagnostics.memory()
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        if (
-            process := self._processes.get((call.group.name, rank))
-        ) is None:  # the rank left after the call was requested
+        process = self._processes.get((call.group.name, rank))
+        if process is None:  # the rank left after the call was requested
             self._unheard.append((call, rank))
             return
-        options = {"num_returns": "streaming"} | (
-            {"concurrency_group": CONTROL} if task.rows is None else {}
-        )
-        stream = process.actor.call.options(**options).remote(task)
+        group = {"concurrency_group": CONTROL} if task.rows is None else {}
+        stream = process.actor.call.options(num_returns="streaming", **group).remote(task)
         self._streams[stream] = (call, rank)
 
     def _actors_of(self, call: Call) -> list[Any]:
@@ -432,18 +367,18 @@ class RayBackend:
 
     def cancel(self, call: Call) -> None:
         for actor in self._actors_of(call):
-            actor.cancel.options(concurrency_group=CONTROL).remote(call.number)
+            actor.cancel_call.options(concurrency_group=CONTROL).remote(call.number)
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
         for actor in self._actors_of(call):
-            actor.give_up.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
+            actor.give_up_rows.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
         from ray.exceptions import RayError
 
-        self._witnesses.look(self._links.hosts)
-        events, streams = self._links.take(), list(self._streams)
+        self._diagnostics.look(self._links.hosts)
+        events, streams = self._links.take_events(), list(self._streams)
         if self._links.settling:
             timeout_s = min(timeout_s, POLL_S)
         if events or self._unheard or not streams:
@@ -457,7 +392,7 @@ class RayBackend:
             try:
                 reply: Any = ray.get(next(stream), timeout=START_TIMEOUT_S)
             except (RayError, StopIteration) as error:
-                message = self._died(f"{call.group.name}[{rank}]", error)
+                message = self._died(_who(call.group.name, rank), error)
                 reply = Reply(failure=Failure(message, kind=FailureKind.DIED))
             if reply.is_last:
                 del self._streams[stream]
@@ -481,10 +416,10 @@ class RayBackend:
     def _died(self, who: str, error: BaseException) -> str:
         """Describe a process that died. Quote the end of its log, which says more than Ray's
         error."""
-        self._links.servers.bring_logs()
-        log = self._run_dir / LOGS / log_name(who)
+        self._links.bring_logs()
+        log = self._setup.run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
-        why = self._witnesses.ending(who, error, self._links.hosts)
+        why = self._diagnostics.ending(who, error, self._links.hosts)
         return redacted(f"its process ended ({why}); the end of {log.name}:\n{tail}")
 
     def close(self) -> None:
@@ -497,12 +432,8 @@ class RayBackend:
         except RayError:  # the cluster is gone, with everything in it
             pass
         finally:
-            self._processes.clear()
-            self._streams.clear()
-            self._starts.clear()
-            self._unheard.clear()
-            self._witnesses.close()
-            self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self._wait_s)
+            self._diagnostics.close()
+            self._reset()
             self._is_open = False
             self._cluster.disconnect()
 
@@ -514,10 +445,29 @@ class RayBackend:
         closing = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        self._links.servers.bring_logs()
+        self._links.bring_logs()
         if not self._cluster.folder:  # a local cluster ends with everything on it
             for actor in actors:
                 ray.kill(actor)
             self._links.servers.kill()
             self._models.kill()
-            self._pools.release()
+            self._pools.remove()
+
+
+def _who(group: str, rank: int) -> str:
+    return f"{group}[{rank}]"
+
+
+def _cannot_import(error: Exception) -> str | None:
+    """Return an error message if a process died because its node lacks a module that this process
+    has, else None."""
+    lacking = re.search(r"No module named '([\w.]+)'", str(error))
+    top = lacking.group(1).partition(".")[0] if lacking else ""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if lacking is None or file is None:
+        return None
+    folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
+    return (
+        f"its node cannot import {lacking.group(1)!r}, which the driver has from {file}. RayBackend(working_dir={str(folder)!r}) sends "
+        "that folder to all nodes. It is not needed if all nodes see the folder, or with `ray job submit --working-dir`"
+    )

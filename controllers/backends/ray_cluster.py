@@ -7,6 +7,7 @@ the run ends.
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import os
 import shutil
@@ -14,8 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,18 +27,10 @@ from ...dataflow.errors import UserError
 from ..bundles import THIS_MACHINE, Nodes
 from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
-from .token_file import keep_private, unprotected
-from .user_code import UserCode
+from .token_file import keep_private
 
-# Probe: check an existing cluster before starting anything on it: its address, whether it accepts
-# us, and its nodes.
-#
-#     address_of("head:6379")     checks the text
-# nodes_of("head:6379")       asks the cluster in a separate program (`cluster_probe.py`) with a
-# deadline
-#
-# Ray has no deadline for joining a cluster, and a hanging connection cannot be ended in this
-# process.
+# Address of an existing cluster, and its nodes. Ray has no deadline for joining a cluster, and a
+# hanging connection cannot be ended in this process, so another program asks first.
 
 
 VARIABLE = "RAY_ADDRESS"
@@ -44,11 +38,11 @@ PROBE_TIMEOUT_S = 60.0
 """[s] Longest wait for the probe. Its waits are shorter, but it imports Ray, perhaps from a slow
 disk."""
 EXAMPLE = "ray-head:6379"
+PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
 
 def address_of(given: str | None) -> str | None:
-    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local
-    cluster.
+    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local one.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -94,9 +88,6 @@ def may_be_same(address: str, joined: str) -> bool:
     >>> may_be_same("10.0.0.2:6379", "10.0.0.1:6379"), may_be_same("127.0.0.1:6380", "10.0.0.1:6379")
     (False, False)
 
-    Args:
-        address: `host:port`, or "auto".
-        joined: `host:port` of the joined cluster.
     """
     if address in ("auto", joined):
         return True
@@ -120,7 +111,7 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
     Raises:
         UserError: The cluster cannot be joined.
     """
-    child = ChildProcess(Path(__file__).with_name("cluster_probe.py"), address, errors=subprocess.DEVNULL)
+    child = ChildProcess(PROGRAMS, "probe", address, errors=subprocess.DEVNULL)
     last: dict[str, Any]
     try:
         last = child.receive(PROBE_TIMEOUT_S)
@@ -140,8 +131,95 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
     raise UserError(f"{who} cannot be joined: {last.get('error', 'Ray itself could not be started')}")
 
 
-def sizes(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, int]]:
-    return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+# User code: folders with the user's modules, which Ray sends to every node of a cluster. Ray zips
+# them, stores them with the job under a hash of their contents, and unpacks them once per node. Ranks
+# import from there.
+
+
+MAX_BYTES = 100 << 20
+"""[bytes] Maximum size of a folder before zipping. Ray keeps the zip files in the memory of its
+head node."""
+EXCLUDES = ("runs/", ".venv/", "venv/", ".git/", "__pycache__/")
+"""Patterns that are never sent, in addition to the folder's `.gitignore` and `.rayignore`."""
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable with the settings of `ray job submit`."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    working_dir: Path | None
+    """Working directory of ranks; they can import from it."""
+    py_modules: tuple[Path, ...]
+    """Folders of packages that they can import."""
+    excludes: tuple[str, ...]
+    """Patterns of files not to send, as in a `.gitignore`."""
+
+    @classmethod
+    def of(
+        cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]
+    ) -> UserCode:
+        """Check the user's arguments, or raise a `UserError`."""
+        for name, given in (("py_modules", py_modules), ("excludes", excludes)):
+            if isinstance(given, str | Path):
+                raise UserError(f"RayBackend({name}={str(given)!r}): it must be a list")
+        if excludes and working_dir is None and not py_modules:
+            raise UserError(
+                f"RayBackend(excludes={list(excludes)}) has no effect without a folder to send; give working_dir or py_modules"
+            )
+        named = [("working_dir", working_dir)] if working_dir is not None else []
+        for name, path in [*named, *(("py_modules", module) for module in py_modules)]:
+            if not Path(path).expanduser().is_dir():
+                raise UserError(f"RayBackend({name}={str(path)!r}): no such folder")
+        return cls(
+            None if working_dir is None else Path(working_dir).expanduser().absolute(),
+            tuple(Path(module).expanduser().absolute() for module in py_modules),
+            tuple(excludes),
+        )
+
+    @property
+    def folders(self) -> Sequence[Path]:
+        return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
+
+    def check(self) -> None:
+        """Raise a `UserError` that lists the largest entries of a folder if it is too large."""
+        for folder in self.folders:
+            sizes = Counter[str]()
+            for name, size in self.files(folder).items():
+                sizes[name.partition("/")[0]] += size
+            if (total := sum(sizes.values())) > MAX_BYTES:
+                largest = ", ".join(
+                    f"{name} ({size / 1e6:.0f} MB)" for name, size in sizes.most_common(3)
+                )
+                raise UserError(
+                    f"{folder} has {total / 1e6:.0f} MB to send to other nodes, but the limit is {MAX_BYTES / 1e6:.0f} MB; the largest: "
+                    f"{largest}. Leave out what ranks do not need by RayBackend(excludes=[...]) or a .gitignore in the folder; models "
+                    "in settings are sent separately"
+                )
+
+    def files(self, folder: Path) -> dict[str, int]:
+        """Files of a folder that would be sent: path below it -> bytes."""
+        from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+        sizes: dict[str, int] = {}
+
+        def add(path: Path) -> None:
+            if path.is_file() and not path.is_symlink():
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+
+        excludes = [_get_excludes(folder, [*EXCLUDES, *self.excludes])]
+        _dir_travel(folder, excludes, add, include_gitignore=True, logger=logging.getLogger(__name__))
+        return sizes
+
+    def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the working
+        directory."""
+        job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
+        told: dict[str, Any] = {}
+        if self.working_dir is not None and "working_dir" not in job:
+            told["working_dir"] = str(self.working_dir)
+        if self.py_modules and "py_modules" not in job:
+            told["py_modules"] = [str(module) for module in self.py_modules]
+        return told | {"excludes": [*EXCLUDES, *self.excludes]} if told else {}
 
 
 # Ray cluster
@@ -175,7 +253,7 @@ class RayCluster:
         connected before."""
         self._sizes: list[tuple[int, int]] | None = None
         """CPUs and GPUs of each node of the cluster, if known."""
-        self._reaper: subprocess.Popen[str] | None = None
+        self._reaper: ChildProcess | None = None
 
     def nodes(self) -> Nodes:
         """Return the nodes of the cluster, before anything is started on it.
@@ -190,12 +268,6 @@ class RayCluster:
         self._code.check()
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
-    @property
-    def notes(self) -> list[str]:
-        """Warnings about the joined cluster."""
-        said = unprotected(self.address, os.environ) if self.address else ""
-        return [said] if said else []
-
     def connect(self, placement: Mapping[str, Place]) -> None:
         """Start or join the cluster, unless this process is connected.
 
@@ -204,8 +276,7 @@ class RayCluster:
         """
         if not self.address:
             # Ray reads these on import: listen only on loopback (checked by test_sockets.py), and
-            # require a token. That is the default for local clusters, but setting it avoids a
-            # warning.
+            # require a token, which is the default, but avoids a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             # Ranks have their own environments, so workers that Ray starts in advance would never
@@ -250,20 +321,21 @@ class RayCluster:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
         if self._reaper is not None:  # the folder is gone, so it ends
-            with suppress(subprocess.TimeoutExpired):
-                self._reaper.communicate(timeout=CLOSE_TIMEOUT_S)
+            self._reaper.close_input()
+            self._reaper.wait(CLOSE_TIMEOUT_S)
+            self._reaper.kill()
             self._reaper = None
 
     def _node_sizes(self, address: str) -> list[tuple[int, int]]:
         if self._sizes is None:
             ray = sys.modules.get("ray")
             joined = ray is not None and ray.is_initialized()
-            nodes = (
+            resources = (
                 [n["Resources"] for n in ray.nodes() if n["Alive"]]
                 if ray and joined
                 else nodes_of(address)
             )
-            self._sizes = sizes(nodes)
+            self._sizes = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in resources]
         return self._sizes
 
     def _join(self, address: str) -> None:
@@ -278,15 +350,15 @@ class RayCluster:
             raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from None
 
     def _start(self, placement: Mapping[str, Place]) -> None:
+        import ray
         from ray._private import services
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's sockets are in it, 66 characters deeper, and a socket path has at most 107
-        # characters.
-        self.folder = tempfile.mkdtemp(
-            prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp"
-        )
-        self._reaper = reaper = _started_reaper(self.folder)
+        # Ray's sockets are 66 characters deeper, and a socket path has at most 107 characters.
+        where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
+        self.folder = tempfile.mkdtemp(prefix="weft-", dir=where)
+        command = "reap", self.folder, str(os.getsid(0))
+        self._reaper = reaper = ChildProcess(PROGRAMS, *command, errors=subprocess.DEVNULL, detached=True)
         start = services.ConsolePopen
 
         def start_apart(*arguments: Any, **settings: Any) -> Any:
@@ -294,30 +366,24 @@ class RayCluster:
             # driver. Ray's processes must live until the run is saved. This uses an internal name;
             # test_sockets.py checks it.
             process = start(*arguments, **settings, process_group=0)
-            assert reaper.stdin is not None
-            print(process.pid, file=reaper.stdin, flush=True)
+            reaper.send(process.pid)
             return process
 
+        pools = {place.pool.name: place.pool for place in placement.values()}
         services.ConsolePopen = start_apart  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            self._init_local(
-                sum(pool.cpus for pool in {p.pool.name: p.pool for p in placement.values()}.values())
+            ray.init(
+                address="local",
+                # Groups without a place share the CPUs of the pools.
+                num_cpus=max(machine_cpus(), sum(pool.cpus for pool in pools.values())),
+                object_store_memory=_object_store_bytes(),
+                include_dashboard=False,
+                _temp_dir=f"{self.folder}/r",  # Ray makes it public, but its parent folder is private
+                namespace="weft",
+                **QUIET,
             )
         finally:
             services.ConsolePopen = start
-
-    def _init_local(self, cpus: int) -> None:
-        import ray
-
-        ray.init(
-            address="local",
-            num_cpus=max(machine_cpus(), cpus),  # groups without a place share the CPUs of the pools
-            object_store_memory=_object_store_bytes(),
-            include_dashboard=False,
-            _temp_dir=f"{self.folder}/r",  # Ray makes it public, but its parent folder is private
-            namespace="weft",
-            **QUIET,
-        )
 
 
 def _check_joined(address: str) -> None:
@@ -332,18 +398,6 @@ def _check_joined(address: str) -> None:
             f"RayBackend({address!r}): this process has joined the Ray cluster at {joined} already, and can be in only one; "
             "leave it first with ray.shutdown(), or give its address"
         )
-
-
-def _started_reaper(folder: str) -> subprocess.Popen[str]:
-    program = Path(__file__).with_name("reaper.py")
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(program), folder, str(os.getsid(0))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
 
 
 def _object_store_bytes() -> int:

@@ -13,7 +13,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import StopRequests
 from ..backends.backend import Backend
-from ..backends.witness import Memory
+from ..backends.process_diagnostics import Memory
 from ..graph_run import EvaluationRun
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints

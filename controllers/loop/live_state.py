@@ -31,7 +31,7 @@ from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STACKS, STREAM, mak
 from ...dataflow.runs.requests import RunRequests
 from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
-from ..backends.witness import Memory
+from ..backends.process_diagnostics import Memory
 from ..graph_run import GraphRun
 from ..group import WorkerGroup
 from .calls import RunParts

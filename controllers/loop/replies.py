@@ -78,7 +78,8 @@ class Remedies:
         if (
             failure
             and failure.kind in (FailureKind.DIED, FailureKind.UNREADABLE)
-            and (lost := self._backend.lost_nodes(look=True))
+            and (cluster := self._backend.cluster) is not None
+            and (lost := cluster.lost_nodes(look=True))
         ):
             without = self._lost_nodes.remedy(lost, under_way)
             if without is None:

@@ -234,7 +234,7 @@ class Run:
                 self._take()
             except BaseException as error:
                 self.failed = True
-                if type(error) is WorkerError and self._backend.has_processes:
+                if type(error) is WorkerError and self._backend.cluster is not None:
                     error.add_note(DEBUGGER)
                 raise
         # No replies are due, but a checkpoint is being written.

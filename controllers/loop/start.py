@@ -53,7 +53,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
             _forget_samples(directory, buffer)
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
         buffer.note("record_every", spec.record_every)
-        buffer.store.delete_remote = backend.delete
+        buffer.store.delete_remote = backend.cluster.delete if backend.cluster else None
         files = _files(spec, directory, buffer, progress)
         groups = backend.start(_setup(spec, directory, files, progress))
         _drop_lost_rows(buffer, backend, progress)
@@ -132,8 +132,9 @@ def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) 
     """Issue groups again if their rows are on lost nodes or unreadable."""
     for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
         progress.say(f"group {group} of graph {graph!r} is issued again, because its node is gone")
-    for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
-        progress.say(said)
+    if backend.cluster is not None:
+        for said in buffer.drop_lost(backend.cluster.unreadable(buffer.elsewhere())):
+            progress.say(said)
 
 
 def _graph_runs(

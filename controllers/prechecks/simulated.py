@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +33,7 @@ from ...dataflow.metrics import Max, Mean, Metrics
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ...workers.training.microbatch_plan import OptimizerSteps
-from ..backends.backend import Event, Setup
-from ..backends.witness import Memory
+from ..backends.backend import Backend, Event, Setup
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Reply, Task
@@ -117,7 +116,7 @@ class SimulatedWeights:
         return self
 
 
-class Simulated:
+class Simulated(Backend):
     """Worker groups that only let virtual time pass, on any placement.
 
     `clock` counts virtual seconds.
@@ -213,55 +212,12 @@ class Simulated:
                 self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
         return groups
 
-    def delete(self, node: str, file: str) -> None:
-        """Do nothing: a simulation has no files."""
-
-    has_processes = False
-    in_process = False
-    spans_machines = False
     sync_interval_s = math.inf
     """Never sync: a power failure could not destroy any results."""
-    has_endpoint = False
 
-    def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Do nothing: a simulation has no endpoint."""
-
-    nodes = (NODE,)
-
-    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Return an empty mapping: segments are invented."""
-        return {}
-
-    def lost_nodes(self, *, look: bool) -> Collection[str]:
-        return ()
-
-    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Return an empty mapping: a simulation has no processes."""
-        return {}
-
-    hanging: Collection[str] = ()
-
-    def memory(self) -> Mapping[str, Memory]:
-        """Return an empty mapping: nothing takes memory."""
-        return {}
-
-    def node_of(self, group: WorkerGroup, rank: int) -> str:
-        return NODE
-
-    def replace(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def release(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """Return an empty collection: all ranks exist from the start."""
-        return ()
-
-    wait_s = 0.0
-
-    def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Do nothing: a simulation has no processes."""
+    @property
+    def nodes(self) -> tuple[str]:
+        return (NODE,)
 
     def rest(self, seconds: float) -> None:
         self._now += seconds

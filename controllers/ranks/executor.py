@@ -1,33 +1,32 @@
 """Executor: execute the calls on one worker, in turns on one thread. All backends with workers use
-it."""
+it.
+
+    ExecutorThread.replies_to(task) ──> Executor.add_task ──> CallOrder ──next──> Executor.take_turn
+          ^                                                                             │
+          └─────────────────────────────── replies <── run(task) <──────────────────────┘
+
+`Local` gives its tasks to an `Executor` directly.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
-from bdb import BdbQuit
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from ...dataflow.batch import Batch
-from ...dataflow.errors import Cancelled, Ended, Planned, ResultError, Silent, UserError
+from ...dataflow.errors import Cancelled, Ended, Planned, Silent
 from ...dataflow.graph import declared
-from ...dataflow.metrics import Max, Metrics, merge
+from ...dataflow.metrics import Max, Metrics
 from ...dataflow.runs.files import is_full
-from ...dataflow.untrusted_text import readable, redacted
 from ...workers.worker import Children, Worker, peak_device_bytes
-from . import row_io
-from .row_io import DataAccess, Publisher, gather
-from .tasks import Failure, FailureKind, Reply, RowTask, Task
+from .row_io import DataAccess, Gathered, Publisher, Replies, gather
+from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 
 # CallOrder: the order of calls on one rank, as a state machine without a worker, thread or clock.
 # Generating calls are interruptible (`@remote(interruptible=True)`): after each step other calls
@@ -45,7 +44,7 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task
 # - An exclusive call waits at most for the current step of an interruptible one.
 
 
-class TakesTurns(Protocol):
+class _TakesTurns(Protocol):
     @property
     def number(self) -> int: ...
 
@@ -53,7 +52,7 @@ class TakesTurns(Protocol):
     def interruptible(self) -> bool: ...
 
 
-C = TypeVar("C", bound=TakesTurns)
+C = TypeVar("C", bound=_TakesTurns)
 
 
 class CallOrder(Generic[C]):
@@ -73,7 +72,7 @@ class CallOrder(Generic[C]):
         return next(iter(self._exclusive or self._interruptible), None)
 
     def add(self, call: C) -> bool:
-        """Add a call. Return False if it was cancelled before it arrived."""
+        """Add a call, and return True, unless it was cancelled before it arrived."""
         if call.number in self._cancelled:
             self._cancelled.discard(call.number)
             return False
@@ -81,8 +80,7 @@ class CallOrder(Generic[C]):
         return True
 
     def give_way(self, call: C) -> None:
-        """Move an interruptible call behind the others after a step. An exclusive call keeps its
-        place."""
+        """After a step, move an interruptible call behind the others of its kind."""
         if call.interruptible:
             self._interruptible.remove(call)
             self._interruptible.append(call)
@@ -91,11 +89,8 @@ class CallOrder(Generic[C]):
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """Cancel a call.
-
-        Returns:
-            The removed call, or None if it has not arrived yet; it is then dropped on arrival.
-        """
+        """Remove a call and return it. If it has not arrived yet, return None, and drop it on
+        arrival."""
         call = self.find(number)
         if call is None:
             self._cancelled.add(number)
@@ -105,82 +100,26 @@ class CallOrder(Generic[C]):
 
     def find(self, number: int) -> C | None:
         """The call with this number, or None if it has not arrived or is finished."""
-        return next(
-            (c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number),
-            None,
-        )
+        calls = (*self._exclusive, *self._interruptible)
+        return next((call for call in calls if call.number == number), None)
 
     def _queue(self, call: C) -> deque[C]:
         return self._interruptible if call.interruptible else self._exclusive
 
 
-# Gathered: a batching delay for rows that an expansion yields one by one, so that a reply carries
-# several. The rows are published after `gather_s`, and however the call ends. Only the death of the
-# process loses them, and then they are made again.
+# Execution of one task
 
-
-class Gathered:
-    """Rows that a call has yielded but not published."""
-
-    def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
-        self._gather_s = gather_s
-        self._clock = clock
-        self._children: list[Children] = []
-        self._metrics: list[Metrics] = []
-        self._until = math.inf
-
-    def add(self, part: Any) -> list[Any]:
-        """Add a part that a method yielded, and return the parts to publish. Only `Children`
-        wait."""
-        children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
-        if not self._gather_s or not isinstance(children, Children):
-            return [*self.take(), part]
-        if not self._children:
-            self._until = self._clock() + self._gather_s
-        self._children.append(children)
-        self._metrics.append(metrics)
-        return self.take_due()
-
-    def take_due(self) -> list[Any]:
-        """Return the waiting rows as one part if their time is over, else an empty list."""
-        return self.take() if self._clock() >= self._until else []
-
-    def take(self) -> list[Any]:
-        """Return all waiting rows as one part, or an empty list."""
-        children, metrics = self._children, self._metrics
-        self._children, self._metrics, self._until = [], [], math.inf
-        return [(_joined(children), merge(metrics))] if children else []
-
-
-def _joined(parts: list[Children]) -> Children:
-    if len(parts) == 1:
-        return parts[0]
-    columns = [name for name in parts[0].rows.columns if all(name in part.rows for part in parts)]
-    rows = Batch.concat([part.rows.select(columns) for part in parts])
-    numbers, finished = ([getattr(part, name) for part in parts] for name in ("numbers", "finished"))
-    return Children(rows, np.concatenate(numbers), np.concatenate(finished))
-
-
-# Executor
-
-KEEPALIVE_S = 5.0
-"""[s] A worker that makes steps sends a reply at least this often."""
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
 """Exceptions that Weft or the user raises to end a call or process. They are not failures of the
 code that runs."""
-OnReply = Callable[[Reply], None]
-Replies = Generator[Reply | None, None, None]
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call.
+    """Execute a call, and yield its replies: the last with `done` or `failure`, and None after a step,
+    so that other calls can take a turn.
 
     Args:
         given_up: Receives sample ids of the call that are no longer needed.
-
-    Yields:
-        Replies, the last with `done` or `failure`. None after a step, so that other calls can take
-        a turn.
     """
     started = time.perf_counter()
     try:
@@ -206,17 +145,24 @@ def _run_on_rows(
     worker: Worker, task: Task, rows: RowTask, data: DataAccess, given_up: list[int]
 ) -> Generator[Reply | None, None, Reply]:
     """Gather the rows of a call, run its method, publish the results, and return the last reply."""
-    method = getattr(worker, task.method)
     try:
         batch = gather(rows, data.reader)
     except Exception as error:
         failure = failure_of(error)
         return Reply(failure=failure if is_full(error) else replace(failure, kind=FailureKind.UNREADABLE))
-    result = method(batch, **task.arguments)
+    result = getattr(worker, task.method)(batch, **task.arguments)
     publisher = Publisher(task, rows, data.writer)
     last = Reply()
     if isinstance(result, Iterator):
-        yield from _publish_parts(task, result, publisher, given_up)
+        gathered = Gathered(task.gather_s, time.monotonic)
+        try:
+            yield from _publish_parts(result, publisher, gathered, rows, given_up)
+        except Ended:
+            raise
+        except (Exception, SystemExit, Cancelled):  # publish finished rows before the call ends
+            yield from publisher.publish_parts(gathered.take_all())
+            raise
+        yield from publisher.publish_parts(gathered.take_all())
     else:
         last = yield from publisher.publish(result)
     publisher.check_complete()
@@ -224,30 +170,14 @@ def _run_on_rows(
 
 
 def _publish_parts(
-    task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]
+    result: Iterator[Any], publisher: Publisher, gathered: Gathered, rows: RowTask, given_up: list[int]
 ) -> Replies:
-    assert task.rows is not None
-    gathered = Gathered(task.gather_s, time.monotonic)
-    try:
-        for part in _parts(result, given_up):
-            gives_way = part is None and task.rows.operation.interruptible
-            yield from _published(
-                task, publisher, gathered.take_due() if gives_way else gathered.add(part)
-            )
-            if gives_way:
-                yield None
-    except (Exception, SystemExit, Cancelled) as error:  # publish finished rows before the call ends
-        if not isinstance(error, Ended):
-            yield from _published(task, publisher, gathered.take())
-        raise
-    yield from _published(task, publisher, gathered.take())
-
-
-def _published(task: Task, publisher: Publisher, parts: Sequence[Any]) -> Replies:
-    for part in parts:
-        reply = yield from publisher.publish(part)
-        if task.keep:
-            yield reply
+    for part in _parts(result, given_up):
+        if part is None and rows.operation.interruptible:
+            yield from publisher.publish_parts(gathered.take_due())
+            yield None  # other calls can take a turn
+        else:
+            yield from publisher.publish_parts(gathered.add_part(part))
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
@@ -266,44 +196,11 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
         return
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Convert an exception to text, with the samples in `error.sample_ids` and `error.sample`."""
-    # The message of a UserError is enough, unless an exception of the user's code caused it.
-    explained = isinstance(error, UserError) and error.__cause__ is None
-    text = (
-        ""
-        if explained
-        else "".join(traceback.format_exception(type(error), error, _below_executor(error)))
-    )
-    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        message = f"it called sys.exit({error.code!r}), which does not end a run"
-    elif isinstance(error, BdbQuit):
-        message = "the debugger was quit, so the run ends"
-        if sys.stdin is None or not sys.stdin.isatty():
-            # `Local` runs workers on the main thread.
-            how = (
-                ""
-                if threading.current_thread() is threading.main_thread()
-                else " with backend=weft.Local()"
-            )
-            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or remove it"
-    kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
-    kind = FailureKind.DISK_FULL if is_full(error) else kind
-    ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
-    if isinstance(error, ResultError):  # the error is not caused by one sample
-        ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
-    message, text, sample = (readable(redacted(part)) for part in (message, text, sample))
-    return Failure(message, text, kind, ids, sample)
+# Executor
 
-
-def _below_executor(error: BaseException) -> Any:
-    """The traceback without Weft's frames above the worker's method."""
-    trace = error.__traceback__
-    ours = (__file__, row_io.__file__)
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    return trace
+KEEPALIVE_S = 5.0
+"""[s] A worker that makes steps sends a reply at least this often."""
+OnReply = Callable[[Reply], None]
 
 
 @dataclass(eq=False)
@@ -321,25 +218,13 @@ class _Running:
         return self.task.number
 
 
-def _cancelled(replies: Replies) -> Iterator[Reply]:
-    """Cancel a started call and return its last replies."""
-    try:
-        reply = replies.throw(Cancelled())
-        while True:
-            if reply is not None:
-                yield reply
-            reply = next(replies)
-    except (Cancelled, StopIteration):
-        return
-
-
 class Executor:
     """Executes the calls on one worker."""
 
     def __init__(
         self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._worker = worker
+        self.worker = worker
         self._data = data
         self._clock = clock
         self._order: CallOrder[_Running] = CallOrder()
@@ -350,16 +235,13 @@ class Executor:
     def busy(self) -> bool:
         return len(self._order) > 0
 
-    def add(self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None) -> None:
-        """Add a call.
-
-        Args:
-            on_reply: Receives each reply; the last has `done` or `failure`.
-            on_start: Called before the first turn of the call.
-        """
+    def add_task(
+        self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None
+    ) -> None:
+        """Add a call. `on_start` is called before its first turn."""
         given_up: list[int] = []
-        replies = run(self._worker, task, self._data, given_up)
-        declaration = declared(type(self._worker), task.method) if task.rows is None else None
+        replies = run(self.worker, task, self._data, given_up)
+        declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
             on_reply(Reply(done=True))
@@ -376,30 +258,35 @@ class Executor:
         now_s = self._clock()
         if reply is None and now_s - self._spoke_s > KEEPALIVE_S:
             reply = Reply()  # a sign of life
-        if reply is not None:
-            self._spoke_s = now_s
         if reply is not None and reply.is_last:
             self._order.finish(running)
         else:
             self._order.give_way(running)
         if reply is not None:
+            self._spoke_s = now_s
             running.on_reply(reply)
 
-    def give_up(self, number: int, sample_ids: Collection[int]) -> None:
+    def give_up_rows(self, number: int, sample_ids: Collection[int]) -> None:
         """Tell a call that these rows are no longer needed. A method that ignores it still makes
         them, and they are dropped."""
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
 
-    def cancel(self, number: int) -> None:
+    def cancel_call(self, number: int) -> None:
         """Cancel a call, now or on arrival. Rows that are finished are still published."""
         running = self._order.cancel(number)
         if running is None:
             return
-        for reply in _cancelled(running.replies) if running.started else ():
-            if not reply.is_last:
-                running.on_reply(reply)
+        if running.started:
+            try:
+                reply = running.replies.throw(Cancelled())
+                while True:
+                    if reply is not None and not reply.is_last:
+                        running.on_reply(reply)
+                    reply = next(running.replies)
+            except (Cancelled, StopIteration):
+                pass
         running.replies.close()
         running.on_reply(Reply(done=True))
 
@@ -412,8 +299,8 @@ POLL_S = 1.0
 
 
 class Activity:
-    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang. A
-    heartbeat thread could not, because it keeps running during a hang."""
+    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang, which a
+    heartbeat thread would survive."""
 
     def __init__(self) -> None:
         self._count = self._seen = 0
@@ -430,8 +317,7 @@ class Activity:
 def replies_of(
     coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S
 ) -> Iterator[Reply]:
-    """Yield the replies of a call, and an empty one when the worker has advanced without
-    replying."""
+    """Yield the replies of a call, and an empty one when the worker has advanced in silence."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
@@ -447,19 +333,15 @@ def replies_of(
 class ExecutorThread:
     """A thread that makes the worker, executes its calls, and closes it.
 
-        starting ──the worker is made──> up ──────close──> closed
-            └────────an exception──────> failed ──close──> closed
-
-    Args:
-        make_worker: Called on the thread.
-        activity: Counter that the worker advances.
+    starting ──the worker is made──> up ──────close──> closed
+        └────────an exception──────> failed ──close──> closed
     """
 
     def __init__(self, make_worker: Callable[[], Worker], data: DataAccess, activity: Activity) -> None:
         self._data = data
         self._activity = activity
         self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
-        """Actions for other threads to run between two turns; None ends the thread."""
+        """Actions to run between two turns; None ends the thread."""
         self._up = threading.Event()
         self._worker: Worker | None = None
         self._failure: Failure | None = None
@@ -467,20 +349,16 @@ class ExecutorThread:
         self._thread.start()
 
     def worker(self) -> Worker | Failure:
-        """Wait until the worker is constructed. Return it, or the `Failure` if construction
-        failed."""
+        """Wait until the worker is made. Return it, or the failure to make it."""
         self._up.wait()
         if self._failure is not None:
             return self._failure
         assert self._worker is not None
         return self._worker
 
-    def call(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task; the last has `done` or `failure`.
-
-        While the worker is being made and advances (such as downloading a model), empty replies are
-        sent.
-        """
+    def replies_to(self, task: Task) -> Iterator[Reply]:
+        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made
+        and advances, they are empty."""
         while not self._up.wait(POLL_S):
             if self._activity.is_new():
                 yield Reply()
@@ -489,16 +367,12 @@ class ExecutorThread:
             yield Reply(failure=worker)
             return
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._requests.put(lambda executor: executor.add(task, replies.put))
+        self._requests.put(lambda executor: executor.add_task(task, replies.put))
         yield from replies_of(replies, self._activity)
 
-    def cancel(self, number: int) -> None:
-        """Cancel a call without waiting, also if it has not arrived yet."""
-        self._requests.put(lambda executor: executor.cancel(number))
-
-    def give_up(self, number: int, sample_ids: Sequence[int]) -> None:
-        """Tell a call that these rows are no longer needed, without waiting."""
-        self._requests.put(lambda executor: executor.give_up(number, sample_ids))
+    def between_turns(self, action: Callable[[Executor], None]) -> None:
+        """Have the thread run an action between two turns, without waiting."""
+        self._requests.put(action)
 
     def close(self) -> None:
         """Close the worker after its current turn, and end the thread."""

@@ -3,9 +3,10 @@ to a segment."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,25 +31,23 @@ from ...dataflow.column import (
     SAMPLE_ID,
 )
 from ...dataflow.errors import UserError
-from ...dataflow.metrics import Metric, Metrics
+from ...dataflow.metrics import Metric, Metrics, merge
 from ...dataflow.operation import Shape
 from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
 from ...workers.worker import Children
 from .tasks import Reply, RowTask, Task
+
+Replies = Generator[Reply | None, None, None]
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
 
 
 def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarray:
-    """Return the number of tokens of each row.
+    """Return the number of tokens of each row: [rows] int64.
 
     Args:
-        batch: [rows] Rows.
         columns: Token columns to count, if present; None counts all token columns of the batch.
-
-    Returns:
-        [rows] int64.
     """
     tokens = np.zeros(len(batch), np.int64)
     for column in TOKEN_COLUMNS:
@@ -70,16 +69,8 @@ class DataAccess:
 
 
 def gather(rows: RowTask, reader: SegmentReader) -> Batch:
-    """Return the columns of a call's rows, in their order. Data that is in this order already is
-    not copied.
-
-    Args:
-        rows: Row ids, columns, and the segments that hold them.
-        reader: Reader for the segments of this node.
-
-    Returns:
-        [len(rows.ids)] Rows.
-    """
+    """Return the columns of a call's rows, in their order, as a batch of `len(rows.ids)` rows. Data
+    that is in this order already is not copied."""
     columns: dict[str, Any] = {
         str(SAMPLE_ID): rows.ids,
         str(GROUP_ID): rows.group_ids,
@@ -116,11 +107,56 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
     """The batch, with the response mask of these rows set to 0."""
     lengths = batch.lengths(RESPONSE_IDS)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    mask = (
-        batch.ragged_numpy(RESPONSE_MASK)[0] if RESPONSE_MASK in batch else np.ones(offsets[-1], np.uint8)
-    )
+    has_mask = RESPONSE_MASK in batch
+    mask = batch.ragged_numpy(RESPONSE_MASK)[0] if has_mask else np.ones(offsets[-1], np.uint8)
     trained = np.repeat(~np.isin(batch.numpy(SAMPLE_ID), list(ids)), lengths)
     return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
+
+
+class Gathered:
+    """A batching delay for rows that an expansion yields one by one, so that a reply carries several.
+
+    The rows are published after `gather_s`, and however the call ends. Only the death of the process
+    loses them, and then they are made again.
+    """
+
+    def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
+        self._gather_s = gather_s
+        self._clock = clock
+        self._children: list[Children] = []
+        self._metrics: list[Metrics] = []
+        self._until = math.inf
+
+    def add_part(self, part: Any) -> list[Any]:
+        """Add a part that a method yielded, and return the parts to publish. Only `Children`
+        wait."""
+        children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
+        if not self._gather_s or not isinstance(children, Children):
+            return [*self.take_all(), part]
+        if not self._children:
+            self._until = self._clock() + self._gather_s
+        self._children.append(children)
+        self._metrics.append(metrics)
+        return self.take_due()
+
+    def take_due(self) -> list[Any]:
+        """Return the waiting rows as one part if their time is over, else an empty list."""
+        return self.take_all() if self._clock() >= self._until else []
+
+    def take_all(self) -> list[Any]:
+        """Return all waiting rows as one part, or an empty list."""
+        children, metrics = self._children, self._metrics
+        self._children, self._metrics, self._until = [], [], math.inf
+        return [(_joined(children), merge(metrics))] if children else []
+
+
+def _joined(parts: list[Children]) -> Children:
+    if len(parts) == 1:
+        return parts[0]
+    columns = [name for name in parts[0].rows.columns if all(name in part.rows for part in parts)]
+    rows = Batch.concat([part.rows.select(columns) for part in parts])
+    numbers, finished = ([getattr(part, name) for part in parts] for name in ("numbers", "finished"))
+    return Children(rows, np.concatenate(numbers), np.concatenate(finished))
 
 
 class Publisher:
@@ -134,26 +170,21 @@ class Publisher:
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
-        self._keep = task.keep
-        self._rows = rows
-        self._writer = writer
-        self._given = frozenset(rows.ids.tolist())
-        self._missing = dict.fromkeys(rows.ids.tolist())
-        firsts = rows.first_children if rows.first_children is not None else ()
-        self._first = dict(zip(rows.ids.tolist(), firsts, strict=False))
-        made = rows.made or [()] * len(rows.ids)
-        self._made = {
-            parent: set(numbers) for parent, numbers in zip(rows.ids.tolist(), made, strict=True)
-        }
-        self._made_before = {
-            (parent, number) for parent, numbers in self._made.items() for number in numbers
-        }
+        self._keep, self._rows, self._writer = task.keep, rows, writer
+        ids: list[int] = rows.ids.tolist()
+        self._missing = dict.fromkeys(ids)
+        first = rows.first_children if rows.first_children is not None else ids
+        self._first = dict(zip(ids, first, strict=True))
+        """Given row -> the first sample id reserved for its children."""
+        made = [frozenset(numbers) for numbers in rows.made or [()] * len(ids)]
+        self._made_before = dict(zip(ids, made, strict=True))
+        """Given row -> numbers of the children that were published earlier."""
+        self._made: set[tuple[int, int]] = set()
+        """Parent and number of each new row."""
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write a result to a segment. Yields a paused reply while the disk is full.
-
-        Returns:
-            The reply that describes the rows to the driver.
+        """Write a result to a segment, and return the reply that describes its rows to the driver.
+        Yields a paused reply while the disk is full.
 
         Raises:
             TypeError: The result is not a batch or metrics, or lacks a column.
@@ -178,6 +209,12 @@ class Publisher:
                 time.sleep(PAUSE_S)
         return Reply(published, metrics=metrics)
 
+    def publish_parts(self, parts: Iterable[Any]) -> Replies:
+        for part in parts:
+            reply = yield from self.publish(part)
+            if self._keep:
+                yield reply
+
     def check_complete(self) -> None:
         """Check at the end of a call that no row is missing.
 
@@ -195,9 +232,8 @@ class Publisher:
 
     @property
     def _declared(self) -> str:
-        return (
-            f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
-        )
+        operation = self._rows.operation
+        return f"{operation.name} is declared with shape=Shape.{operation.shape.name}"
 
     def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
         name, writes = self._rows.operation.name, self._rows.writes
@@ -205,11 +241,9 @@ class Publisher:
         expands = self._rows.operation.shape is Shape.EXPAND
         if isinstance(rows, Children) and not expands:
             raise TypeError(f"{self._declared}: it must return a Batch, not Children")
-        missing = [c for c in writes if c not in batch]
-        if missing:
-            raise TypeError(
-                f"{name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}"
-            )
+        if missing := [c for c in writes if c not in batch]:
+            has = ", ".join(batch.columns) or "no columns"
+            raise TypeError(f"{name} must write column {missing[0]!r}, but returned {has}")
         if expands and PARENT_ID not in batch:
             raise TypeError(f"{name} expands rows, so its result needs a 'parent_id' column")
         parents, finished = None, None
@@ -236,7 +270,7 @@ class Publisher:
                 "that it was given"
             )
         for id in ids.tolist():
-            if id not in self._given:
+            if id not in self._first:
                 raise UserError(
                     f"{self._declared}: it must return rows that it was given, with their sample_id, but returned sample_id {id}"
                 )
@@ -252,28 +286,21 @@ class Publisher:
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
         """New rows without earlier ones, their [rows] int64 sample ids and parents, and [parents]
         that are finished."""
-        batch, numbers = (
-            (rows.rows, rows.numbers.tolist()) if isinstance(rows, Children) else (rows, None)
-        )
-        parents = batch.numpy(PARENT_ID).astype(np.int64)
-        finished = rows.finished if isinstance(rows, Children) else np.unique(parents)
-        if stranger := next(
-            (id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None
-        ):
+        if isinstance(rows, Children):
+            batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
+            parents = batch.numpy(PARENT_ID).astype(np.int64)
+        else:
+            batch, parents = rows, rows.numpy(PARENT_ID).astype(np.int64)
+            numbers, finished = _in_order(parents), np.unique(parents)
+        strangers = (id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first)
+        if stranger := next(strangers, None):
             raise UserError(
                 f"{self._declared}: the parent_id of a new row must be the sample_id of a row that it was given, "
                 f"but it made a row of {stranger}"
             )
-        numbers = _in_order(parents) if numbers is None else numbers
-        new = [
-            k
-            for k, place in enumerate(zip(parents.tolist(), numbers, strict=True))
-            if self._is_new(*place)
-        ]
-        ids = np.array(
-            [self._first[parent] + number for parent, number in zip(parents, numbers, strict=True)],
-            np.int64,
-        )
+        places = list(zip(parents.tolist(), numbers, strict=True))
+        ids = np.array([self._first[parent] + number for parent, number in places], np.int64)
+        new = [k for k, place in enumerate(places) if self._is_new(*place)]
         if len(new) < len(ids):
             batch, ids, parents = batch.take(new), ids[new], parents[new]
         return batch, ids, parents, finished
@@ -284,13 +311,13 @@ class Publisher:
             raise UserError(
                 f"{self._declared}: it may make at most {MAX_CHILDREN} rows from one row, but made more from {parent}"
             )
-        if (parent, number) in self._made_before:
+        if number in self._made_before[parent]:
             return False
-        if number in self._made[parent]:
+        if (parent, number) in self._made:
             raise UserError(
                 f"{self._declared}: it must make each row once, but made row {number} of {parent} twice"
             )
-        self._made[parent].add(number)
+        self._made.add((parent, number))
         return True
 
 
@@ -299,11 +326,8 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
     if isinstance(batch, Mapping):
         batch, metrics = None, batch
     if not isinstance(batch, Batch | Children | None) or not isinstance(metrics, Mapping):
-        got = (
-            f"({type(batch).__name__}, {type(metrics).__name__})"
-            if isinstance(part, tuple)
-            else type(part).__name__
-        )
+        pair = f"({type(batch).__name__}, {type(metrics).__name__})"
+        got = pair if isinstance(part, tuple) else type(part).__name__
         raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")
     for key, metric in metrics.items():
         if not isinstance(metric, Metric):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
+import traceback
+from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...dataflow.buffer.leases import Piece, Published
 from ...dataflow.buffer.segments import Segment
+from ...dataflow.errors import ResultError, UserError
 from ...dataflow.metrics import Metrics
 from ...dataflow.operation import Operation
+from ...dataflow.runs.files import is_full
+from ...dataflow.untrusted_text import readable, redacted
 
 
 @dataclass(frozen=True)
@@ -119,3 +127,38 @@ class Failure:
     """Samples that caused it, if known."""
     sample: str = ""
     """Description of the first one, such as its prompt and response, if known."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Convert an exception to text, with the samples in `error.sample_ids` and `error.sample`."""
+    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f"it called sys.exit({error.code!r}), which does not end a run"
+    elif isinstance(error, BdbQuit):
+        message = "the debugger was quit, so the run ends"
+        if sys.stdin is None or not sys.stdin.isatty():
+            is_local = threading.current_thread() is threading.main_thread()
+            how = "" if is_local else " with backend=weft.Local()"
+            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or remove it"
+    kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
+    kind = FailureKind.DISK_FULL if is_full(error) else kind
+    ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
+    if isinstance(error, ResultError):  # the error is not caused by one sample
+        ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
+    message, text, sample = (readable(redacted(part)) for part in (message, _traceback(error), sample))
+    return Failure(message, text, kind, ids, sample)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the worker's method on, without the frames of this folder above it."""
+    # The message of a UserError is enough, unless an exception of the user's code caused it.
+    if isinstance(error, UserError) and error.__cause__ is None:
+        return ""
+    trace, ours = error.__traceback__, Path(__file__).parent
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and Path(trace.tb_frame.f_code.co_filename).parent == ours
+    ):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -51,7 +51,8 @@ class Elastic:
         self._failures = failures
         self._say = say
         self._start_timeout_s = start_timeout_s
-        self._groups = [group for group in groups.values() if group.place.is_elastic]
+        self._cluster = backend.cluster
+        self._groups = [g for g in groups.values() if g.place.is_elastic] if self._cluster else []
         self._looked = -math.inf
         self._tries: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> starts since it was last up."""
@@ -72,16 +73,16 @@ class Elastic:
             DeadlineError: a group has had too few ranks for too long; names the missing ranks.
         """
         now = self._backend.clock()
-        if not self._groups or now - self._looked < LOOK_S:
+        if self._cluster is None or not self._groups or now - self._looked < LOOK_S:
             return []
         self._looked = now
         requests: list[CallRequest] = []
         for group in self._groups:
             for rank in set(group.up) - group.lacking:
                 self._tries.pop((group.name, rank), None)
-            for rank in sorted(self._backend.vacant(group)) if group.absent else ():
+            for rank in sorted(self._cluster.vacant(group)) if group.absent else ():
                 requests += self._join(group, rank, now)
-            self._check_number(group, now)
+            self._check_number(group, now, self._cluster.wait_s)
         return requests
 
     def _join(self, group: WorkerGroup, rank: int, now: float) -> list[CallRequest]:
@@ -94,12 +95,12 @@ class Elastic:
         self._tried[at] = now
         return self._failures.join(group, rank)
 
-    def _check_number(self, group: WorkerGroup, now: float) -> None:
+    def _check_number(self, group: WorkerGroup, now: float, wait_s: float) -> None:
         if not _is_short(group):
             if self._short_since.pop(group.name, None) is not None:
                 self._say(f"{group.name!r} has enough ranks again: {len(group.up)}")
             return
-        limit_s = self._backend.wait_s + (self._start_timeout_s if group.starting else 0.0)
+        limit_s = wait_s + (self._start_timeout_s if group.starting else 0.0)
         missing = [
             f"{group.name}[{rank}] ({'no room for it' if rank in group.absent else 'it is starting'})"
             for rank in range(len(group.mesh))
@@ -163,7 +164,8 @@ class LostNodes:
         Args:
             under_way: the current calls of the run.
         """
-        lost = self._backend.lost_nodes(look=False)
+        cluster = self._backend.cluster
+        lost = cluster.lost_nodes(look=False) if cluster is not None else ()
         if self._seen.issuperset(lost):
             return []
         self._seen.update(lost)

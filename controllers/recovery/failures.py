@@ -19,7 +19,7 @@ from functools import partial
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...dataflow.graph import TRAIN
 from ...workers.worker import MAX_FAILED
-from ..backends.backend import Backend, Event
+from ..backends.backend import Backend, Cluster, Event
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
 from ..ranks.tasks import Failure, FailureKind
 from ..reports.progress import Progress
@@ -51,7 +51,7 @@ def who_is_silent(
     stacks = where_they_stand(backend, group, [rank, *(other for other in others if other != rank)])
     return "\n".join(
         part
-        for part in (what, stacks, _logs(group, rank) if stacks and backend.has_processes else "")
+        for part in (what, stacks, _logs(group, rank) if stacks and backend.cluster is not None else "")
         if part
     )
 
@@ -184,7 +184,7 @@ class Failures:
             self._heard[event.call.group.name, event.rank] = now
         paused = self._disk.take_paused()  # no rank was called during a pause
         # Without processes, groups take turns, so other ranks had no chance to reply.
-        if paused or (events and not self._backend.has_processes):
+        if paused or (events and self._backend.cluster is None):
             self._all_heard = now
         if now - self._looked < LOOK_S:
             return []
@@ -204,7 +204,7 @@ class Failures:
             if not calls or silent_s <= (limit := self._limit(rank, calls)):
                 continue
             group, others = calls[0].group, self._silent_with(rank, calls, now)
-            if not (self._backend.has_processes and group.handle.worker_class.replaceable):
+            if not (self._backend.cluster is not None and group.handle.worker_class.replaceable):
                 what = who_is_silent(self._backend, calls, rank, others, now)
                 raise DeadlineError(f"no answer for {limit:.0f} s. Waited for: {what}")
             stack = where_they_stand(self._backend, group, [rank])
@@ -288,7 +288,7 @@ class Failures:
         """
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
-        at = self._backend.sample_at(group, rank)
+        at = self._cluster.sample_at(group, rank)
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
@@ -329,9 +329,15 @@ class Failures:
         lost, self._lost = self._lost, False
         return lost
 
+    @property
+    def _cluster(self) -> Cluster:
+        cluster = self._backend.cluster
+        assert cluster is not None  # elsewhere no rank dies, hangs alone, or is absent
+        return cluster
+
     def _leave(self, group: WorkerGroup, rank: int, why: str, rows: int) -> None:
         was_up = rank in group.up
-        self._backend.release(group, rank)
+        self._cluster.release(group, rank)
         group.starting.discard(rank)
         group.absent.add(rank)
         worker, up = f"{group.name}[{rank}]", len(group.up)
@@ -344,7 +350,7 @@ class Failures:
         self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
     ) -> list[CallRequest]:
         """Start the process of a rank. Once it is up, call `tell` with its name and the seconds taken."""
-        self._backend.replace(group, rank)
+        self._cluster.replace(group, rank)
         group.starting.add(rank)
         then = partial(self._registered, rank=rank, tell=tell, began=began)
         return [CallRequest(group, REGISTER, ranks=(rank,), then=then)]

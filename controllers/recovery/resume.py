@@ -238,12 +238,13 @@ def open_buffer(
     With weights alone, a new buffer begins at the checkpoint's place in the data.
 
     Args:
-        backend: if it spans machines, each machine keeps segments on its own disk.
+        backend: if it joins a cluster, each machine keeps segments on its own disk.
         keep_checkpoints: number of checkpoints kept. Rows in flight are kept for these and for the
             one being written.
     """
     folder = run.path / BUFFER
-    scratch = Scratch.of(folder, config.scratch) if backend.spans_machines or config.scratch else None
+    spans_machines = backend.cluster is not None and backend.cluster.address is not None
+    scratch = Scratch.of(folder, config.scratch) if spans_machines or config.scratch else None
     if scratch is not None:
         scratch.remove_earlier(run.path)
     kept: Any = {

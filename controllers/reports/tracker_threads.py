@@ -305,7 +305,7 @@ class TrackerThreads:
     Args:
         names: names of the trackers.
         run: directory of the run.
-        report: sets the gauges of the backend's endpoint, for the tracker `prometheus`.
+        report: sets the gauges of the cluster's endpoint, for the tracker `prometheus`, if there is one.
         warn: shows an alert.
         clock: [s] a monotonic clock.
         samples: recorded samples of each step to send.
@@ -315,14 +315,14 @@ class TrackerThreads:
         self,
         names: Sequence[str],
         run: Path,
-        report: Callable[[str, Row], None],
+        report: Callable[[str, Row], None] | None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         samples: int = 0,
     ) -> None:
         self._names = [name for name in names if name != PROMETHEUS]
-        self._reports = PROMETHEUS in names
-        self._report, self._warn, self._clock = report, warn, clock
+        self._report = report if PROMETHEUS in names else None
+        self._warn, self._clock = warn, clock
         self._run, self._samples = run, samples
         self._threads: list[_Thread] = []
 
@@ -338,11 +338,11 @@ class TrackerThreads:
 
     def stepped(self, row: Row) -> None:
         """Report a finished step or evaluation to the endpoint, and check on the threads without waiting."""
-        if self._reports:
+        if self._report is not None:
             try:
                 self._report(self._run.name, row)
             except Exception as error:  # whatever Ray raises: its endpoint must not end a run
-                self._reports = False
+                self._report = None
                 self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
         for one in self._threads:
             if one.join(0):

@@ -66,7 +66,7 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
     gc.disable()  # imported modules are never freed
     from ray._private.workers import default_worker as default_worker
 
-    import weft.controllers.backends.nodes
+    import weft.controllers.backends.node_links
     import weft.controllers.backends.rank
     import weft.workers.function  # noqa: F401
 

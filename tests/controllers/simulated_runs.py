@@ -1,14 +1,16 @@
 """Runs of toy workers on a fake clock, with the costs of their calls, and readers of their logs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
 
+from weft.controllers.backends.backend import Cluster
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
+from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.prechecks.simulated_costs import (
@@ -20,6 +22,7 @@ from weft.controllers.prechecks.simulated_costs import (
 )
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape, TrainingBatch
@@ -27,6 +30,32 @@ from weft.dataflow.runs.files import LOG
 from weft.dataflow.runs.log import LogReader
 from weft.workers.dispatch import Dispatch
 from weft.workers.worker import remote
+
+
+class SimulatedCluster(Simulated, Cluster):
+    """Simulated ranks with processes that can be replaced; tests override what they need."""
+
+    address: str | None = None
+    wait_s: float = 0.0
+
+    @property
+    def cluster(self) -> Cluster:
+        return self
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        return ()
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
+        return None
+
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
+        return ()
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        return {}
+
+    def delete(self, node: str, file: str) -> None:
+        pass
 
 
 class Rollout(ToyRollout):

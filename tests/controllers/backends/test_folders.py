@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.controllers.backends.ray_backend import RayBackend
-from weft.controllers.backends.user_code import MAX_BYTES, UserCode
+from weft.controllers.backends.ray_cluster import MAX_BYTES, UserCode
 from weft.dataflow.errors import UserError
 
 

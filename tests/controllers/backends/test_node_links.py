@@ -9,7 +9,7 @@ from toy import ToyReward
 from worker_groups import Asked
 
 from weft.controllers.backends.backend import Event, Files
-from weft.controllers.backends.nodes import CONNECT_TIMEOUT_S, NodeLinks, Process, SegmentServers
+from weft.controllers.backends.node_links import CONNECT_TIMEOUT_S, NodeLinks, Process, SegmentServers
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import FailureKind, Reply
@@ -45,9 +45,9 @@ def links() -> NodeLinks:
 
 
 def until(links: NodeLinks) -> list[Event]:
-    """Return the first events of `take`, which never blocks."""
+    """Return the first events of `take_events`, which never blocks."""
     for _ in range(2 * int(CONNECT_TIMEOUT_S)):
-        if events := links.take():
+        if events := links.take_events():
             return events
     raise AssertionError("nothing came")
 
@@ -63,14 +63,14 @@ def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(
 ):
     said = r"the segment server on nodes 'a', 'b' did not start within 60 s, so other nodes could not read its rows"
     with pytest.raises(WorkerError, match=said):
-        links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
+        links.connect_all(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
 
 
 def test_a_used_node_whose_server_does_not_restart_ends_the_run(links: NodeLinks, tmp_path: Path):
-    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
+    links.connect_all(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "a"
-    assert [event.reply.failure for event in links.take()] == [None], (
+    assert [event.reply.failure for event in links.take_events()] == [None], (
         "with one node there is nothing to connect"
     )
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
@@ -83,14 +83,14 @@ def test_a_used_node_whose_server_does_not_restart_ends_the_run(links: NodeLinks
 
 
 def test_a_run_continues_without_an_unreachable_node(links: NodeLinks, tmp_path: Path):
-    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
+    links.connect_all(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links.servers.start(Files(tmp_path), {"2": "b"}, tmp_path)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "b"
-    assert links.take() == [] and links.settling, "it is waited for beside the loop"
+    assert links.take_events() == [] and links.settling, "it is waited for beside the loop"
     (event,) = until(links)
     failure: Any = event.reply.failure
     assert failure.kind is FailureKind.DIED
     assert failure.message.startswith("the segment server on node 'b' did not start within 60 s")
-    assert links.nodes == ["a"] and not links.settling and links.take() == []
+    assert links.nodes == ["a"] and not links.settling and links.take_events() == []

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.backends import nodes
+from weft.controllers.backends import node_links
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.nodes import MAX_BYTES, NewText, NodeLogs, new_text
+from weft.controllers.backends.node_links import MAX_BYTES, NewText, NodeLogs, new_text
 from weft.dataflow.buffer.scratch import Scratch
 
 
 def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
     found = new_text(there, known)
-    logs.add("n1", found)
+    logs.append_text("n1", found)
     known |= {name: begin + len(text) for name, (begin, text) in found.items()}
 
 
@@ -50,36 +50,26 @@ def test_the_middle_of_a_fast_growing_log_is_left_out_with_a_notice(tmp_path: Pa
 
 def test_overlapping_answers_are_written_once(tmp_path: Path):
     logs = NodeLogs(tmp_path)
-    logs.add("n1", {"x_0.log": (0, b"one ")})
-    logs.add("n1", {"x_0.log": (0, b"one two ")})
-    logs.add("n1", {"x_0.log": (4, b"two ")})
+    logs.append_text("n1", {"x_0.log": (0, b"one ")})
+    logs.append_text("n1", {"x_0.log": (0, b"one two ")})
+    logs.append_text("n1", {"x_0.log": (4, b"two ")})
     assert (tmp_path / "x_0.log").read_bytes() == b"one two "
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # must be up before Ray is imported
 def test_logs_that_cannot_be_written_end_no_run_and_come_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("ray.get", lambda answer: answer)
     logs = NodeLogs(tmp_path / "logs")
     (tmp_path / "logs").touch()
-    (answer,) = logs._asked = {Answer({"x_0.log": (0, b"text")}): "n1"}
-    logs._take([answer])
+    logs._store([("n1", {"x_0.log": (0, b"text")})])
     assert "the logs of node n1 cannot be written for now" in caplog.text
     (tmp_path / "logs").unlink()
-    logs.add("n1", {"x_0.log": (0, b"text")})
+    logs.append_text("n1", {"x_0.log": (0, b"text")})
     assert (tmp_path / "logs" / "x_0.log").read_bytes() == b"text"
 
 
-class Answer(dict[str, tuple[int, bytes]]):
-    """The answer of a node, keyed by its promise."""
-
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-
 def test_a_name_that_leads_elsewhere_is_skipped(tmp_path: Path):
-    NodeLogs(tmp_path / "here").add("n1", {"../x.log": (0, b"mine")})
+    NodeLogs(tmp_path / "here").append_text("n1", {"../x.log": (0, b"mine")})
     assert not (tmp_path / "x.log").exists()
 
 
@@ -133,10 +123,12 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
             ray.wait([promise for promise, node in self._asked.items() if node == "n1"], timeout=60)
 
     logs = OfOne(tmp_path / "logs", clock=lambda: 0.0)
-    monkeypatch.setattr(nodes, "BRING_S", 0.01)  # waited out: one has answered, and the other does not
+    monkeypatch.setattr(
+        node_links, "BRING_S", 0.01
+    )  # waited out: one has answered, and the other does not
     logs.bring(hosts)
     assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
-    monkeypatch.setattr(nodes, "BRING_S", 600.0)
+    monkeypatch.setattr(node_links, "BRING_S", 600.0)
     logs.bring(hosts)  # waiting for both would take ten minutes
     logs._clock = lambda: 20.0
     logs.look(hosts)

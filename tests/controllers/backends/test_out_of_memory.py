@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from weft.controllers.backends.witness import kills, said_by_kernel, said_by_ray
+from weft.controllers.backends.process_diagnostics import kills, said_by_kernel, said_by_ray
 
 
 def test_the_kernels_count_of_the_own_cgroup_is_read(tmp_path: Path):

@@ -11,7 +11,7 @@ from grafana import PANELS
 from toy import prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles
 
-from weft.controllers.backends.ray_backend import RayBackend, RayGauges, labelled
+from weft.controllers.backends.ray_backend import RayBackend, labelled
 from weft.controllers.driver import Evaluation
 
 RUN = "measured"
@@ -60,7 +60,7 @@ def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
         of_others = {
             metric: 0.5 for _, _, names in PANELS for metric in names if metric not in metrics[-1]
         }
-        RayGauges().report(RUN, of_others)  # metrics of workers with a model
+        RayBackend().report(RUN, of_others)  # metrics of workers with a model
         deadline = time.monotonic() + 120
         while ((shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 or unanswered(shown)) and (
             time.monotonic() < deadline

@@ -230,7 +230,7 @@ class Asking(RayBackend):
         asked = [*ranks]
         self.looks = getattr(self, "looks", 0) + 1
         assert self.looks < 100, f"these ranks did not start: {asked}"
-        fetching, told = (self._run_dir / name for name in ("fetching", "asked"))
+        fetching, told = (self._setup.run_dir / name for name in ("fetching", "asked"))
         # a busy machine may be slow here
         if asked != [("reward", 0)] or not fetching.exists() or told.exists():
             return True

@@ -17,7 +17,7 @@ from toy_runs import drive
 from weft.controllers.backends import local
 from weft.controllers.backends.backend import START_TIMEOUT_S
 from weft.controllers.backends.local import SilenceWatch
-from weft.controllers.backends.witness import SIGNAL
+from weft.controllers.backends.process_diagnostics import SIGNAL
 from weft.controllers.prechecks.checks import CALL_S
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, Silent

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from toy_runs import drive, training
 
-from weft.controllers.backends.witness import Memory, ProcessMemory
+from weft.controllers.backends.process_diagnostics import Memory, ProcessMemory
 from weft.controllers.loop.closing import memory_metrics
 from weft.dataflow.metric_names import undeclared
 from weft.workers.node_memory import NodeMemory

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_runs import KNOWN, Rollout, apart, calls, costs, groups, run, times, trained
+from simulated_runs import (
+    KNOWN,
+    Rollout,
+    SimulatedCluster,
+    apart,
+    calls,
+    costs,
+    groups,
+    run,
+    times,
+    trained,
+)
 from toy import centred, prompts, toy_dapo, toy_evaluation, toy_grpo
 
 import weft
@@ -421,10 +432,8 @@ class Replaceable(Rollout):
     replaceable = True
 
 
-class Mortal(Simulated):
+class Mortal(SimulatedCluster):
     """The process of a replica dies at a given time, and its replacement starts slowly."""
-
-    has_processes = True
 
     def __init__(self, costs: CostModel, at: float) -> None:
         super().__init__(costs)

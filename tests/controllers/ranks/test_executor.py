@@ -71,9 +71,9 @@ def test_weights_go_in_between_two_steps_of_generation(tmp_path: Path):
     worker = Generator()
     executor, replies, started = Executor(worker, Files(tmp_path).access("here", "executor")), [], []
     for task in (generating(0), generating(1)):
-        executor.add(task, replies.append, partial(started.append, task.number))
+        executor.add_task(task, replies.append, partial(started.append, task.number))
     executor.take_turn()
-    executor.add(receiving(2), replies.append, partial(started.append, 2))
+    executor.add_task(receiving(2), replies.append, partial(started.append, 2))
     while executor.busy:
         executor.take_turn()
     rounds = ["generate 1", "generate 0", "generate 1", "generate 0", "generate 1"]
@@ -85,8 +85,8 @@ def test_weights_go_in_between_two_steps_of_generation(tmp_path: Path):
 def test_a_method_without_rows_may_give_way_and_returns_its_metrics(tmp_path: Path):
     worker = Generator()
     executor, replies = Executor(worker, Files(tmp_path).access("here", "executor")), []
-    executor.add(generating(0), lambda reply: None)
-    executor.add(Task("stage_weights", {"who": "stage 1"}, number=1), replies.append)
+    executor.add_task(generating(0), lambda reply: None)
+    executor.add_task(Task("stage_weights", {"who": "stage 1"}, number=1), replies.append)
     while executor.busy:
         executor.take_turn()
     assert worker.steps == ["generate 0", "stage 1", "generate 0", "stage 1", "generate 0"]
@@ -98,18 +98,18 @@ def test_a_cancelled_call_ends_at_its_current_step_or_never_starts(tmp_path: Pat
     worker = Generator()
     executor = Executor(worker, Files(tmp_path).access("here", "executor"))
     replies: dict[int, list[Any]] = {1: [], 2: []}
-    executor.add(generating(1), replies[1].append)
+    executor.add_task(generating(1), replies[1].append)
     executor.take_turn()
-    executor.cancel(1)
-    executor.cancel(2)
-    executor.add(generating(2), replies[2].append)
+    executor.cancel_call(1)
+    executor.cancel_call(2)
+    executor.add_task(generating(2), replies[2].append)
     assert replies == {1: [Reply(done=True)], 2: [Reply(done=True)]}
     assert worker.steps == ["generate 1"] and not executor.busy
 
 
 def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: Path):
     executor, replies = Executor(Generator(), Files(tmp_path).access("here", "executor")), []
-    executor.add(replace(receiving(1), arguments={}), replies.append)
+    executor.add_task(replace(receiving(1), arguments={}), replies.append)
     executor.take_turn()
     (reply,) = replies
     assert reply.is_last and not reply.done and reply.failure.message.startswith("TypeError: ")
@@ -119,7 +119,7 @@ def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: P
 def test_a_call_that_makes_steps_reports_progress_after_a_silence(tmp_path: Path):
     now, replies = [100.0], []
     executor = Executor(Generator(), Files(tmp_path).access("here", "executor"), clock=lambda: now[0])
-    executor.add(generating(0), replies.append)
+    executor.add_task(generating(0), replies.append)
     now[0] += KEEPALIVE_S
     executor.take_turn()
     assert not replies
@@ -164,11 +164,11 @@ def test_finished_rows_are_published_however_the_call_ends(tmp_path: Path, gathe
         Executor(Answering(ToyConfig()), Files(tmp_path).access("here", "executor")),
         list[Reply](),
     )
-    executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
+    executor.add_task(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
     steps = 2 if ends == "cancelled" else 4
     for _ in range(steps if gather_s else 2 * steps):  # both a reply and a step end a turn
         executor.take_turn()
-    executor.take_turn() if ends == "failed" else executor.cancel(1)
+    executor.take_turn() if ends == "failed" else executor.cancel_call(1)
     published = [reply.published.ids.tolist() for reply in replies if reply.published is not None]
     made = [100, 101] if ends == "cancelled" else [100, 101, 102]
     assert published == ([made] if gather_s else [[id] for id in made])

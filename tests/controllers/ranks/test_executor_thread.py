@@ -31,10 +31,10 @@ class Threads(Worker):
 
 def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
     thread = ExecutorThread(Threads, Files(tmp_path).access("here", "thread"), Activity())
-    thread.cancel(2)
-    (reply,) = thread.call(Task("threads", number=1))
+    thread.between_turns(lambda executor: executor.cancel_call(2))
+    (reply,) = thread.replies_to(Task("threads", number=1))
     seen = reply.value
-    assert list(thread.call(Task("threads", number=2))) == [Reply(done=True)], (
+    assert list(thread.replies_to(Task("threads", number=2))) == [Reply(done=True)], (
         "it was cancelled before it came"
     )
     thread.close()
@@ -48,8 +48,8 @@ def test_a_worker_that_cannot_be_constructed_fails_every_call_with_the_reason(tm
     thread = ExecutorThread(broken, Files(tmp_path).access("here", "thread"), Activity())
     failure = thread.worker()
     assert isinstance(failure, Failure) and "it called sys.exit(3)" in failure.message
-    assert list(thread.call(Task("threads"))) == [Reply(failure=failure)]
-    thread.cancel(1)
+    assert list(thread.replies_to(Task("threads"))) == [Reply(failure=failure)]
+    thread.between_turns(lambda executor: executor.cancel_call(1))
     thread.close()
 
 

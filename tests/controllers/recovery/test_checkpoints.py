@@ -363,9 +363,7 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
 def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
     process = begun(tmp_path, "--backend", "ray")
     wait_for_steps(process, tmp_path)
-    (reaper,) = (
-        p for p in psutil.Process(process.pid).children() if "reaper.py" in " ".join(p.cmdline())
-    )
+    (reaper,) = (p for p in psutil.Process(process.pid).children() if "reap" in p.cmdline())
     folder = Path(reaper.cmdline()[-2])
     family = psutil.Process(process.pid).children(recursive=True)
     assert folder.exists() and len(family) > 5
@@ -436,7 +434,7 @@ def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word
 ):
     process = begun(tmp_path, "--backend", "ray")
     deadline = time.monotonic() + 60
-    while not any("reaper.py" in " ".join(p.cmdline()) for p in psutil.Process(process.pid).children()):
+    while not any("reap" in p.cmdline() for p in psutil.Process(process.pid).children()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(after_s)

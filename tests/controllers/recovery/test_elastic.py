@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import Rollout, costs, groups, prompts, toy_grpo
+from simulated_runs import Rollout, SimulatedCluster, costs, groups, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
@@ -31,10 +31,8 @@ class Independent(Rollout):
     replaceable = True
 
 
-class Spot(Simulated):
+class Spot(SimulatedCluster):
     """A cluster with varying room for ranks of the rollout. Without room, a rank's process ends."""
-
-    has_processes = True
 
     def __init__(
         self,

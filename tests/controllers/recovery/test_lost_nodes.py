@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import Rollout, apart, costs, groups, prompts, toy_grpo
+from simulated_runs import Rollout, SimulatedCluster, apart, costs, groups, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
 from weft.controllers.group import Call, WorkerGroup
-from weft.controllers.prechecks.simulated import NODE, Simulated
+from weft.controllers.prechecks.simulated import NODE
 from weft.controllers.prechecks.simulated_costs import FixedLengths
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Pipelined
@@ -26,10 +26,8 @@ class Independent(Rollout):
     replaceable = True
 
 
-class Nodes(Simulated):
+class Nodes(SimulatedCluster):
     """A rollout with ranks 1 to 3 on nodes "b" and "c", which are lost at a given time."""
-
-    has_processes = True
 
     def __init__(self, gone_at: float, *, says: bool, actor_on: str = NODE) -> None:
         super().__init__(costs(FixedLengths(lengths=((10,),))))

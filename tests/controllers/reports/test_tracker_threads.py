@@ -158,7 +158,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 
 
 def test_a_run_without_trackers_starts_no_thread(tmp_path: Path):
-    assert not Local().has_endpoint
+    assert Local().cluster is None
     with drive(training(), tmp_path) as driver:
         driver.run()
         assert driver._history.trackers._threads == []

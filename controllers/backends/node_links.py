@@ -18,33 +18,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.buffer.scratch import notes
-from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import WorkerDied, WorkerError
 from ...dataflow.runs.files import LOGS, make_folder
 from ..group import Call
 from ..ranks.tasks import Failure, FailureKind, Reply
 from .backend import Event, Files, plain_name, this_node
-from .rank import Standing
-from .sample_note import SampleNote
-from .witness import SAMPLE_S, Witness
+from .process_diagnostics import SAMPLE_S, Memory, ProcessWatch, take_answers
+from .rank import Standing, noted_sample
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.flight import Deletions, Peers
-    from .witness import Memory
 
+_logger = logging.getLogger(__name__)
 
 # Node logs: ranks on machines that do not see the run's directory write their logs next to the
 # segments of their node. The driver asks the node's segment server for new text: every LOG_S, after
 # a rank died, and at the end. If a log grows by more than MAX_BYTES in between, its middle is lost.
 
 
-_logger = logging.getLogger(__name__)
 LOG_S = 10.0
 """[s] Time between two requests for new log text."""
 MAX_BYTES = 256 << 10
@@ -57,14 +53,10 @@ NewText = Mapping[str, tuple[int, bytes]]
 
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
-    """Return the new text in the logs of a folder.
+    """Return the new text in the logs of a folder, at most the last MAX_BYTES of each.
 
     Args:
-        folder: Folder of logs, which may not exist.
         known: Log -> number of bytes seen.
-
-    Returns:
-        For each log that is new or has grown, at most the last MAX_BYTES.
     """
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
@@ -93,7 +85,8 @@ class NodeLogs:
 
     def look(self, hosts: Mapping[str, Any]) -> None:
         """Store answers that have arrived, and ask again if it is time, without waiting."""
-        self._take_ready(0.0, list(self._asked))
+        self._store(take_answers(self._asked))
+        self.silent.intersection_update(self._asked.values())
         if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
@@ -102,46 +95,26 @@ class NodeLogs:
         # Pending answers may be older than now; the new answers include their text.
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
-        self._take_ready(0.0, [promise for promise, node in self._asked.items() if node in self.silent])
-        late = self._take_ready(
-            BRING_S, [promise for promise, node in self._asked.items() if node not in self.silent]
-        )
-        self.silent |= {self._asked[promise] for promise in late}
+        silent = {promise: node for promise, node in self._asked.items() if node in self.silent}
+        others = {promise: node for promise, node in self._asked.items() if node not in self.silent}
+        self._store([*take_answers(silent), *take_answers(others, BRING_S)])
+        self._asked = {**silent, **others}
+        self.silent = {*self._asked.values()}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
         self._asked_at = self._clock()
         for node in hosts.keys() - {*self._asked.values()}:
             self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
 
-    def _take_ready(self, wait_s: float, promises: list[Any]) -> list[Any]:
-        import ray
-
-        if not promises:
-            return []
-        ready, late = ray.wait(promises, num_returns=len(promises), timeout=wait_s)
-        self._take(ready)
-        return late
-
-    def _take(self, ready: list[Any]) -> None:
-        import ray
-        from ray.exceptions import RayError
-
-        for promise in ready:
-            node = self._asked.pop(promise)
-            self.silent.discard(node)
+    def _store(self, answers: Iterable[tuple[str, NewText]]) -> None:
+        for node, found in answers:
             try:
-                self.add(node, ray.get(promise))
-            except RayError:  # its server has died and will be restarted
-                continue
-            except OSError as error:  # for example, a full disk: the run continues without the logs
+                self.append_text(node, found)
+            except OSError as error:  # such as a full disk: the run continues, and the text is sent again
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
-    def add(self, node: str, found: NewText) -> None:
-        """Append new text of a node to the logs in the run's directory.
-
-        Raises:
-            OSError: The text cannot be written, for example on a full disk. It is sent again later.
-        """
+    def append_text(self, node: str, found: NewText) -> None:
+        """Append new text of a node to the logs in the run's directory."""
         seen = self._seen.setdefault(node, {})
         for name, (begin, text) in found.items():
             if Path(name).name != name:
@@ -152,10 +125,8 @@ class NodeLogs:
             if begin < known <= end:  # part of the text was in an earlier answer
                 text = text[known - begin :]
             elif begin > known:
-                text = (
-                    f"... {begin - known} bytes are left out here; they are on node {node} ...\n".encode()
-                    + text
-                )
+                left_out = f"... {begin - known} bytes are left out here; they are on node {node} ...\n"
+                text = left_out.encode() + text
             if not path.exists():
                 path.touch(mode=0o600)
             with path.open("ab") as file:
@@ -168,7 +139,6 @@ class NodeLogs:
 
 LOOK_S = 1.0
 """[s] Time between two checks that the servers are alive."""
-logger = logging.getLogger(__name__)
 
 
 class SegmentHost:
@@ -182,7 +152,7 @@ class SegmentHost:
         own = make_certificate() if encrypted else None
         folder = files.of_node(node)
         self._logs = folder / LOGS
-        self._witness = Witness(files.logs_of_node(node, run))
+        self._processes = ProcessWatch(files.logs_of_node(node, run))
         threading.Thread(target=self._take_readings, name="readings", daemon=True).start()
         self.server = SegmentServer(folder, node, host=host, token=token, certificate=own)
         self._certificate = own.certificate if own else None
@@ -196,28 +166,24 @@ class SegmentHost:
         return new_text(self._logs, known)
 
     def sample_at(self, group: str, rank: int) -> int | None:
-        """The last sample that a rank of this node recorded."""
-        return SampleNote.read(SampleNote.path(self._logs, group, rank))
+        return noted_sample(self._logs, group, rank)
 
     def _take_readings(self) -> None:
         while True:
-            self._witness.look()
+            self._processes.take_readings()
             time.sleep(SAMPLE_S)
 
-    def look(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes of this node. Return the memory of the node and of the processes
-        watched before."""
-        self._witness.watch(processes)
-        return self._witness.memory()
+    def memory(self, processes: Mapping[str, int]) -> Memory:
+        """Watch these processes. Return the memory of the node and of those watched before."""
+        self._processes.watch(processes)
+        return self._processes.memory()
 
     def stacks(self, processes: Mapping[str, int], whose: Collection[str]) -> dict[str, str]:
-        """Stack traces of some processes of this node."""
-        self._witness.watch(processes)
-        return self._witness.stacks(whose)
+        self._processes.watch(processes)
+        return self._processes.stacks(whose)
 
     def ending(self, who: str, *, blamed: bool) -> str:
-        """How a watched process of this node ended, in words."""
-        return self._witness.ending(who, blamed=blamed)
+        return self._processes.ending(who, blamed=blamed)
 
     def last(self) -> None:
         """Never return: a broken promise of this call shows that the process has died."""
@@ -229,8 +195,10 @@ class SegmentServers:
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
-        self._actors: dict[str, Any] = {}
-        """Node name -> its server."""
+        self.deletions: Deletions | None = None
+        """Deletes files on all nodes."""
+        self.hosts: dict[str, Any] = {}
+        """Node name -> its `SegmentHost` actor; empty if the run has one node."""
         self._lives: dict[Any, str] = {}
         """Promise that breaks when a server dies -> its node."""
         self._asked: dict[Any, str] = {}
@@ -240,21 +208,18 @@ class SegmentServers:
         self._looked = 0.0
         """[s] Time of the last check that servers are alive."""
         self._noted: set[str] = set()
-        self._logs: NodeLogs | None = None
-        self._deletions: Deletions | None = None
         self._token = secrets.token_hex(32)
         self._loopback = True
         """Whether all nodes are on this machine."""
 
-    def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each node that has none, without waiting. Call `advance` until no node
-        is `awaited`.
+    @property
+    def awaited(self) -> list[str]:
+        """Nodes whose servers have not reported their addresses."""
+        return sorted(self._asked.values())
 
-        Args:
-            files: Where the nodes keep segments.
-            names: Ray's id -> name, for all current nodes.
-            run: Directory of the run.
-        """
+    def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
+        """Start a server on each node (Ray's id -> name) that has none, without waiting. Call
+        `advance` until no node is `awaited`."""
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -263,71 +228,15 @@ class SegmentServers:
             self.kill()
         self._loopback = loopback
         for id, name in names.items():
-            if name not in self._actors:
-                self._actors[name] = self._start(
-                    files, id, name, "127.0.0.1" if loopback else addresses[id], run
-                )
-        for name in self._actors.keys() - set(names.values()):  # lost nodes
-            del self._actors[name]
-        self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
-        self._asked = {server.location.remote(): name for name, server in self._actors.items()}
+            if name not in self.hosts:
+                self._start_on(id, name, files, "127.0.0.1" if loopback else addresses[id], run)
+        for name in self.hosts.keys() - set(names.values()):  # lost nodes
+            del self.hosts[name]
+        self._lives = {life: name for life, name in self._lives.items() if name in self.hosts}
+        self._asked = {host.location.remote(): name for name, host in self.hosts.items()}
         self._standing.clear()
 
-    @property
-    def hosts(self) -> Mapping[str, Any]:
-        """Node name -> its `SegmentHost` actor; empty if the run has one node."""
-        return self._actors
-
-    @property
-    def awaited(self) -> list[str]:
-        """Nodes whose servers have not reported their addresses."""
-        return sorted(self._asked.values())
-
-    def advance(self, wait_s: float = 0.0) -> bool:
-        """Process answers of servers. Return whether the last one answered, so that `peers` are
-        new."""
-        import ray
-        from ray.exceptions import RayError
-
-        if not self._asked:
-            return False
-        ready: list[Any]
-        ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=wait_s)
-        for promise in ready:
-            name = self._asked.pop(promise)
-            with suppress(RayError):  # it died: see `take_ended`
-                self._standing[name] = ray.get(promise)
-        if self._asked or self._standing.keys() != self._actors.keys():
-            return False
-        self._meet()
-        return True
-
-    def forget(self, name: str) -> None:
-        import ray
-
-        if (actor := self._actors.pop(name, None)) is not None:
-            ray.kill(actor)
-        self._lives = {life: node for life, node in self._lives.items() if node != name}
-
-    def _meet(self) -> None:
-        from ...dataflow.buffer.flight import Deletions, Peers
-
-        locations = {name: location for name, (location, *_) in self._standing.items()}
-        certificates = {
-            location: certificate for location, certificate, _ in self._standing.values() if certificate
-        }
-        self._warn(note for *_, found in self._standing.values() for note in found)
-        self.tell_deletions()
-        self.peers = Peers(locations, self._token, certificates)
-        self._deletions = Deletions(self.peers)
-
-    def _warn(self, found: Iterable[str]) -> None:
-        for note in found:
-            if note not in self._noted:
-                logger.warning("%s", note)
-            self._noted.add(note)
-
-    def _start(self, files: Files, id: str, name: str, host: str, run: Path) -> Any:
+    def _start_on(self, id: str, name: str, files: Files, host: str, run: Path) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -335,77 +244,65 @@ class SegmentServers:
         remote: Any = ray.remote
         server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
-        self._lives[actor.last.remote()] = name
-        return actor
+        self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
-    def keep_logs(self, logs: Path) -> None:
-        """Copy the logs of nodes that do not see the run's directory into this folder, on each
-        `look_at_logs`."""
-        self._logs = self._logs or NodeLogs(logs)
-
-    def look_at_logs(self) -> None:
-        """Store log text that has arrived, without waiting."""
-        if self._logs is not None and self._actors:
-            self._logs.look(self._actors)
-
-    def bring_logs(self) -> None:
-        """Copy new log text now."""
-        if self._logs is not None and self._actors:
-            self._logs.bring(self._actors)
-
-    def sample_at(self, node: str, group: str, rank: int) -> int | None:
-        """The last sample that a rank recorded on its node, or None if unknown."""
-        import ray
-        from ray.exceptions import RayError
-
-        silent = self._logs.silent if self._logs is not None else set[str]()
-        if node not in self._actors or node in silent:
-            return None
-        ready, late = ray.wait([self._actors[node].sample_at.remote(group, rank)], timeout=BRING_S)
-        silent |= {node} if late else set()
-        try:
-            return ray.get(ready[0]) if ready else None
-        except RayError:  # the node is gone, with its record
-            return None
-
-    def take_ended(self) -> bool:
-        """Forget dead servers, so that `start` replaces them. Checks every LOOK_S.
-
-        Returns:
-            Whether a server has died.
-        """
-        if not self._lives or time.monotonic() - self._looked < LOOK_S:
+    def advance(self, wait_s: float = 0.0) -> bool:
+        """Process answers of servers. Return whether the last one came, so that `peers` are new."""
+        if not self._asked:
             return False
-        import ray
+        self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds those that died
+        if self._asked or self._standing.keys() != self.hosts.keys():
+            return False
+        self._meet()
+        return True
 
-        self._looked = time.monotonic()
-        ended, _ = ray.wait(list(self._lives), num_returns=len(self._lives), timeout=0)
-        for life in ended:
-            name = self._lives.pop(life)
-            if self._actors.pop(name, None) is not None:
-                logger.warning("the segment server on node %r has ended and is restarted", name)
-        return bool(ended)
+    def _meet(self) -> None:
+        from ...dataflow.buffer.flight import Deletions, Peers
 
-    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Segments that cannot be read on their nodes, and why."""
-        return self.peers.unreadable(segments) if self.peers is not None else {}
-
-    def delete(self, node: str, file: str) -> None:
-        """Ask all nodes to delete a file, without waiting."""
-        if self._deletions is not None:
-            self._deletions(node, file)
+        for note in dict.fromkeys(note for *_, found in self._standing.values() for note in found):
+            if note not in self._noted:
+                self._noted.add(note)
+                _logger.warning("%s", note)
+        self.tell_deletions()
+        self.peers = Peers(
+            {name: location for name, (location, *_) in self._standing.items()},
+            self._token,
+            {location: own for location, own, _ in self._standing.values() if own},
+        )
+        self.deletions = Deletions(self.peers)
 
     def tell_deletions(self) -> None:
         """Send pending deletions to the servers while they exist."""
-        if self._deletions is not None:
-            self._deletions.close()
+        if self.deletions is not None:
+            self.deletions.close()
+
+    def forget(self, name: str) -> None:
+        import ray
+
+        if (actor := self.hosts.pop(name, None)) is not None:
+            ray.kill(actor)
+        self._lives = {life: node for life, node in self._lives.items() if node != name}
+
+    def take_ended(self) -> bool:
+        """Every LOOK_S, forget dead servers, so that `start` replaces them. Return whether there
+        were any."""
+        if not self._lives or time.monotonic() - self._looked < LOOK_S:
+            return False
+        self._looked = time.monotonic()
+        before = {*self._lives.values()}
+        take_answers(self._lives)
+        ended = before - {*self._lives.values()}
+        for name in ended & self.hosts.keys():
+            del self.hosts[name]
+            _logger.warning("the segment server on node %r has ended and is restarted", name)
+        return bool(ended)
 
     def kill(self) -> None:
         import ray
 
-        for actor in self._actors.values():
+        for actor in self.hosts.values():
             ray.kill(actor)
-        self._actors.clear()
+        self.hosts.clear()
         self._lives.clear()
         self._asked.clear()
 
@@ -413,16 +310,13 @@ class SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return names for nodes, derived from their host names, so that they are the same in the next
-    run.
+    """Return Ray's id -> name, for this node, known nodes, and nodes that are alive. Names come from
+    host names, so that they are the same in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
         known: Existing names, which are kept and not used for other nodes.
-
-    Returns:
-        Ray's id -> name, for this node, known nodes, and nodes that are alive.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -433,13 +327,12 @@ def node_names(
     return names
 
 
-# Nodes
+# NodeLinks: servers, ranks and logs of all nodes
 
 NODE_TIMEOUT_S = 5.0
 """[s] Longest wait for a node to accept a connection, when checking whether it is lost."""
 CONNECT_TIMEOUT_S = 60.0
-"""[s] During a run, longest wait for a node's segment server to start and for all ranks to know
-it."""
+"""[s] During a run, longest wait until a new segment server is up and all ranks know it."""
 POLL_S = 0.05
 """[s] Time between two polls while waiting."""
 
@@ -475,7 +368,6 @@ class NodeLinks:
     Args:
         processes: (group, rank) -> its current process.
         died: Describes the process of a rank that died.
-        clock: [s] Monotonic clock.
     """
 
     def __init__(
@@ -485,13 +377,14 @@ class NodeLinks:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.servers = SegmentServers()
+        self.logs = NodeLogs(Path())
         self.stands_on: dict[tuple[str, int], str] = {}
         """(group, rank) -> name of its node, also after its process has ended."""
         self.lost: set[str] = set()
         self._used: dict[str, str] = {}
         """Ray's id -> name, for the driver's node and all nodes that ranks are or were on."""
         self._processes, self._died, self._clock = processes, died, clock
-        self._files, self._logs = Files(Path()), Path()
+        self._files, self._run = Files(Path()), Path()
         self._arrivals: list[_Arrival] = []
         self._telling: list[Any] = []
         """Promises of ranks that are being told where the servers are."""
@@ -513,19 +406,14 @@ class NodeLinks:
         """Whether an answer is still pending."""
         return self._connecting or bool(self._arrivals)
 
-    def begin(self, files: Files, logs: Path, used: Mapping[str, str], timeout_s: float) -> None:
-        """Before the run, wait until all ranks know all nodes.
+    def connect_all(self, files: Files, run: Path, used: Mapping[str, str], timeout_s: float) -> None:
+        """Before the run, wait until all ranks know all nodes, or raise a `WorkerError`.
 
         Args:
-            files: Where the nodes keep segments.
-            logs: Folder of the run's logs; logs of other nodes are copied there.
             used: Ray's id -> name, for the driver's node and the nodes of all ranks.
-            timeout_s: [s] Longest wait.
-
-        Raises:
-            WorkerError: A server did not start in time.
         """
-        self._files, self._logs, self._used = files, logs, dict(used)
+        self._files, self._run, self._used = files, run, dict(used)
+        self.logs = NodeLogs(run / LOGS)
         self._connect()
         self._by, deadline = math.inf, self._clock() + timeout_s
         while self._connecting:
@@ -535,22 +423,35 @@ class NodeLinks:
             if self._clock() > deadline:
                 raise WorkerError(_not_serving(self.servers.awaited, timeout_s))
 
+    def bring_logs(self) -> None:
+        """Copy new log text of other nodes now."""
+        self.logs.bring(self.servers.hosts)
+
+    def sample_at(self, group: str, rank: int) -> int | None:
+        """The last sample that a rank recorded on its node, or None if unknown."""
+        node = self.stands_on.get((group, rank), "")
+        host = self.servers.hosts.get(node)
+        if host is None or node in self.lost or node in self.logs.silent:
+            return None
+        asked = {host.sample_at.remote(group, rank): node}
+        answers = take_answers(asked, BRING_S)
+        self.logs.silent.update(asked.values())
+        return answers[0][1] if answers else None
+
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Note that a rank has answered for the first time, perhaps on a new node. `take` returns
-        the answer when the rank can work."""
+        """Note that a rank has answered for the first time, perhaps on a new node. `take_events`
+        returns the answer when the rank can work."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
-    def take(self) -> list[Event]:
-        """Process answers of servers and ranks, and restart dead servers.
-
-        Returns:
-            Answers of new ranks that can work, and failures of the others.
+    def take_events(self) -> list[Event]:
+        """Process answers of servers and ranks, and restart dead servers. Return the answers of new
+        ranks that can work, and failures of the others.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.
         """
-        self.servers.look_at_logs()
+        self.logs.look(self.servers.hosts)
         if self.servers.take_ended():
             self.look_for_lost()  # do not start a server on a lost node
             self._connect()
@@ -562,19 +463,16 @@ class NodeLinks:
             import ray
 
             used = [n for n in ray.nodes() if n["NodeID"] in self._used]
-            gone = [n["NodeID"] for n in used if not (n["Alive"] and _listens(n))]
-            self.lost |= {self._used[id] for id in gone}
+            self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Start servers on all used nodes, if there are several, without waiting. `_advance`
-        continues."""
+        """Begin to start servers on all used nodes, if there are several. `_advance` continues."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return
         if not self._connecting:
             self._by = self._clock() + CONNECT_TIMEOUT_S
-        self.servers.start(self._files, nodes, self._logs.parent)
-        self.servers.keep_logs(self._logs)
+        self.servers.start(self._files, nodes, self._run)
 
     @property
     def _connecting(self) -> bool:
@@ -604,25 +502,22 @@ class NodeLinks:
 
         events: list[Event] = []
         for arrival in list(self._arrivals):
-            reply, over = arrival.reply, True
-            if self._processes.get(arrival.at) is arrival.process:  # skip it if it was replaced
-                try:
-                    over = self._has_arrived(arrival)
-                except RayError as error:
-                    reply = Reply(
-                        failure=Failure(
-                            self._died("{}[{}]".format(*arrival.at), error), kind=FailureKind.DIED
-                        )
-                    )
-                if not over and self._clock() > arrival.by:
-                    over, reply = (
-                        True,
-                        Reply(failure=Failure(self._turn_away(arrival), kind=FailureKind.DIED)),
-                    )
-                if over:
-                    events.append(Event(arrival.call, arrival.rank, reply))
+            if self._processes.get(arrival.at) is not arrival.process:  # it was replaced
+                self._arrivals.remove(arrival)
+                continue
+            failure = None
+            try:
+                over = self._has_arrived(arrival)
+            except RayError as error:
+                over, failure = True, self._died("{}[{}]".format(*arrival.at), error)
+            if not over and self._clock() > arrival.by:
+                over, failure = True, self._turn_away(arrival)
             if over:
                 self._arrivals.remove(arrival)
+                reply = arrival.reply
+                if failure is not None:
+                    reply = Reply(failure=Failure(failure, kind=FailureKind.DIED))
+                events.append(Event(arrival.call, arrival.rank, reply))
         return events
 
     def _has_arrived(self, arrival: _Arrival) -> bool:
@@ -661,10 +556,9 @@ def _not_serving(nodes: Collection[str], timeout_s: float) -> str:
 
 def _listens(node: Mapping[str, Any]) -> bool:
     """Whether a node accepts connections. Ray itself may take longer to notice a lost node."""
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
     try:
-        socket.create_connection(
-            (node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S
-        ).close()
+        socket.create_connection(address, NODE_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -1,16 +1,24 @@
-"""Check whether a Ray cluster answers and accepts us. A program without Weft's imports:
-`cluster_probe.py ADDRESS`.
+"""Two programs next to a Ray cluster. They import nothing of Weft, so that they start quickly.
 
-Its last line is JSON: {"nodes": [...]} with the resources of each node, or {"error": "..."}.
+cluster_programs.py probe ADDRESS          checks whether a cluster answers and accepts us
+cluster_programs.py reap FOLDER SESSION    cleans up a local cluster after its driver was killed
 """
 
 import json
 import logging
 import os
+import shutil
+import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+# Probe: its last line is JSON: {"nodes": [...]} with the resources of each node, or {"error": "..."}
 
 CONNECT_TIMEOUT_S = 3.0
 """[s] Longest wait for a connection."""
@@ -21,7 +29,7 @@ PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_time
 """Ray's retry limits, which it reads on import."""
 
 
-def main(address: str) -> None:
+def probe(address: str) -> None:
     if address != "auto":
         host, _, port = address.rpartition(":")
         try:
@@ -59,10 +67,8 @@ def reason_of(error: BaseException | None) -> str:
         error = error.__cause__ or error.__context__
     text = "\n".join(said)
     if "authentication token" in text.lower():
-        mode, given = (
-            os.environ.get("RAY_AUTH_MODE"),
-            "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ,
-        )
+        mode = os.environ.get("RAY_AUTH_MODE")
+        given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
         way = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) to what its head node has"
         if mode == "token":
             return f"the authentication token is {'not that of the cluster' if given or 'was found' not in text else 'missing'}; {way}"
@@ -83,5 +89,44 @@ def reply(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+# Reaper: the driver keeps its standard input open, and writes the cluster's process groups there, one
+# per line. If the cluster's folder still exists at the end of the input, the reaper kills the
+# cluster's processes and removes the folder.
+
+
+GRACE_S = 3.0
+"""[s] Time for the cluster's processes to notice that the driver is gone."""
+
+
+def reap(folder: Path, session: int) -> None:
+    groups = {int(line) for line in sys.stdin}
+    deadline = time.monotonic() + GRACE_S
+    while folder.exists() and time.monotonic() < deadline:
+        if not any(processes_of(folder, groups, session)):
+            break
+        time.sleep(0.1)
+    if folder.exists():
+        for process in processes_of(folder, groups, session):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_of(folder: Path, groups: set[int], session: int) -> Iterator[int]:
+    """Processes in one of these groups of the driver's session, or whose command or environment
+    names the folder."""
+    name = os.fsencode(folder)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process is gone, or belongs to another user
+            state, _, group, of_session = (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
+            ours = int(group) in groups and int(of_session) == session
+            named = any(name in (entry / of).read_bytes() for of in ("cmdline", "environ"))
+            if (ours or named) and state != "Z" and int(entry.name) != os.getpid():
+                yield int(entry.name)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "probe":
+        probe(sys.argv[2])
+    else:
+        reap(Path(sys.argv[2]), int(sys.argv[3]))

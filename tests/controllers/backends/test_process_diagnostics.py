@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.backends import witness as module
-from weft.controllers.backends.witness import SIGNAL, HeldProcess, Witness, shown, threads_in
+from weft.controllers.backends import process_diagnostics as module
+from weft.controllers.backends.process_diagnostics import SIGNAL, ProcessWatch, shown, threads_in
+from weft.dataflow.byte_units import gib
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 
@@ -55,56 +56,58 @@ DEATHS = {
 def test_a_dead_process_is_reported_with_its_exit_reason(does: str, reaped: bool, tmp_path: Path):
     if reaped and KERNEL < (6, 15):
         pytest.skip("this kernel keeps the exit status for the parent alone")
-    witness = Witness(tmp_path)
+    watch = ProcessWatch(tmp_path)
     with process(*python(does)) as started:
-        witness.watch({"rollout[0]": started.pid})
+        watch.watch({"rollout[0]": started.pid})
         let_go(started)
         if reaped:
             started.wait()
-        assert witness.ending("rollout[0]", 20.0).startswith(DEATHS[does])
-    assert witness.ending("rollout[0]") == "", "it is told once"
+        assert watch.ending("rollout[0]", 20.0).startswith(DEATHS[does])
+    assert watch.ending("rollout[0]") == "", "it is told once"
 
 
 def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel's files are fake; the process is real."""
+    """The kernel's counts are fake; the process is real."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     events = tmp_path / "sys/fs/cgroup/job/memory.events"
     events.parent.mkdir(parents=True)
     events.write_text("oom_kill 2\n")
     monkeypatch.setattr(module, "SAMPLE_S", 0.0)
-    witness = Witness(tmp_path, root=tmp_path)
-    with process(*python("")) as started:
-        status = tmp_path / f"proc/{started.pid}/status"
-        status.parent.mkdir()
-        witness.watch({"actor[1]": started.pid})
-        for gib in (1, 2, 7):
-            status.write_text(f"RssAnon:\t{gib << 20} kB\n")
-            witness.look()
+    watch = ProcessWatch(tmp_path, root=tmp_path)
+    grows = "held = b'x' * (64 << 20)\nprint('grown', flush=True)\nsys.stdin.readline()"
+    with process(*python(grows)) as started:
+        watch.watch({"actor[1]": started.pid})
+        watch.take_readings()
+        let_go(started)
+        assert started.stdout is not None and started.stdout.readline() == b"grown\n"
+        watch.take_readings()
+        (memory,) = watch.memory().processes.values()
         events.write_text("oom_kill 3\n")
         started.kill()
-        said = witness.ending("actor[1]", 20.0)
+        said = watch.ending("actor[1]", 20.0)
     assert said.startswith(
         f"signal SIGKILL; out of memory: the kernel has killed a process on this machine since the last check ({events}"
     )
-    assert "smaller microbatches" in said and said.endswith("s: 1.0 GiB, 2.0 GiB, 7.0 GiB")
+    assert "smaller microbatches" in said and said.endswith(f", {gib(memory.resident_bytes)}")
+    assert memory.resident_bytes > 64 << 20
 
 
 def test_a_process_that_exits_by_itself_is_not_reported_as_out_of_memory(tmp_path: Path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 2\n")
-    witness = Witness(tmp_path, root=tmp_path)
+    watch = ProcessWatch(tmp_path, root=tmp_path)
     with process(*python("os._exit(3)")) as started:
-        witness.watch({"actor[1]": started.pid})
+        watch.watch({"actor[1]": started.pid})
         (tmp_path / "proc/vmstat").write_text("oom_kill 3\n")
         let_go(started)
-        assert witness.ending("actor[1]", 20.0) == "exit code 3"
+        assert watch.ending("actor[1]", 20.0) == "exit code 3"
 
 
-def test_a_process_that_lives_has_no_exit_code():
-    held = HeldProcess(os.getpid())
-    assert held.exit_code(0.0) is None
-    held.close()
+def test_a_process_that_lives_has_no_exit_code(tmp_path: Path):
+    watch = ProcessWatch(tmp_path)
+    watch.watch({"actor[1]": os.getpid()})
+    assert watch.ending("actor[1]", 0.0) == ""
 
 
 WAITING = f"""
@@ -121,11 +124,11 @@ sys.stdin.readline()
 
 def test_the_stack_of_a_process_is_read_from_its_log(tmp_path: Path):
     log = tmp_path / "actor_0.log"
-    witness = Witness(tmp_path)
+    watch = ProcessWatch(tmp_path)
     with process(sys.executable, "-c", WAITING, log=log) as started:
         assert started.stdout is not None and started.stdout.readline() == b"up\n"
-        witness.watch({"actor[0]": started.pid})
-        said = witness.stacks(["actor[0]", "actor[1]"])
+        watch.watch({"actor[0]": started.pid})
+        said = watch.stacks(["actor[0]", "actor[1]"])
     assert list(said) == ["actor[0]"]
     assert said["actor[0]"].splitlines()[0] == "stack (innermost call first)"
     assert "in wait_for_the_others" in said["actor[0]"] and "take_turn" not in said["actor[0]"]
@@ -133,14 +136,14 @@ def test_the_stack_of_a_process_is_read_from_its_log(tmp_path: Path):
 
 
 def test_a_missing_stack_is_explained(tmp_path: Path):
-    witness = Witness(tmp_path)
+    watch = ProcessWatch(tmp_path)
     with process(*python("")) as started:
-        witness.watch({"actor[0]": started.pid})
-        assert witness.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it does not respond to signals")
+        watch.watch({"actor[0]": started.pid})
+        assert watch.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it does not respond to signals")
         started.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
         while (
-            "stopped" not in (said := witness.stacks(["actor[0]"], 0.2)["actor[0]"])
+            "stopped" not in (said := watch.stacks(["actor[0]"], 0.2)["actor[0]"])
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
@@ -149,7 +152,7 @@ def test_a_missing_stack_is_explained(tmp_path: Path):
         )
         started.kill()
         started.wait()
-        assert witness.stacks(["actor[0]"], 0.2) == {"actor[0]": "its process is gone"}
+        assert watch.stacks(["actor[0]"], 0.2) == {"actor[0]": "its process is gone"}
 
 
 def test_a_waiting_worker_is_shown_as_waiting():
