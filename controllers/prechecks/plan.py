@@ -19,6 +19,8 @@ from ...workers.training.microbatch_plan import OptimizerSteps
 from ..placement import OTHER, machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
+from ..simulation.backend import Simulated
+from ..simulation.costs import CostModel, Generation, SequenceParallelCost, bound, calibrate
 from .plan_memory import GroupMemory, driver_bytes, group_memory
 from .plan_sizes import (
     PipelinePlan,
@@ -30,9 +32,6 @@ from .plan_sizes import (
     step_sizes,
     update_sizes,
 )
-from .simulated import Simulated
-from .simulated_bound import bound, calibrate
-from .simulated_costs import CostModel, Generation, SequenceParallelCost
 
 # Groups of ranks that share long rows, and their gain over groups of one size.
 

@@ -34,7 +34,7 @@ from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
 from ..loop.recording import RECORDED
 from ..placement import ranks_of_a_replica
 from ..run_spec import RunSpec
-from .simulated_costs import CostModel
+from ..simulation.costs import CostModel
 
 NUMBER = 4
 """[bytes] Size of a token's id, log-probability, version or advantage in a file of samples."""

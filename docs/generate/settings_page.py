@@ -37,7 +37,7 @@ from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Cispo, Clipped, Rejection, Sapo, TruncatedImportance
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,

@@ -10,8 +10,8 @@ from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,

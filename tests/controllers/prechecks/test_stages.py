@@ -15,7 +15,7 @@ from weft.controllers.prechecks.plan_sizes import (
     pipeline_plan,
     stage_memory,
 )
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,

@@ -13,8 +13,8 @@ from simulated_runs import Rollout, apart, costs, groups, prompts, toy_grpo
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
 from weft.controllers.group import Call, WorkerGroup
-from weft.controllers.prechecks.simulated import NODE, Simulated
-from weft.controllers.prechecks.simulated_costs import FixedLengths
+from weft.controllers.simulation.backend import NODE, Simulated
+from weft.controllers.simulation.costs import FixedLengths
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Pipelined
 from weft.dataflow.buffer.check import check_log
