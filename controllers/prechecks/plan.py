@@ -26,7 +26,6 @@ from .plan_sizes import (
     PipelinePlan,
     StepSizes,
     UpdateSizes,
-    chunks_of,
     pipeline_plan,
     sample_bytes,
     step_sizes,
@@ -63,7 +62,6 @@ def sequence_plan(
     Return None if the cost of the update is not a `SequenceParallelCost`.
 
     Args:
-        costs: the costs of its calls, or None if unknown.
         ranks: ranks of the group. With several replicas, plan for the one with the longest row.
 
     Raises:
@@ -93,10 +91,7 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
-    """Return the tokens of each row of a step.
-
-    Lengths are drawn as in a simulation, or all equal to the expected length.
-    """
+    """Return the tokens of each row, drawn as in a simulation, or all equal to the expected ones."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
@@ -108,7 +103,6 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
 
 
 # Time of a step, from the costs of a simulation, or from costs fitted to an earlier run.
-
 
 BESIDE = ("publish_weights", "receive_weights", "onload", "offload")
 """Calls outside the graph that a step makes once each."""
@@ -127,18 +121,11 @@ class StepTime:
     """Whether `seconds` is a lower bound, with all possible overlap."""
 
 
-def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
-    """Return the time of a step.
-
-    Args:
-        costs: the costs of its calls; calls without a cost take no time.
-    """
+def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
     graph, places = spec.graphs[TRAIN], spec.placement
     # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
-        placed = {
-            name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles
-        }
+        placed = {n: place for n, place in places.items() if n == FUNCTIONS or n in graph.handles}
         found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
         return StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
@@ -250,11 +237,8 @@ class Plan:
     def sample_bytes(self) -> int:
         """Upper bound of the bytes of a run's samples, without evaluations."""
         every = self.spec.record_every
-        return (
-            sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every)
-            if every
-            else 0
-        )
+        steps = self.spec.schedule.steps // every if every else 0
+        return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * steps
 
     @property
     def disk_bytes(self) -> int:
@@ -280,24 +264,27 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         costs, of = calibrate(like), f"the calls of {like}"
     elif isinstance(spec.backend, Simulated):
         costs = spec.backend.costs
-    updating = {
-        node.group: node for node in train.nodes if node.operation.updates and node.group is not None
-    }
-    configs = {n: h.config for n, h in spec.handles.items() if isinstance(h.config, ModelConfig)}
-    chunks = {n: chunks_of(configs[n], node.name, costs) for n, node in updating.items() if n in configs}
+    nodes = [node for node in train.nodes if node.operation.updates]
+    updates = tuple(update_sizes(spec, node, sizes) for node in nodes)
+    pipelines: list[PipelinePlan] = []
+    sequences: list[SequencePlan] = []
+    chunks: dict[str, int] = {}
+    for node, update in zip(nodes, updates, strict=True):
+        name = str(node.group)
+        config = spec.handles[name].config
+        if isinstance(config, ModelConfig) and (pipeline := pipeline_plan(config, update, costs)):
+            pipelines.append(pipeline)
+            chunks[name] = pipeline.chunks
+        if shared := sequence_plan(update, sizes, costs, spec.placement[name].ranks):
+            sequences.append(shared)
+    gpu = machine.gpu_bytes
     groups = tuple(
-        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes, chunks.get(n, 1))
-        for n, h in spec.handles.items()
+        group_memory(spec, name, handle, spec.placement[name], sizes, gpu, chunks.get(name, 1))
+        for name, handle in spec.handles.items()
     )
-    updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
-    of_groups = list(
-        zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True)
-    )
-    pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
-    time = step_time(spec, sizes, costs, of) if costs is not None else None
-    shared = [sequence_plan(update, sizes, costs, spec.placement[g].ranks) for update, g in of_groups]
-    parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))
-    return Plan(spec, sizes, updates, groups, machine, time, driver, *parts)
+    time = _step_time(spec, sizes, costs, of) if costs is not None else None
+    plans = tuple(pipelines), tuple(sequences)
+    return Plan(spec, sizes, updates, groups, machine, time, driver, *plans)
 
 
 def this_machine() -> Machine:

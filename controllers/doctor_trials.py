@@ -1,8 +1,12 @@
-"""Checks of `weft doctor --try` and `--gpu`, each in a separate process."""
+"""Trials of `weft doctor --try` and `--gpu`: small operations of Weft, each in a separate process.
+
+A trial that fails, hangs or crashes does not stop the others.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -11,45 +15,42 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..dataflow.byte_units import GIB
+from ..dataflow.child_process import ChildProcess
 from ..dataflow.errors import UserError
+from ..dataflow.untrusted_text import show
 
 if TYPE_CHECKING:
     from ..workers.actor import ActorWorker
     from ..workers.rollout import RolloutWorker
 
-
-# The record of a check, and a separate process for each, so that one that fails, hangs or crashes does
-# not stop the others.
-
-
 Figures = Mapping[str, float | str]
-"""Measurements of a check: name with unit -> value."""
+"""Measurements of a trial: name with unit -> value."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """A check."""
+class Trial:
+    """One operation to try."""
 
     name: str
     claim: str
     """The claim that it supports, and the page with that claim."""
     run: Callable[[Path, bool], Figures]
-    """Called with a folder for its files and whether to use GPUs. Raises AssertionError on failure."""
+    """A function of a module, called with a folder for its files and whether to use GPUs. Raises
+    AssertionError on failure."""
     deadline_s: float
     skipped_on_cpu: str = ""
     """Reason to skip it without GPUs, or empty to run it on CPUs as well."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """The outcome of a check."""
+class TrialRecord:
+    """The outcome of a trial."""
 
     name: str
     claim: str
@@ -59,77 +60,90 @@ class Record:
     figures: Figures = field(default_factory=dict)
 
     def json(self) -> dict[str, object]:
-        """Return the record as JSON values."""
         return asdict(self)
 
 
-def try_check(check: Check, gpu: bool) -> Record:
-    """Run a check in a separate process, and kill it with its children after its deadline."""
-    if check.skipped_on_cpu and not gpu:
-        return Record(check.name, check.claim, "skipped", 0.0, check.skipped_on_cpu)
-    started = time.monotonic()
-    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    answers: Any
-    answers, answer = spawn.Pipe(duplex=False)
+def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[TrialRecord]:
+    """Run the trials, and print the name of each on standard error when it begins.
+
+    Args:
+        gpu: use the GPUs of this machine; otherwise skip trials that need one.
+        trials: by default, all.
+
+    Raises:
+        UserError: torch finds no usable GPU.
+    """
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks that a CPU allows"
+            )
+    records: list[TrialRecord] = []
+    for trial in TRIALS if trials is None else trials:
+        show(f"{trial.name} ...")
+        records.append(run_trial(trial, gpu))
+    return records
+
+
+def run_trial(trial: Trial, gpu: bool) -> TrialRecord:
+    """Run a trial in a separate process, and kill it with its children after its deadline."""
+    if trial.skipped_on_cpu and not gpu:
+        return TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
+    started, figures = time.monotonic(), {}
+    place = f"{trial.run.__module__}:{trial.run.__name__}"
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
-        process = spawn.Process(target=_run, args=(check, Path(folder), gpu, answer))
-        process.start()
-        answer.close()
+        hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        words = (place, folder, "gpu" if gpu else "cpu")
+        child = ChildProcess(__name__, *words, environment=hidden, detached=True)
+        answer = Path(folder, ANSWER)
         try:
-            outcome, why, figures = _answer(answers, process, check.deadline_s)
+            if not child.wait(trial.deadline_s):
+                why = f"it did not end in {trial.deadline_s:g} s"
+            elif not answer.is_file():
+                why = f"its process ended with {child.status}"
+            else:
+                why, figures = json.loads(answer.read_text())
         finally:
-            _end(process)
-    return Record(check.name, check.claim, outcome, round(time.monotonic() - started, 1), why, figures)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            # A process that waits for a device in the kernel ends only when the device answers.
+            child.wait(0.5)
+            child.close_input()
+            child.stdout.close()
+    seconds = round(time.monotonic() - started, 1)
+    return TrialRecord(trial.name, trial.claim, "failed" if why else "passed", seconds, why, figures)
 
 
-def table_of(records: list[Record]) -> str:
-    """Format the records as text, two lines each."""
-    lines: list[str] = []
-    for record in records:
-        figures = ", ".join(f"{name} {value}" for name, value in record.figures.items())
-        lines.append(
-            f"{record.outcome:8}{record.name:22}{record.seconds:6.1f} s  {record.why or figures}"
-        )
-        lines.append(f"{'':8}supports: {record.claim}")
-    return "\n".join(lines)
+ANSWER = "answer.json"
 
 
-_Answer = tuple[Literal["passed", "failed"], str, Figures]
-
-
-def _run(check: Check, folder: Path, gpu: bool, answer: Connection) -> None:
-    os.setsid()  # so that its children can be killed with it
-    if not gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _main(place: str, folder: str, device: str) -> None:
+    """Run the function of a trial, and write (error, figures)."""
     os.chdir(folder)
-    with (folder / "said").open("w") as said, contextlib.redirect_stdout(said):
-        answer.send(_tried(check, folder, gpu))
-
-
-def _tried(check: Check, folder: Path, gpu: bool) -> _Answer:
+    # Output of the trial, and of its children.
+    os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
+    module, _, function = place.partition(":")
+    why, figures = "", {}
     try:
-        return "passed", "", dict(check.run(folder, gpu))
+        run = getattr(importlib.import_module(module), function)
+        figures = dict(run(Path(folder), device == "gpu"))
     except BaseException as error:
         traceback.print_exc()
-        return "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", {}
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    Path(ANSWER).write_text(json.dumps([why, figures]))
+    os._exit(0)  # threads of libraries must not delay the end
 
 
-def _answer(answers: Connection, process: BaseProcess, deadline_s: float) -> _Answer:
-    if not answers.poll(deadline_s):
-        return "failed", f"it did not end in {deadline_s:g} s", {}
-    try:
-        return answers.recv()
-    except EOFError:
-        process.join(5)
-        return "failed", f"its process ended with exit code {process.exitcode}", {}
-
-
-def _end(process: BaseProcess) -> None:
-    process.join(0.5)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.kill()  # it may not lead its process group yet
-    process.join(0.5)  # a process that waits for a device in the kernel ends only when the device answers
+def table_of(records: list[TrialRecord]) -> str:
+    """Format the records as text, two lines each."""
+    lines: list[str] = []
+    for one in records:
+        figures = ", ".join(f"{name} {value}" for name, value in one.figures.items())
+        lines.append(f"{one.outcome:8}{one.name:22}{one.seconds:6.1f} s  {one.why or figures}")
+        lines.append(f"{'':8}supports: {one.claim}")
+    return "\n".join(lines)
 
 
 # A model with random weights and a tokenizer, made locally without downloads.
@@ -278,28 +292,14 @@ def colocated(folder: Path, gpu: bool) -> Figures:
     return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
 
 
-END_S = 10.0
-"""[s] Longest wait for the end of a process that has answered. It is killed with the check."""
-
-
 def collectives(folder: Path, gpu: bool) -> Figures:
     """Run the collectives of training over all GPUs (NCCL), or over two processes (gloo)."""
     import torch
 
     ranks = torch.cuda.device_count() if gpu else 2
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
-    started = [
-        spawn.Process(target=_collect, args=(folder, rank, ranks, gpu, answers)) for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    found = [answers.get(timeout=50) for _ in started]
-    for process in started:
-        process.join(END_S)
-    wrong = [said for said, _ in found if said]
-    assert not wrong, wrong[0]
-    slowest = max(seconds for _, seconds in found)
+    work = [(f"file://{folder}/rendezvous", rank, ranks, gpu) for rank in range(ranks)]
+    with multiprocessing.get_context("spawn").Pool(ranks) as pool:  # CUDA does not survive a fork
+        slowest = max(pool.starmap_async(_collect, work, chunksize=1).get(timeout=50))
     return {
         "ranks": ranks,
         "backend": "nccl" if gpu else "gloo",
@@ -307,11 +307,38 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     }
 
 
+def _collect(rendezvous: str, rank: int, ranks: int, gpu: bool) -> float:
+    """Check the collectives of a rank, and return the seconds of an all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if gpu else "gloo"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+    numbers = torch.full((16 * 2**20,), float(rank + 1), device=device)
+    dist.all_reduce(numbers)
+    expected = ranks * (ranks + 1) / 2
+    wrong = f"rank {rank}: the sum over ranks is {numbers[0]}, not {expected}"
+    assert bool((numbers == expected).all()), wrong
+    parts = [torch.empty(1, device=device) for _ in range(ranks)]
+    dist.all_gather(parts, torch.tensor([float(rank)], device=device))
+    assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
+    started = time.perf_counter()
+    dist.all_reduce(numbers)
+    if gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    dist.destroy_process_group()
+    return seconds
+
+
 def grpo(folder: Path, gpu: bool) -> Figures:
     """Train twenty steps of GRPO with a random model, by `weft.train`."""
     import torch
 
-    from ..controllers.train import train
+    from .train import train
 
     model = save_random_model(folder / "model", large=gpu)
     started = time.perf_counter()
@@ -332,18 +359,14 @@ def grpo(folder: Path, gpu: bool) -> Figures:
     last = steps[-1]
     assert int(last["step"]) == 20, f"the run ended after step {last['step']}"
     figures: dict[str, float | str] = {"steps": 20, "seconds": round(seconds, 1)}
-    figures |= {
-        name: round(value, 4)
-        for name, value in last.items()
-        if name in _PHASES or name.startswith("time/")
-    }
+    shown = ("tokens_per_s", "actor/mean_logprob_gap", "update/mean_logprob_gap", "mean_logprob_gap")
+    for name, value in last.items():
+        if name in shown or name.startswith("time/"):
+            figures[name] = round(value, 4)
     if gpu:
         free, total = torch.cuda.mem_get_info()
         figures["GiB still in use after its workers ended"] = round((total - free) / GIB, 2)
     return figures
-
-
-_PHASES = ("tokens_per_s", "actor/mean_logprob_gap", "update/mean_logprob_gap", "mean_logprob_gap")
 
 
 def letters(response: str) -> float:
@@ -351,33 +374,26 @@ def letters(response: str) -> float:
     return sum(character.isalpha() for character in response) / max(1, len(response))
 
 
-CHECKS = (
-    Check(
+ARCHITECTURE = "(docs/architecture.md)"
+TRIALS = (
+    Trial(
         "packed attention",
-        "rows are packed and answer as eager attention does (docs/architecture.md)",
+        f"rows are packed and answer as eager attention does {ARCHITECTURE}",
         packed_attention,
         90,
     ),
-    Check(
-        "collectives",
-        "ranks of a group are joined over NCCL or gloo (docs/architecture.md)",
-        collectives,
-        60,
+    Trial(
+        "collectives", f"ranks of a group are joined over NCCL or gloo {ARCHITECTURE}", collectives, 60
     ),
-    Check(
-        "weight sync",
-        "published weights arrive, by their checksum (docs/architecture.md)",
-        weight_sync,
-        130,
-    ),
-    Check(
+    Trial("weight sync", f"published weights arrive, by their checksum {ARCHITECTURE}", weight_sync, 130),
+    Trial(
         "colocated",
-        "groups of one pool take turns on its devices (docs/architecture.md)",
+        f"groups of one pool take turns on its devices {ARCHITECTURE}",
         colocated,
         130,
         "needs a GPU: on a CPU nothing is moved",
     ),
-    Check("GRPO", "one call trains, on GPUs with vLLM (docs/train.md)", grpo, 190),
+    Trial("GRPO", "one call trains, on GPUs with vLLM (docs/train.md)", grpo, 190),
 )
 
 
@@ -417,61 +433,5 @@ def _logprobs(actor: ActorWorker, prompts: Sequence[Any], responses: Sequence[An
     return actor.logprobs(batch, into="found")["found"].to_pylist()
 
 
-def _collect(folder: Path, rank: int, ranks: int, gpu: bool, answers: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    try:
-        device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-        if gpu:
-            torch.cuda.set_device(device)
-        rendezvous = f"file://{folder}/rendezvous"
-        dist.init_process_group(
-            "nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
-        )
-        numbers = torch.full((16 * 2**20,), float(rank + 1), device=device)
-        dist.all_reduce(numbers)
-        expected = ranks * (ranks + 1) / 2
-        said = (
-            ""
-            if bool((numbers == expected).all())
-            else f"rank {rank}: the sum over ranks is {numbers[0]}, not {expected}"
-        )
-        parts = [torch.empty(1, device=device) for _ in range(ranks)]
-        dist.all_gather(parts, torch.tensor([float(rank)], device=device))
-        if [int(part) for part in parts] != list(range(ranks)):
-            said = f"rank {rank}: gathered {parts}"
-        started = time.perf_counter()
-        dist.all_reduce(numbers)
-        if gpu:
-            torch.cuda.synchronize(device)
-        answers.put((said, time.perf_counter() - started))
-        dist.destroy_process_group()
-    except Exception as error:
-        answers.put((f"rank {rank}: {error}", 0.0))
-
-
-def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
-    """Run the checks, and print the name of each on standard error when it begins.
-
-    Args:
-        gpu: use the GPUs of this machine; otherwise skip checks that need one.
-
-    Returns:
-        A record of each.
-
-    Raises:
-        UserError: torch finds no usable GPU.
-    """
-    if gpu:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UserError(
-                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks that a CPU allows"
-            )
-    records: list[Record] = []
-    for check in checks:
-        print(f"{check.name} ...", file=sys.stderr, flush=True)
-        records.append(try_check(check, gpu))
-    return records
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
