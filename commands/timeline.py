@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 
-from .command import Answer, Command, RunName, run_path
+from .command_line import Answer, RunName, run_path
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline(Command):
-    """Show how busy each worker group of a run was, and draw its timeline."""
+def timeline(
+    run: RunName,
+    *,
+    steps: str = ":",
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+) -> Answer:
+    """Show how busy each worker group of a run was, and draw its timeline.
 
-    run: RunName
-    steps: str = ":"
-    """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; ':' for all."""
-    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write the picture to this file. Default: RUN/timeline.png."""
+    Args:
+        steps: Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; ':' for all.
+        out: Write the picture to this file. Default: RUN/timeline.png.
+    """
+    from ..dashboard.pictures import draw_timeline
+    from ..dashboard.timeline import load_timeline, node_times, parse_steps, summary
 
-    def answer(self) -> Answer:
-        from ..dashboard.pictures import draw_timeline
-        from ..dashboard.timeline import load_timeline, node_times, parse_steps, summary
-
-        run = run_path(self.run)
-        timeline = load_timeline(run, parse_steps(self.steps))
-        picture = draw_timeline(timeline, self.out or run / "timeline.png", run.resolve().name)
-        lanes = {
-            lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s}
-            for lane in timeline.lanes
-        }
-        found = {
-            "start_s": timeline.start_s,
-            "end_s": timeline.end_s,
-            "groups": lanes,
-            "picture": str(picture),
-        }
-        found["nodes"] = [asdict(node) for node in node_times(timeline)]
-        return Answer(found, f"{summary(timeline)}\n\npicture: {picture}")
+    path = run_path(run)
+    shown = load_timeline(path, parse_steps(steps))
+    picture = draw_timeline(shown, out or path / "timeline.png", path.resolve().name)
+    lanes = {
+        lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s}
+        for lane in shown.lanes
+    }
+    found = {
+        "start_s": shown.start_s,
+        "end_s": shown.end_s,
+        "groups": lanes,
+        "picture": str(picture),
+    }
+    found["nodes"] = [asdict(node) for node in node_times(shown)]
+    return Answer(found, f"{summary(shown)}\n\npicture: {picture}")

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 from ...dataflow.errors import UserError, nearest
 from .lines import JsonLines, PlainLines
-from .records import Ending, EvaluationScore, Step
+from .columns import Ending, EvaluationScore, Step
 from .sample import Sample
 
 Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]

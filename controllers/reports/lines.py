@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ...dataflow.untrusted_text import cut, show, show_json
-from .records import Ending, EvaluationScore, Step, clock
+from .columns import Ending, EvaluationScore, Step, clock
 from .sample import Sample
 
 LONGEST_MESSAGE = 20_000

@@ -17,7 +17,7 @@ from ...dataflow.untrusted_text import redacted
 from ..placement import Place
 from ..signals import redirect_to_null
 from .displays import Display, Nothing, is_closed
-from .records import Ending, Step, score_of
+from .columns import Ending, Step, score_of
 from .sample import Sample, read_sample
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ...dataflow.untrusted_text import cut, encodable, readable
 from .lines import LONGEST_MESSAGE, encoding_of, line_of, line_of_score
-from .records import Ending, EvaluationScore, Figure, Step, clock
+from .columns import Ending, EvaluationScore, Figure, Step, clock
 from .sample import Sample
 
 ROWS_A_HEADER = 20

@@ -12,7 +12,7 @@ from shown import DISPLAYS, ROW, run, stream, write_samples, written
 from weft.controllers.reports.displays import Nothing, display_for
 from weft.controllers.reports.lines import JsonLines, PlainLines
 from weft.controllers.reports.progress import Progress
-from weft.controllers.reports.records import Ending, EvaluationScore, Step
+from weft.controllers.reports.columns import Ending, EvaluationScore, Step
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import read_alerts
 
