@@ -258,12 +258,14 @@ def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
 
 
 def _branch(name: str, below: Any, stubs: bool) -> Any:
-    is_tree = isinstance(below, Mapping)
+    is_tree = not isinstance(below, str)
     about = _about(name) if is_tree else " ".join((_command(below).__doc__ or "").split())
     about = about.partition(". ")[0].rstrip(".") + "."
-    if is_tree and not stubs:
+    if stubs:
+        return Annotated[Any, subcommand(name, constructor=lambda: None, description=about)]
+    if is_tree:
         return Annotated[_union(below), subcommand(name, description=about)]
-    constructor = (lambda: None) if stubs else _collecting(_command(below))
+    constructor = _collecting(_command(below))
     return Annotated[Any, subcommand(name, constructor=constructor, description=about)]
 
 

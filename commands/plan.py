@@ -144,8 +144,9 @@ def _before(made: Planning) -> Iterator[str]:
 
 def _settings(made: Planning) -> Iterator[tuple[str, str, str]]:
     """Yield (name, value, origin) of each setting."""
-    for name, origin in made.settings.origins.items() if made.settings is not None else ():
-        yield name, str(made.settings.values[name]), str(origin)
+    if made.settings is not None:
+        for name, origin in made.settings.origins.items():
+            yield name, str(made.settings.values[name]), str(origin)
 
 
 def _graphs(plan: Plan) -> Iterable[Sequence[str]]:

@@ -1,4 +1,7 @@
-"""Checks of a whole run, made before any process starts. Each raises a UserError with the fix."""
+"""Checks of a whole run, made before any process starts.
+
+Each raises a `UserError` that names the setting, group or node, and the fix.
+"""
 
 from __future__ import annotations
 
@@ -44,61 +47,31 @@ _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns of a source that models read after its prompts."""
 
 
-def check_kinds(
-    *,
-    graph: object,
-    schedule: object,
-    buffer: object,
-    checkpoint: object,
-    placement: object,
-    backend: object,
-) -> None:
-    """Check the types of the driver's arguments, for example an instance and not its class.
+_EXAMPLES: Mapping[str, tuple[type, str]] = {
+    "graph": (Graph, "the result of calling a @weft.graph function with a source"),
+    "schedule": (Stepwise, "a value such as weft.Synchronous(steps=100)"),
+    "buffer": (BufferConfig, "a weft.BufferConfig(...)"),
+    "checkpoint": (CheckpointConfig, "a weft.CheckpointConfig(every=...)"),
+}
+"""Argument of the driver -> its type, and a valid example."""
 
-    Raises:
-        UserError: an argument has the wrong type; names it, its value and a valid example.
-    """
+
+def check_kinds(*, placement: object, backend: object, **others: object) -> None:
+    """Check the types of the driver's arguments, for example an instance and not its class."""
+    wanted = [(n, others[n], isinstance(others[n], kind), how) for n, (kind, how) in _EXAMPLES.items()]
     of_places = isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())
+    how = 'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}'
+    wanted.append(("placement", placement, placement is None or of_places, how))
     is_backend = hasattr(backend, "wait") and not isinstance(backend, type)
-    wanted: list[tuple[str, object, bool, str]] = [
-        (
-            "graph",
-            graph,
-            isinstance(graph, Graph),
-            "the result of calling a @weft.graph function with a source",
-        ),
-        (
-            "schedule",
-            schedule,
-            isinstance(schedule, Stepwise),
-            "a value such as weft.Synchronous(steps=100)",
-        ),
-        ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
-        (
-            "checkpoint",
-            checkpoint,
-            isinstance(checkpoint, CheckpointConfig),
-            "a weft.CheckpointConfig(every=...)",
-        ),
-        (
-            "placement",
-            placement,
-            placement is None or of_places,
-            'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}',
-        ),
-        ("backend", backend, backend is None or is_backend, "weft.Local() or weft.RayBackend()"),
-    ]
+    how = "weft.Local() or weft.RayBackend()"
+    wanted.append(("backend", backend, backend is None or is_backend, how))
     for name, given, right, example in wanted:
         if not right:
             raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
 
 
 def check_numbers(**numbers: object) -> None:
-    """Check the driver's numeric arguments by the rules of all settings.
-
-    Raises:
-        UserError: names the argument, the rule and the value.
-    """
+    """Check the driver's numeric arguments by the rules of all settings."""
     seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
@@ -111,11 +84,7 @@ def check_numbers(**numbers: object) -> None:
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return the names of a run's graphs, the training graph's first.
-
-    Raises:
-        UserError: two graphs share a name, or a name cannot be part of a path.
-    """
+    """Return the names of a run's graphs, the training graph's first."""
     names = [TRAIN, *(e.name for e in evaluations)]
     for taken in names:
         check_name(taken, "Evaluation(..., name")
@@ -129,12 +98,7 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
 def check_best(
     checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]
 ) -> None:
-    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run.
-
-    Raises:
-        UserError: there is no such source (suggests the nearest name), or the metric is measured at
-            each step and neither `every` nor `every_s` chooses the steps with a checkpoint.
-    """
+    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run."""
     best, source, names = checkpoint.best, checkpoint.best_source, [e.name for e in evaluations]
     if source and source not in (*names, *handles):
         known = [*names, *handles]
@@ -150,11 +114,7 @@ def check_best(
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Check graphs, and return their worker groups by name.
-
-    Raises:
-        UserError: names the graph, and the node, source or group.
-    """
+    """Check graphs, and return their worker groups by name."""
     for graph in graphs:
         graph.validate(also=graphs)
     handles: dict[str, Handle] = {}
@@ -168,11 +128,7 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
 
 
 def check_workers(graphs: Iterable[Graph]) -> None:
-    """Check that every source has rows, and that worker classes can do what their nodes ask.
-
-    Raises:
-        UserError: a source is empty, a row is too long, or a worker class refuses its nodes.
-    """
+    """Check that every source has rows, and that worker classes can do what their nodes ask."""
     for graph in graphs:
         if not len(graph.source.table):
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
@@ -184,11 +140,7 @@ def check_workers(graphs: Iterable[Graph]) -> None:
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """Check that the schedule fits the training graph, the buffer and the placement.
-
-    Raises:
-        UserError: names the conflict and what to change.
-    """
+    """Check that the schedule fits the training graph, the buffer and the placement."""
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
     check_followed(train, spec.schedule)
@@ -204,9 +156,6 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
     Args:
         point: the checkpoint to resume from, or None for a new run.
-
-    Raises:
-        UserError: names the checkpoint or the group.
     """
     if point is not None:
         if point.state.seed != spec.seed:
@@ -257,11 +206,7 @@ def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | 
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Check that the group which generates samples for a policy gradient gets each version in time.
-
-    Raises:
-        UserError: names the generating group and the call to add or change.
-    """
+    """Check that the group which generates samples for a policy gradient gets each version in time."""
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
@@ -305,12 +250,7 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Check that every model can read its rows, with responses of up to `max_tokens`.
-
-    Raises:
-        UserError: names the group with the shortest context, the longest row, and how many rows are
-            too long.
-    """
+    """Check that every model can read its rows, with responses of up to `max_tokens`."""
     tokens, context = _row_tokens(graph), _shortest_context(graph)
     if tokens is None or context is None or not len(tokens):
         return
@@ -361,11 +301,7 @@ def _shortest_context(graph: Graph) -> tuple[str, int] | None:
 
 
 def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
-    """Check that the rows of a step fit into the buffer and the driver's memory.
-
-    Raises:
-        UserError: names both numbers.
-    """
+    """Check that the rows of a step fit into the buffer and the driver's memory."""
     rows = schedule.prompts_per_step * expected_rows(graph)
     setting = f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})"
     check_rows(graph, schedule.prompts_per_step, setting)
@@ -385,9 +321,6 @@ def check_rows(graph: Graph, prompts: int, setting: str) -> None:
 
     Args:
         setting: the setting that decides the number of prompts, for the error message.
-
-    Raises:
-        UserError: names the setting, and the nodes that make several rows out of one.
     """
     rows = prompts * expected_rows(graph)
     if rows > MAX_ROWS:
@@ -411,9 +344,6 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
 
     CUDA IPC needs both groups on the same GPUs, and NCCL needs separate ones. vLLM's own backends
     need a vLLM engine, and for IPC one sending rank on each GPU.
-
-    Raises:
-        UserError: names both groups and the transport to use.
     """
     for handle in handles:
         if handle.leader is None:
@@ -452,9 +382,6 @@ def check_apart(
 
     Groups on one pool take turns. A group that generates without pause never gives up its turn, not
     even to a group that only evaluations use.
-
-    Raises:
-        UserError: names the two groups and their pool.
     """
     updates = [n for n in graph.nodes if n.operation.updates]
     seen = {n.name: _filters_before(graph, n.name) for n in updates}

@@ -74,11 +74,7 @@ def text_of(findings: Sequence[Finding]) -> str:
 
 
 def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return all findings about this machine.
-
-    Args:
-        runs: the folder of runs, which need not exist.
-    """
+    """Return all findings about this machine. The folder of runs need not exist."""
     root, there = Path("/"), len(os.sched_getaffinity(0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     fast_network = any((root / "dev/infiniband").glob("uverbs*"))
@@ -169,7 +165,7 @@ def disk(folder: Path, todo: str) -> Finding:
 
 
 def segments(runs: Path) -> Finding:
-    """Check that rows in flight, which are files in the folder of the run, stay on a local disk."""
+    """Check that rows in flight, files in the folder of the run, stay on a local disk."""
     kind = file_system(runs, Path("/proc/mounts"))
     if kind in NETWORK_FILE_SYSTEMS:
         found = f"{runs} is on another machine ({kind}), which slows down the rows in flight"
@@ -222,8 +218,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Check the limit on open files.
-
+    """
     >>> open_files(1024, 524288).todo
     'ulimit -n 65536 (up to 524288 without an administrator)'
     """
@@ -233,11 +228,6 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def processes(limit: int, left: int | None) -> Finding:
-    """Check the limit on processes and threads.
-
-    Args:
-        left: processes left in this container, or None without a limit.
-    """
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
     limits = [number for number in (limit, left) if number not in (None, UNLIMITED)]
     least = min(limits, default=UNLIMITED)
@@ -251,7 +241,7 @@ def _limit(limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
 
 
 def locked_memory(limit: int, *, fast_network: bool) -> Finding:
-    """Check the limit on locked memory, which only RDMA networks such as InfiniBand need."""
+    # Only RDMA networks such as InfiniBand need locked memory.
     found = "unlimited" if limit == UNLIMITED else f"{limit / MIB:.0f} MiB"
     if fast_network and limit != UNLIMITED:
         todo = "ulimit -l unlimited: NCCL locks its buffers"
@@ -260,10 +250,7 @@ def locked_memory(limit: int, *, fast_network: bool) -> Finding:
 
 
 def cpus(there: int, quota: float | None) -> Finding:
-    """Check the CPUs that this process may use.
-
-    torch starts a thread for each CPU that it sees, even if the container may use fewer.
-
+    """
     >>> cpus(64, 4.0).outcome, cpus(64, None).outcome
     ('warn', 'ok')
     """
@@ -274,8 +261,7 @@ def cpus(there: int, quota: float | None) -> Finding:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return the CPUs that the container may use, or None for all."""
-    # cgroup v2, then v1
+    """Return the CPUs that the container may use (by cgroup v2, or v1), or None for all."""
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -305,7 +291,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback() -> Finding:
-    """Check that processes of this machine reach each other over the loopback interface."""
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
@@ -317,7 +302,7 @@ def loopback() -> Finding:
 
 
 def host_name() -> Finding:
-    """Check that the name of this machine resolves to an address; gloo needs it."""
+    # gloo needs an address.
     name = socket.gethostname()
     with suppress(OSError):
         return _ok(f"{name} is {socket.gethostbyname(name)}")
@@ -325,7 +310,6 @@ def host_name() -> Finding:
 
 
 def ports(root: Path) -> Finding:
-    """Check how many ephemeral ports are free."""
     words = _words(root / "proc/sys/net/ipv4/ip_local_port_range")
     if len(words) != 2:
         return _ok("unknown: the kernel does not report the range")
@@ -342,8 +326,7 @@ def ports(root: Path) -> Finding:
 
 
 def proxies(environment: Mapping[str, str]) -> Finding:
-    """Check that no proxy intercepts traffic between processes of this machine.
-
+    """
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')
     """
@@ -405,10 +388,7 @@ def disturbing_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> Finding:
-    """Check the number of torch threads in processes without a place: `Local()` and scripts.
-
-    Ray ranks get theirs from their place.
-    """
+    """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
     if not value:
@@ -423,8 +403,7 @@ def threads(environment: Mapping[str, str], cpus: int) -> Finding:
 
 
 def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
-    """Check that the network interfaces named by variables exist.
-
+    """
     >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
     'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
     """
@@ -441,11 +420,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
 
 
 def hidden_modules(folders: Sequence[Path]) -> Finding:
-    """Check whether a user's file hides a package or a module of Python's library.
-
-    Args:
-        folders: the first folders that Python searches: the script's and PYTHONPATH.
-    """
+    """Check whether a user's file in these folders hides a package or a module of Python's library."""
     ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
     for folder in (folder for folder in folders if folder.resolve() not in ours):
         for name in (*LIBRARIES, *sorted(sys.stdlib_module_names)):
@@ -460,7 +435,7 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
 
 
 def token(environment: Mapping[str, str], home: Path) -> Finding:
-    """Check that the token of the Ray cluster exists, and that only its owner can read it."""
+    """Check that only its owner can read the token of the Ray cluster."""
     if environment.get(MODE, "").lower() not in ("", "token"):
         found = f"{MODE}={environment[MODE]}: anyone who reaches the ports of a cluster can run programs on it"
         return _warn(found, f"unset {MODE}, or export {MODE}=token")
@@ -507,11 +482,6 @@ class Package:
 
 
 def installed(name: str) -> Package | None:
-    """Return an installed package, or None.
-
-    >>> installed("no-such-package") is None
-    True
-    """
     try:
         found: Distribution = distribution(name)
     except PackageNotFoundError:
@@ -529,11 +499,7 @@ def look_at_packages() -> list[Finding]:
 def package_findings(
     names: Mapping[str, Package | None], python: tuple[int, int]
 ) -> Iterator[tuple[str, Finding]]:
-    """Yield the name and the finding of each check of packages.
-
-    Args:
-        names: package name -> the installed package.
-    """
+    """Yield the name and the finding of each check of packages."""
     if python < OLDEST_PYTHON:
         todo = f"Weft needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer"
         yield "python", _fail(".".join(map(str, python)), todo)
@@ -560,10 +526,7 @@ def package_findings(
 
 
 def _fits(package: Package, names: Mapping[str, Package | None]) -> Finding:
-    """Check that a package's requirements are installed.
-
-    A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
-    """
+    # A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
     own = package.name == "weft"
     problems: list[str] = []
     outcome = _fail if own else _warn
@@ -585,7 +548,7 @@ def _fits(package: Package, names: Mapping[str, Package | None]) -> Finding:
 
 
 def fits(need: Requirement, version: str) -> bool:
-    """Return whether a version meets a requirement. A CPU build (+cpu) counts as its base version.
+    """A CPU build (+cpu) counts as its base version.
 
     >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
     (True, False)
@@ -695,8 +658,7 @@ def gpu_findings(
 
 
 def visible(environment: Mapping[str, str], number: int) -> Finding:
-    """Check that the GPUs in CUDA_VISIBLE_DEVICES exist.
-
+    """
     >>> visible({"CUDA_VISIBLE_DEVICES": "0,7"}, 2).found
     "CUDA_VISIBLE_DEVICES='0,7' names 7, and there are 0 to 1"
     """
@@ -716,10 +678,7 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, from its files.
-
-    Return an empty string for a CPU build, and None if torch is not installed.
-    """
+    """Return the CUDA version that torch is built for, "" for a CPU build, or None without torch."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None

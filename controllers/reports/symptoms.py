@@ -1,7 +1,7 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A `Mistake` is found in the graph before anything starts, and a `Symptom` in the metrics of steps.
-To add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
+A mistake is found in the graph before anything starts, and a symptom in the metrics of steps. To add
+a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
@@ -45,8 +46,6 @@ COLLAPSED = 0.05
 """Warn when the entropy falls below this share of its first values."""
 FEW_WITH_SIGNAL = 0.05
 """Warn when fewer than this share of a step's groups have a nonzero advantage."""
-
-
 LITTLE_FREE = 0.1
 """Warn when less than this share of a node's memory is free."""
 OWN_SHARE = 0.05
@@ -54,15 +53,6 @@ OWN_SHARE = 0.05
 GROWS_OVER = 32
 """Steps needed to judge whether memory grows."""
 GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A rule for a training graph or its groups."""
-
-    found: Callable[[Graph, Mapping[str, Handle]], Iterator[str]]
-    """Yields the places of the mistake, as text."""
-    advice: str
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Past:
         self.signal: dict[int, bool] = {}
         """Step -> whether it had signal, if measured."""
 
-    def add(self, row: Row) -> None:
+    def add_step(self, row: Row) -> None:
         """Add a finished step. Step 0, the start of the run, is ignored."""
         if not row["step"]:
             return
@@ -107,7 +97,7 @@ class Past:
         return self.rows[-1]
 
     def at_first(self, name: str) -> float:
-        """Return the mean of a metric's first FIRST values, or NaN until there are enough."""
+        """Return the mean of the first values of a metric, or NaN until there are enough."""
         first = self._first.get(name, [])
         return sum(first) / len(first) if len(first) == FIRST else math.nan
 
@@ -138,12 +128,8 @@ COMPARING = (drop_zero_variance, best_and_worst)
 
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for node in graph.nodes:
-        estimator = node.arguments.get("estimator")
-        if (
-            node.function is group_advantages
-            and not getattr(estimator, "reads", ())
-            and _rows_of_group(graph, node) == 1
-        ):
+        alone = not getattr(node.arguments.get("estimator"), "reads", ())
+        if node.function is group_advantages and alone and _rows_of_group(graph, node) == 1:
             yield f"node {node.name!r} has one response to each prompt (n=1), and its estimator reads no other column"
 
 
@@ -156,11 +142,11 @@ def _rows_of_group(graph: Graph, node: Node) -> int | None:
         if not isinstance(each, int):
             return None
         number, level = number * each, maker.level
-    before = graph.nodes[: graph.nodes.index(node)]
-    kept = (
-        n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level
-    )
-    return min([number, *(n for n in kept if isinstance(n, int))])
+    for before in graph.nodes[: graph.nodes.index(node)]:
+        kept = before.arguments.get("n")
+        if before.function is first_of_group and before.level == node.level and isinstance(kept, int):
+            number = min(number, kept)
+    return number
 
 
 def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
@@ -178,23 +164,29 @@ def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
 
 
 MISTAKES = (
-    Mistake(
+    (
         _groups_of_one,
         "if it compares the responses to a prompt with each other, nothing is learned. Try n=8, or an estimator with another baseline "
         "(greedy_baseline)",
     ),
-    Mistake(_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
-    Mistake(
+    (_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
+    (
         _large_rates,
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
+"""(function that yields the places of a mistake in a training graph and its groups, advice)."""
 
 
 def _has_signal(row: Row) -> bool | None:
     """Return whether rewards differ within any group, or None if not measured."""
-    known = [value for _, value in _training(row, "groups_without_signal") if not math.isnan(value)]
-    return any(value != 1 for value in known) if known else None
+    shares = _without_signal(row)
+    return any(share != 1 for share in shares) if shares else None
+
+
+def _without_signal(row: Row) -> list[float]:
+    shares = (share for _, share in _training(row, "groups_without_signal"))
+    return [share for share in shares if not math.isnan(share)]
 
 
 def _no_signal(past: Past) -> str | None:
@@ -210,12 +202,14 @@ def _no_signal(past: Past) -> str | None:
 
 
 def _signal_lost(past: Past) -> str | None:
-    known = [value for _, value in _training(past.last, "groups_without_signal") if not math.isnan(value)]
-    if not known:
+    share = min(_without_signal(past.last), default=None)
+    if share is None:
         return None
-    if min(known) < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
+    if share < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
         return ""
-    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}, so the run learns nothing from them"
+    row = past.last
+    reward = f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
+    return f"{share:.0%} of the groups have equal rewards{reward}, so the run learns nothing from them"
 
 
 def _equal_rewards(past: Past) -> str | None:
@@ -232,21 +226,14 @@ def _equal_rewards(past: Past) -> str | None:
 
 def _all_are(row: Row) -> str:
     """Return the single value of all rewards as text, or an empty string if they differ."""
-    values = {name for name, value in _training(row, "std") if value == 0}
-    all_are = [
-        f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row
-    ]
-    return f" ({all_are[0]})" if all_are else ""
-
-
-def _mean_reward(row: Row) -> str:
-    return f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
+    means = [name.removesuffix("std") + "mean" for name, value in _training(row, "std") if value == 0]
+    known = [row[mean] for mean in means if mean in row]
+    return f" (all are {known[0]:g})" if known else ""
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """Return a message for a first step that cannot end because a filter drops every group.
-
-    The filter drops groups of equal rewards. Return an empty string if it is too early to tell.
+    """Return a message for a first step that cannot end, because a filter drops every group as one of
+    equal rewards. Return an empty string if it is too early to tell.
 
     Args:
         row: the metrics of the step so far.
@@ -284,14 +271,11 @@ def rewards_of(row: Row) -> str:
 
 
 def _all_truncated(past: Past) -> str | None:
-    known = dict(_training(past.last, "truncation_rate"))
-    if not known:
+    rates = [rate for _, rate in _training(past.last, "truncation_rate")]
+    if not rates:
         return None
-    return (
-        "every response is truncated at its limit of tokens, so no response is complete"
-        if all(value == 1 for value in known.values())
-        else ""
-    )
+    said = "every response is truncated at its limit of tokens, so no response is complete"
+    return said if all(rate == 1 for rate in rates) else ""
 
 
 def _blown_up(past: Past) -> str:
@@ -309,31 +293,23 @@ def _blown_up(past: Past) -> str:
 
 
 def _collapsed(past: Past) -> str | None:
-    known = {
-        n: (value, past.at_first(n))
-        for n, value in _training(past.last, "entropy")
-        if math.isfinite(value)
-    }
-    if not known:
-        return None
-    for name, (value, first) in known.items():
-        if value < COLLAPSED * first:
+    known = [(n, value) for n, value in _training(past.last, "entropy") if math.isfinite(value)]
+    for name, value in known:
+        if value < COLLAPSED * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: the policy samples almost the same each time"
-    return ""
+    return "" if known else None
 
 
 def _drifted(past: Past) -> str | None:
-    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "mean_logprob_gap")}
-    if not known:
-        return None
-    for name, (value, first) in known.items():
-        if value > DRIFTED_GAP and value > GAP_GROWTH * first:
+    known = list(_training(past.last, "mean_logprob_gap"))
+    for name, value in known:
+        if value > DRIFTED_GAP and value > GAP_GROWTH * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
-    return ""
+    return "" if known else None
 
 
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
-    """Yield metrics with this name of training groups, without evaluations."""
+    """Yield (name, value) of a metric of each training group, without evaluations."""
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
@@ -462,8 +438,7 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A symptom that was found."""
 
     symptom: Symptom
@@ -476,7 +451,7 @@ GOES_ON = "To continue anyway, set another Driver(stop_on=...), such as stop_on=
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
     """Return a line of advice for each setting that prevents learning, found before the run starts."""
-    return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
+    return [f"{where}; {advice}" for found, advice in MISTAKES for where in found(graph, handles)]
 
 
 class Watch:
@@ -492,16 +467,14 @@ class Watch:
         self._past = Past()
         self._in_a_row.clear()
         for row in rows:
-            self._past.add(row)
+            self._past.add_step(row)
 
     def see(self, row: Row) -> list[Seen]:
         """Return the new symptoms of a finished step."""
-        self._past.add(row)
-        return [
-            seen
-            for symptom in SYMPTOMS
-            if row["step"] and (seen := self._judge(symptom, int(row["step"])))
-        ]
+        self._past.add_step(row)
+        step = int(row["step"])
+        judged = [self._judge(symptom, step) for symptom in SYMPTOMS if step]
+        return [seen for seen in judged if seen is not None]
 
     def _judge(self, symptom: Symptom, step: int) -> Seen | None:
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:

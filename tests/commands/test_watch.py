@@ -11,7 +11,7 @@ from recorded_runs import Live
 
 from weft.__main__ import main
 from weft.commands.runs import WatchedRun
-from weft.controllers.reports.lines import PlainLines
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import Alerts
 
