@@ -67,7 +67,7 @@ DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are runnin
 
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
 Name: TypeAlias = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
-Step: TypeAlias = Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")]
+StepNumber: TypeAlias = Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")]
 RunName: TypeAlias = Annotated[
     Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")
 ]
@@ -94,10 +94,7 @@ class Answer:
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """Make an answer that may be incomplete; the notes name the missing parts.
-
-        The exit code is 1 if the log of the run is damaged.
-        """
+        """Make an answer whose notes name missing parts; exit code 1 if the run's log is damaged."""
         from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]
@@ -121,12 +118,6 @@ class ParsedCommand(NamedTuple):
     as_json: bool
 
     def answer(self) -> Answer:
-        """Run the command.
-
-        Raises:
-            UserError: a number is negative or too large, or another error that the user can fix.
-            WeftError: any other error.
-        """
         for name, value in self.arguments.items():
             option = f"--{name.replace('_', '-')} {value}"
             if isinstance(value, int | float) and value < 0:
@@ -249,11 +240,7 @@ def _command(place: str) -> Callable[..., Answer]:
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """Return the commands as a type for tyro.
-
-    Args:
-        stubs: leave out their arguments, which take time to import.
-    """
+    """Return the commands as a type for tyro; stubs lack their arguments, which take time to import."""
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +30,13 @@ def doctor(
 
     findings = look(root)
     text = text_of(findings)
-    found: dict[str, Any] = {"gpu": gpu, "findings": [finding.json() for finding in findings]}
+    found: dict[str, Any] = {"gpu": gpu, "findings": [asdict(finding) for finding in findings]}
     failed = any(finding.outcome == "fail" for finding in findings)
     if tried or gpu:
         from ..controllers.doctor_trials import run_trials, table_of
 
         records = run_trials(gpu)
         failed |= any(record.outcome == "failed" for record in records)
-        found["checks"] = [record.json() for record in records]
+        found["checks"] = [asdict(record) for record in records]
         text = f"{text}\n\n{table_of(records)}"
     return Answer(found, text, exit_code=int(failed))

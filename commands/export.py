@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
-from .command_line import Answer, Name, RunName, Step, Switch, find_run
+from .command_line import Answer, Name, RunName, StepNumber, Switch, find_run
 
 MODEL = "model"
 
@@ -20,7 +20,7 @@ def export(
     run: RunName,
     out: Annotated[Positional[Path], arg(metavar="FOLDER")],
     *,
-    step: Step = None,
+    step: StepNumber = None,
     group: Name = None,
     merged: Switch = False,
 ) -> Answer:

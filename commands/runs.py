@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError
-from ..dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, STREAM, is_run
+from ..dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, is_run
 from ..dataflow.untrusted_text import beginning, show
 from .command_line import RUNS, Answer, Json, RunName, Switch, find_run, run_names
 
@@ -160,10 +160,10 @@ class WatchedRun:
 
     def __post_init__(self) -> None:
         from ..dataflow.runs.facts import facts_of
-        from ..dataflow.runs.follow import StreamTail
+        from ..dataflow.runs.follow import FollowedTable
 
         self._facts = facts_of(self.run)
-        self._stream = StreamTail(self.run / f"{METRICS}{STREAM}")
+        self._metrics = FollowedTable(self.run, METRICS)
         held = f", held by {self._facts.holder}" if self.goes_on else ""
         self.display.say(
             f"run {self.run.name}: {self._facts.status}, step {self._facts.step}{held}; files in {self.run}"
@@ -237,29 +237,10 @@ class WatchedRun:
         return [name for name in graphs if name != TRAIN] if isinstance(graphs, Mapping) else []
 
     def _take_metrics(self) -> None:
-        """Read new metrics from the stream, or from the Parquet file that replaces it at the end."""
-        from ..dataflow.runs.tables import VALUES
+        from ..controllers.reports.tracker_threads import new_values
 
-        for batch in self._stream.read():
-            for step, name, value in zip(*(batch[c].to_pylist() for c in VALUES.names), strict=True):
-                self._rows.setdefault(step, {"step": step})[name] = value
-        if not self.goes_on:
-            self._rows |= {row["step"]: row for row in _whole(self.run)}
-
-
-def _whole(run: Path) -> list[dict[str, float]]:
-    """Return the metrics of every step, or nothing if they cannot be read."""
-    import pyarrow as pa
-
-    from ..dataflow.runs.tables import present, read_metrics
-
-    try:
-        table = read_metrics(run)
-    except (OSError, pa.ArrowException):
-        return []
-    if table is None or "step" not in table.column_names:
-        return []
-    return [present(row) for row in table.to_pylist() if row["step"] is not None]
+        for step, metrics in new_values(self._metrics, {}):
+            self._rows.setdefault(step, {"step": step}).update(metrics)
 
 
 # `weft diff`

@@ -7,14 +7,14 @@ from typing import Annotated
 from tyro.conf import arg
 
 from ..dataflow.errors import UserError, nearest
-from .command_line import Answer, RunName, Step, find_run
+from .command_line import Answer, RunName, StepNumber, find_run
 
 
 def samples(
     run: RunName,
     *,
     sql: Annotated[str | None, arg(metavar="QUERY", help_behavior_hint="")] = None,
-    step: Step = None,
+    step: StepNumber = None,
     graph: str = "train",
     limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None,
 ) -> Answer:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,9 +58,6 @@ class TrialRecord:
     seconds: float
     why: str = ""
     figures: Figures = field(default_factory=dict)
-
-    def json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[TrialRecord]:
@@ -146,11 +143,8 @@ def table_of(records: list[TrialRecord]) -> str:
     return "\n".join(lines)
 
 
-# A model with random weights and a tokenizer, made locally without downloads.
-
-
 def save_random_model(folder: Path, *, large: bool) -> Path:
-    """Save a random model of Qwen2's architecture.
+    """Save a random model of Qwen2's architecture, with a tokenizer, without downloads.
 
     Args:
         large: the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
@@ -163,16 +157,13 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
     disable_progress_bar()
     letters = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = 151_936 if large else 512
-    names = {
-        name: number
-        for number, name in enumerate([*letters, *(f"<{i}>" for i in range(len(letters), vocabulary))])
-    }
+    others = (f"<{i}>" for i in range(len(letters), vocabulary))
+    names = {name: number for number, name in enumerate([*letters, *others])}
     tokens = Tokenizer(models.BPE(names, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokens.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>"
-    ).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>")
+    tokenizer.save_pretrained(folder)
     sizes = (896, 4864, 24, 14, 2) if large else (64, 128, 2, 2, 2)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -189,18 +180,11 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
-    if large:
-        model = model.bfloat16()
-    model.save_pretrained(folder)
+    (model.bfloat16() if large else model).save_pretrained(folder)
     return folder
 
 
 # Trials
-
-_ROUNDING = 1e-3
-"""[nats] Tolerance for rounding in float32."""
-_BFLOAT16_GAP = 0.05
-"""[nats] Tolerance for the mean difference between two programs that compute in bfloat16."""
 
 
 def packed_attention(folder: Path, gpu: bool) -> Figures:
@@ -211,10 +195,8 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
     from ..workers.actor import ActorConfig, ActorWorker
 
     model = save_random_model(folder / "model", large=gpu)
-    rows = [
-        [3 + (7 * row + place) % 200 for place in range(length)]
-        for row, length in enumerate((5, 130, 17, 64))
-    ]
+    lengths = enumerate((5, 130, 17, 64))
+    rows = [[3 + (7 * row + place) % 200 for place in range(length)] for row, length in lengths]
     actor = ActorWorker(ActorConfig(model=str(model)))
     engine: Any = actor.engine
     assert engine.model.packs, "the model is not packed"
@@ -230,7 +212,8 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
             logprobs = straight(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         theirs = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu()
         off = max(off, float((theirs - torch.tensor(mine)).abs().max()))
-    assert off < _ROUNDING, f"packed rows are {off:.2g} nats off from eager attention"
+    # [nats] A tolerance for rounding in float32.
+    assert off < 1e-3, f"packed rows are {off:.2g} nats off from eager attention"
     return {"largest difference (nats)": f"{off:.1e}", "device": str(engine.device)}
 
 
@@ -240,19 +223,14 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
 
     actor, rollout = _pair(folder, gpu)
     started = time.perf_counter()
-    weights = actor.publish_weights(1)
-    assert weights is not None
-    received = rollout.receive_weights(weights)
-    given = actor.finish_publishing(1)
+    _send_weights(actor, rollout)
     seconds = time.perf_counter() - started
-    assert given is not None and received == given.checksum, (
-        "the loaded weights have a different checksum than the published ones"
-    )
     prompts, responses, theirs = _sampled(rollout)
     mine = _logprobs(actor, prompts, responses)
     gap = np.abs(np.concatenate(mine) - np.concatenate(theirs))
     rollout.close()
-    assert gap.mean() < _BFLOAT16_GAP, f"log-probabilities are {gap.mean():.3g} nats apart on average"
+    # [nats] Two programs that compute in bfloat16.
+    assert gap.mean() < 0.05, f"log-probabilities are {gap.mean():.3g} nats apart on average"
     return {
         "seconds": round(seconds, 2),
         "mean gap (nats)": f"{gap.mean():.1e}",
@@ -263,24 +241,15 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
 
 def colocated(folder: Path, gpu: bool) -> Figures:
     """Run training and vLLM in turns on one GPU. Each must free its memory and answer as before."""
-    import torch
-
-    def used() -> float:
-        free, total = torch.cuda.mem_get_info()
-        return round((total - free) / GIB, 2)
-
     actor, rollout = _pair(folder, gpu)
-    both = used()
+    both = _used_gib()
     before = _sampled(rollout)[1]
     rollout.offload()
-    asleep = used()
+    asleep = _used_gib()
     actor.offload()
-    away = used()
+    away = _used_gib()
     rollout.onload()
-    weights = actor.publish_weights(1)
-    assert weights is not None
-    rollout.receive_weights(weights)
-    actor.finish_publishing(1)
+    _send_weights(actor, rollout)
     again = _sampled(rollout)[1]
     rollout.offload()
     actor.onload()
@@ -336,8 +305,6 @@ def _collect(rendezvous: str, rank: int, ranks: int, gpu: bool) -> float:
 
 def grpo(folder: Path, gpu: bool) -> Figures:
     """Train twenty steps of GRPO with a random model, by `weft.train`."""
-    import torch
-
     from .train import train
 
     model = save_random_model(folder / "model", large=gpu)
@@ -364,8 +331,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
         if name in shown or name.startswith("time/"):
             figures[name] = round(value, 4)
     if gpu:
-        free, total = torch.cuda.mem_get_info()
-        figures["GiB still in use after its workers ended"] = round((total - free) / GIB, 2)
+        figures["GiB still in use after its workers ended"] = _used_gib()
     return figures
 
 
@@ -397,6 +363,13 @@ TRIALS = (
 )
 
 
+def _used_gib() -> float:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return round((total - free) / GIB, 2)
+
+
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     """Return an actor and a rollout with the same random model, in bfloat16 and in this process."""
     from ..workers.actor import ActorConfig, ActorWorker
@@ -410,6 +383,14 @@ def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
 
 
+def _send_weights(actor: ActorWorker, rollout: RolloutWorker) -> None:
+    weights = actor.publish_weights(1)
+    assert weights is not None
+    received, given = rollout.receive_weights(weights), actor.finish_publishing(1)
+    different = "the loaded weights have a different checksum than the published ones"
+    assert given is not None and received == given.checksum, different
+
+
 def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], list[Any]]:
     """Return (prompts, responses, log-probabilities of response tokens) of a few rows."""
     import numpy as np
@@ -418,9 +399,8 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
     from ..workers.generation.engine import GenerationRequest
 
     prompts = [[5 + row, 6, 7 + row] for row in range(4)]
-    requests = [
-        GenerationRequest(row, np.array(ids, np.int32), seed=row) for row, ids in enumerate(prompts)
-    ]
+    ids = [np.array(prompt, np.int32) for prompt in prompts]
+    requests = [GenerationRequest(row, own, seed=row) for row, own in enumerate(ids)]
     steps = rollout.engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     return prompts, [np.asarray(one.token_ids).tolist() for one in found], [one.logprobs for one in found]

@@ -332,7 +332,7 @@ class Driver:
                 if self._run is not None and not self._run.closed:
                     self._run.close()
             finally:  # last, so that the trackers send everything that is on disk
-                self._history.trackers.end(finished=self._run is not None and self._run.ended)
+                self._history.trackers.end_all(finished=self._run is not None and self._run.ended)
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule and return the metrics of every step.

@@ -146,7 +146,8 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     named = os.fsdecode(what) if is_path else what
     raise UserError(
         f"before it makes its driver, the script {does} {named}{_place()}, but weft plan must not start or write "
-        "anything. Skip this step if it is done already, and run the script once; or use weft.prepared(...), which takes a sketch for planning"
+        "anything. Skip this step if it is done already, and run the script once; or use weft.prepared(...), which "
+        "takes a sketch for planning"
     )
 
 

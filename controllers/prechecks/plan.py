@@ -59,10 +59,8 @@ def sequence_plan(
 ) -> SequencePlan | None:
     """Choose the groups of an update for each optimizer step of a training step.
 
-    Return None if the cost of the update is not a `SequenceParallelCost`.
-
-    Args:
-        ranks: ranks of the group. With several replicas, plan for the one with the longest row.
+    Return None if the cost of the update is not a `SequenceParallelCost`. With several replicas, plan
+    for the one with the longest row.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.
@@ -95,17 +93,13 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
-            drawn = [
-                cost.lengths.draw((costs.seed, prompt), prompt, each) for prompt in range(sizes.prompts)
-            ]
+            seed, prompts = costs.seed, range(sizes.prompts)
+            drawn = [cost.lengths.draw((seed, prompt), prompt, each) for prompt in prompts]
             return np.concatenate(drawn) + round(sizes.prompt_tokens)
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
 
 # Time of a step, from the costs of a simulation, or from costs fitted to an earlier run.
-
-BESIDE = ("publish_weights", "receive_weights", "onload", "offload")
-"""Calls outside the graph that a step makes once each."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +130,11 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> St
         replicas = max(1, ranks // costs.replica_ranks(group, config))
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
-        nodes[node.name] = costs.linear(node.name).seconds(
-            rows, rows * sizes.tokens(level), OptimizerSteps.of(node)
-        )
-    beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
+        tokens, steps = rows * sizes.tokens(level), OptimizerSteps.of(node)
+        nodes[node.name] = costs.linear(node.name).seconds(rows, tokens, steps)
+    # Calls outside the graph that a step makes once each.
+    methods = ("publish_weights", "receive_weights", "onload", "offload")
+    beside = (f"{group}.{method}" for group in spec.handles for method in methods)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
@@ -247,11 +242,7 @@ class Plan:
 
 
 def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
-    """Plan a run.
-
-    Args:
-        spec: the run, as checked by the driver.
-        like: directory of an earlier run with a timeline to take costs from, or None.
+    """Plan a run, with the costs of the calls of an earlier one if `like` is its directory.
 
     Raises:
         UserError: that run has no timeline.
@@ -298,12 +289,5 @@ def this_machine() -> Machine:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Machine(
-        machine_cpus(),
-        gpus,
-        total,
-        total - used,
-        gpu_bytes,
-        shutil.disk_usage(".").free,
-        other is not None,
-    )
+    free, planned_for = shutil.disk_usage(".").free, other is not None
+    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, free, planned_for)

@@ -58,7 +58,7 @@ def _resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[...,
     """Return the memory of a rank before it holds a tensor.
 
     Args:
-        functions: the functions in the graphs of the run.
+        functions: those in the graphs of the run.
     """
     if isinstance(handle.config, ModelConfig):
         return TRAINING
@@ -156,19 +156,14 @@ class GroupMemory:
 
     @property
     def moves(self) -> int:
-        """Bytes of a rank that move to the host while another group has its turn on the GPU.
-
-        A cache is dropped instead of moved.
-        """
+        """Bytes of a rank that move to the host during another group's turn. A cache is dropped."""
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
     def peak(self) -> int:
         """Bytes of a rank's tensors in its largest phase, without those on the host."""
-        rest = self.phases.get(REST, {})
-        return sum(rest.values()) + max(
-            (sum(p.values()) for name, p in self.phases.items() if name != REST), default=0
-        )
+        of_phase = {name: sum(found.values()) for name, found in self.phases.items()}
+        return of_phase.pop(REST, 0) + max(of_phase.values(), default=0)
 
     @property
     def host(self) -> int:
@@ -194,7 +189,6 @@ def group_memory(
 
     Args:
         gpu_bytes: memory of a GPU of this machine, or 0 without GPUs.
-        chunks: chunks of each stage, if the group is a pipeline.
 
     Raises:
         UserError: the files of its model are damaged, or do not fit its settings.
@@ -203,9 +197,8 @@ def group_memory(
     alone = spec.backend.in_process
     functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
     libraries = 0 if alone else _resident_bytes(name, handle, functions)
-    known = GroupMemory(
-        name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries
-    )
+    ranks = 1 if alone else place.ranks
+    known = GroupMemory(name, ranks, place.pool.name, bool(place.pool.gpus), libraries)
     if getattr(config, "model", None) is None:
         # A worker without a model holds no tensors that need planning.
         return replace(known, on_gpu=False)
@@ -289,7 +282,6 @@ def with_activations(
 
 
 def _head(config: Any) -> Head:
-    """Return the kind of a model's output for each token."""
     return "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +52,10 @@ class Step:
     """Estimated seconds to the last step, at the pace so far."""
 
     @property
-    def columns(self) -> dict[str, str]:
+    def numbers(self) -> dict[str, str]:
         """Label -> number of the measured columns, without NaN.
 
-        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).columns
+        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).numbers
         {'reward': '0.500 ±0.250', 'truncated': '100%'}
         """
         found: dict[str, str] = {}
@@ -76,7 +76,7 @@ class Step:
         >>> Step(3, 9, {"reward/mean": 0.5, "tokens_per_s": 1234.0}, left_s=61).line
         'step 3/9  reward 0.500  tokens/s 1,234  1:01 left'
         """
-        numbers = [f"{label} {text}" for label, text in self.columns.items()]
+        numbers = [f"{label} {text}" for label, text in self.numbers.items()]
         left = [] if self.left_s is None else [f"{clock(self.left_s)} left"]
         return "  ".join([f"step {self.number}/{self.of}", *numbers, *left])
 
@@ -124,12 +124,9 @@ class EvaluationScore:
 
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
-    """Return the score of an evaluation, or None without metrics.
+    """Return the score of an evaluation from its metrics, named `EVALUATION/...`; None without any.
 
     The score is a metric in `SCORES`, or else the first metric, whose better direction is unknown.
-
-    Args:
-        metrics: metrics named `EVALUATION/...`; others are ignored.
     """
     start = f"{evaluation}/"
     own = {n.removeprefix(start): value for n, value in metrics.items() if n.startswith(start)}
@@ -139,15 +136,13 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     if label is None:  # nothing was measured, or every prompt was lost
         return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
     if name is None:
-        return EvaluationScore(
-            evaluation, step, own[label], label=label, lost=lost, asked=asked, larger_is_better=False
-        )
+        unknown = EvaluationScore(evaluation, step, own[label], label=label, lost=lost, asked=asked)
+        return replace(unknown, larger_is_better=False)
     reward = next((v for n, v in own.items() if re.fullmatch(r"avg@\d+", n)), None)
     differs = reward is not None and not math.isclose(reward, own[name], abs_tol=1e-6)
     mean_reward = reward if differs and not math.isnan(own[name]) else None
-    return EvaluationScore(
-        evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked
-    )
+    between = _interval_of(name, own)
+    return EvaluationScore(evaluation, step, own[name], between, label, mean_reward, lost, asked)
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
@@ -177,7 +172,7 @@ class Ending:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """The lines of the summary: (label, text)."""
+        """(label, text) of each line."""
         several = len({score.evaluation for score in self.last}) > 1
         named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
         lines = [
@@ -197,10 +192,8 @@ def ending_of(
 ) -> Ending:
     """Make the summary of a finished run."""
     rows = list(rows)
-    scores = {
-        name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations
-    }
-    known = [of for of in scores.values() if of]
+    scores = ([score_of(name, int(row["step"]), row) for row in rows] for name in evaluations)
+    known = [found for of in scores if (found := [score for score in of if score is not None])]
     best = (max(of, key=_rank) for of in known if of[0].larger_is_better)
     steps = max((int(row["step"]) for row in rows), default=0)
     return Ending(run, steps, seconds, tuple(best), tuple(of[-1] for of in known), places)

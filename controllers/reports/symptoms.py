@@ -26,33 +26,10 @@ Row = Mapping[str, float]
 """The metrics of a step."""
 
 NO_SIGNAL = "no_signal"
-KEPT = 64
-"""Steps that rules can look back on."""
 FIRST = 3
 """First steps with a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
 """Report "no signal" after this many steps without any signal from the start of a run."""
-LAST_JUDGED = 10
-"""Last step for reporting that there was no signal from the start."""
-LARGE_RATE = 0.1
-"""AdamW moves each weight by about the learning rate a step; weights are smaller than this."""
-LARGE_NORM = 1e4
-LARGE_GAP = 1.0
-"""[nats/token] A probability that is wrong by a factor of e."""
-DRIFTED_GAP = 0.05
-"""[nats/token] Smallest gap to warn about when it has grown."""
-GAP_GROWTH = 5.0
-COLLAPSED = 0.05
-"""Warn when the entropy falls below this share of its first values."""
-FEW_WITH_SIGNAL = 0.05
-"""Warn when fewer than this share of a step's groups have a nonzero advantage."""
-LITTLE_FREE = 0.1
-"""Warn when less than this share of a node's memory is free."""
-OWN_SHARE = 0.05
-"""Warn only if the run itself uses at least this share of the node's memory."""
-GROWS_OVER = 32
-"""Steps needed to judge whether memory grows."""
-GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
 
 
 @dataclass(frozen=True)
@@ -74,7 +51,7 @@ class Past:
     """The metrics of a run so far: its last steps, and averages of its first ones."""
 
     def __init__(self) -> None:
-        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.rows: deque[Row] = deque(maxlen=64)
         """The last steps, newest last."""
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
@@ -110,7 +87,7 @@ def check_group_sizes(graph: Graph) -> None:
     """
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
-        compares = node.function in COMPARING or (
+        compares = node.function in (drop_zero_variance, best_and_worst) or (
             node.function is group_advantages and is_group_relative(estimator)
         )
         if compares and _rows_of_group(graph, node) == 1:
@@ -122,14 +99,10 @@ def check_group_sizes(graph: Graph) -> None:
             )
 
 
-COMPARING = (drop_zero_variance, best_and_worst)
-"""Filters that drop every group of one row."""
-
-
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for node in graph.nodes:
-        alone = not getattr(node.arguments.get("estimator"), "reads", ())
-        if node.function is group_advantages and alone and _rows_of_group(graph, node) == 1:
+        reads = getattr(node.arguments.get("estimator"), "reads", ())
+        if node.function is group_advantages and not reads and _rows_of_group(graph, node) == 1:
             yield f"node {node.name!r} has one response to each prompt (n=1), and its estimator reads no other column"
 
 
@@ -159,7 +132,8 @@ def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
 def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for name in dict.fromkeys(n.group for n in graph.nodes if n.operation.updates and n.group):
         rate = getattr(handles[name].config, "learning_rate", 0.0)
-        if isinstance(rate, float | int) and rate >= LARGE_RATE:
+        # AdamW moves each weight by about the learning rate a step; weights are smaller than 0.1.
+        if isinstance(rate, float | int) and rate >= 0.1:
             yield f"worker group {name!r} has learning_rate={rate:g}, and a step moves each weight by about that much"
 
 
@@ -193,7 +167,8 @@ def _no_signal(past: Past) -> str | None:
     if _has_signal(past.last) is None:
         return None
     steps = len(past.signal)
-    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > LAST_JUDGED:
+    # After step 10 this is no longer "from the start"; `signal_lost` takes over.
+    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > 10:
         return ""
     return (
         f"in each of the first {steps} steps the rewards within every group are equal{_all_are(past.last)}, so that all advantages "
@@ -205,7 +180,7 @@ def _signal_lost(past: Past) -> str | None:
     share = min(_without_signal(past.last), default=None)
     if share is None:
         return None
-    if share < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
+    if share < 0.95 or not any(past.signal.values()):
         return ""
     row = past.last
     reward = f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
@@ -284,10 +259,10 @@ def _blown_up(past: Past) -> str:
         if not math.isfinite(value):
             return f"{name} is {value}"
     for name, value in _training(row, "grad_norm"):
-        if value > LARGE_NORM:
+        if value > 1e4:
             return f"{name} is {value:.3g}"
     for name, value in (*_training(row, "approx_kl"), *_training(row, "mean_logprob_gap")):
-        if not abs(value) <= LARGE_GAP:
+        if not abs(value) <= 1.0:  # probabilities that are wrong by a factor of e
             return f"{name} is {value:.3g} nats a token"
     return ""
 
@@ -295,7 +270,7 @@ def _blown_up(past: Past) -> str:
 def _collapsed(past: Past) -> str | None:
     known = [(n, value) for n, value in _training(past.last, "entropy") if math.isfinite(value)]
     for name, value in known:
-        if value < COLLAPSED * (first := past.at_first(name)):
+        if value < 0.05 * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: the policy samples almost the same each time"
     return "" if known else None
 
@@ -303,7 +278,7 @@ def _collapsed(past: Past) -> str | None:
 def _drifted(past: Past) -> str | None:
     known = list(_training(past.last, "mean_logprob_gap"))
     for name, value in known:
-        if value > DRIFTED_GAP and value > GAP_GROWTH * (first := past.at_first(name)):
+        if value > 0.05 and value > 5 * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
     return "" if known else None
 
@@ -318,7 +293,8 @@ def _memory_low(past: Past) -> str | None:
     if free is None or not limit:
         return None
     own = _resident(past.last)
-    if free > LITTLE_FREE * limit or sum(own.values()) < OWN_SHARE * limit:
+    # Report it only if the run itself uses a part of the node's memory.
+    if free > 0.1 * limit or sum(own.values()) < 0.05 * limit:
         return ""
     largest = sorted(own, key=lambda group: -own[group])[:3]
     takes = ", ".join(f"{group} {gib(own[group])}" for group in largest)
@@ -326,7 +302,7 @@ def _memory_low(past: Past) -> str | None:
 
 
 def _memory_grows(past: Past) -> str | None:
-    if len(past.rows) < GROWS_OVER or "host_free_bytes" not in past.last:
+    if len(past.rows) < 32 or "host_free_bytes" not in past.last:
         return None
     for group, now in _resident(past.last).items():
         values = [_resident(row).get(group, now) for row in past.rows]
@@ -335,7 +311,7 @@ def _memory_grows(past: Past) -> str | None:
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
         # Each quarter must rise by at least half of an even share.
-        if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
+        if grown >= max(256 << 20, 0.1 * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step
             return (

@@ -50,7 +50,7 @@ class Terminal(Display):
     def step(self, step: Step) -> None:
         numbers = {
             "step": f"{step.number}/{step.of}".rjust(len(f"{step.of}/{step.of}")),
-            **step.columns,
+            **step.numbers,
             "left": "" if step.left_s is None else clock(step.left_s),
         }
         widths = {n: max(len(n), len(text), self._widths.get(n, 0)) for n, text in numbers.items()}

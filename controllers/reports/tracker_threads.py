@@ -1,8 +1,8 @@
 """Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging
 tracker never stops the run.
 
-    start ──> follows ──end()──> sends what remains ──> ended
-                 │ raises: reported once          │ takes longer than FINISH_S: reported, and left behind
+    start ──> follows ──end_all()──> sends what remains ──> ended
+                 │ raises: reported once              │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
 The run's own files are the queue: a thread reads the metrics that were added since its last look,
@@ -62,7 +62,7 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
     if news.batches:
         for row in by_step(pa.Table.from_batches(news.batches)):
             yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
-    if news.table is not None:
+    if news.table is not None and "step" in news.table.column_names:
         steps, found = news.table["step"].to_numpy(), dict[int, dict[str, float]]()
         for name in news.table.column_names:
             values = news.table[name]
@@ -298,7 +298,7 @@ class TrackerThreads:
             elif one.looks == looks and now - since > STUCK_S:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
-    def end(self, *, finished: bool) -> None:
+    def end_all(self, *, finished: bool) -> None:
         """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them."""
         threads, self._threads = self._threads, []
         for one in threads:

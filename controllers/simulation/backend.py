@@ -89,10 +89,7 @@ class Simulated:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that the costs name groups of the graphs and match their ranks.
-
-        Devices are unlimited.
-        """
+        """Check that the costs name groups of the graphs and match their ranks."""
         costs = self.costs
         named = [*(n.partition(".")[0] for n in costs.nodes if "." in n), *costs.ranks_per_replica]
         for name in named:
@@ -210,15 +207,13 @@ class Simulated:
             self._note(replica)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return the next replies.
-
-        The clock moves to their time, or by `timeout_s` if none arrives before.
-        """
+        """Return the next replies, and move the clock to their time, or else by `timeout_s`."""
         self._begin()
         end = self._now + timeout_s
-        while self._due and self._due[0][0] <= max(
-            self._now, min(end, self._replies[0][0] if self._replies else end)
-        ):
+        while self._due:
+            first_s = min(end, self._replies[0][0]) if self._replies else end
+            if self._due[0][0] > max(self._now, first_s):
+                break
             time, _, replica = heapq.heappop(self._due)
             # Otherwise this entry is outdated.
             if time == replica.next_s:
@@ -393,7 +388,7 @@ def _value(task: Task) -> Any:
 
 
 def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
-    """Return the staleness metrics of an update: the largest and the mean lag of its rows."""
+    """Return the staleness metrics of an update."""
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}

@@ -21,10 +21,6 @@ from ..ranks.executor import CallOrder
 from ..ranks.tasks import Reply, RowTask, Task
 from .costs import Generation
 
-BYTES_PER_TOKEN = 12
-"""[bytes] A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`."""
-EPSILON = 1e-9
-"""Rounding tolerance, in decode steps."""
 OnReply = Callable[[float, Call, int, Reply], None]
 """Called with the time, the call, the rank and the reply."""
 
@@ -160,10 +156,7 @@ class Replica:
             self._admit()
 
     def cancel_call(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a generating call, or its remaining work on some parents.
-
-        Does nothing if the call has already ended.
-        """
+        """End a generating call, or its remaining work on some parents, unless it has ended."""
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
@@ -189,12 +182,12 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
-            # Changes take effect after the current decode step.
-            steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - EPSILON)
+            # Changes take effect after the current decode step, up to rounding.
+            steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - 1e-9)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
     def _decode(self, steps: int) -> None:
-        """Make this many decode steps. Responses may end only in the last one."""
+        """Make decode steps. Responses may end only in the last one."""
         self.at += steps * self._seconds_by_batch[len(self._running)]
         self._steps += steps
         ended: dict[Generating, list[tuple[int, int]]] = {}
@@ -256,7 +249,8 @@ class Replica:
         versions = np.array([call.versions[k][index] for k, index in responses]) if knows else None
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
-        segment = self._invent(BYTES_PER_TOKEN * int(tokens))
+        # A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`.
+        segment = self._invent(12 * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
         newest = self._versions[-1] if knows else -1
         published = Published(ids, lengths, versions, rows.ids[list(prompts)], rows.ids[finished], newest)

@@ -31,8 +31,6 @@ WAYS = 256
 """Try all partitions into powers of two up to this many; 32 ranks have 202."""
 FEW_RANKS = 8
 """Most ranks for which all partitions are tried."""
-FEW_ROWS = 64
-"""Most rows for which a plan also swaps pairs of rows."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,7 @@ class SequenceGroups:
 
 
 def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost) -> SequenceGroups:
-    """Choose groups for these rows, and the rows of each.
-
-    Args:
-        ranks: number of ranks to cut into groups.
+    """Cut the ranks into groups for these rows.
 
     Raises:
         UserError: all ranks together have no room for the longest row.
@@ -168,7 +163,7 @@ class _Table:
         self._of_degree = {d: each.tolist() for d, each in zip(self.degrees, self._seconds, strict=True)}
 
     def holds(self, degrees: Sequence[int]) -> bool:
-        """Return whether the largest of these groups has room for the longest row."""
+        """Whether the largest of these groups has room for the longest row."""
         return not self._rows or self._of_degree[max(degrees)][self._order[0]] < math.inf
 
     @property
@@ -203,12 +198,12 @@ class _Table:
             math.fsum(self._of_degree[d][row] for row in own)
             for d, own in zip(degrees, members, strict=True)
         ]
-        return SequenceGroups(
-            tuple(degrees), tuple(tuple(sorted(own)) for own in members), tuple(loads), self.bound_s
-        )
+        rows = tuple(tuple(sorted(own)) for own in members)
+        return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
         """Move rows away from the slowest group, or swap them, while that lowers the larger load."""
+        swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
             # The factor below ignores gains that are only rounding.
             slowest = max(range(len(loads)), key=loads.__getitem__)
@@ -220,7 +215,7 @@ class _Table:
                     its = self._of_degree[degree]
                     more, less = loads[group] + its[row], loads[slowest] - of[row]
                     best = min(best, (max(more, less), row, group, -1))
-                    for other in members[group] if self._rows <= FEW_ROWS else ():
+                    for other in members[group] if swaps else ():
                         after = max(more - its[other], less + of[other])
                         best = min(best, (after, row, group, other))
             _, row, group, other = best
@@ -267,8 +262,7 @@ def _divisors(ranks: int) -> tuple[int, ...]:
 
 
 def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield all partitions of ranks into groups.
-
+    """
     >>> list(_all_partitions(3))
     [(3,), (2, 1), (1, 1, 1)]
     """

@@ -10,6 +10,7 @@ from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.schedule import Training
 from weft.controllers.simulation.backend import Simulated
 from weft.controllers.simulation.costs import (
     CostModel,
@@ -18,7 +19,6 @@ from weft.controllers.simulation.costs import (
     LinearCost,
     LogNormal,
 )
-from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics

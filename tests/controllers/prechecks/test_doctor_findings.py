@@ -12,12 +12,8 @@ from weft.controllers.prechecks.machine import Finding, Package, look
 from weft.dataflow.byte_units import GIB
 
 
-def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
+def bad(findings: Iterable[tuple[str, Finding]]) -> dict[str, tuple[str, str]]:
     """Return name -> (outcome, finding) of all problems; each must suggest a fix."""
-    return judged((finding.name, finding) for finding in findings)
-
-
-def judged(findings: Iterable[tuple[str, Finding]]) -> dict[str, tuple[str, str]]:
     wrong = [(name, finding) for name, finding in findings if finding.outcome != "ok"]
     assert all(finding.todo for _, finding in wrong)
     return {name: (finding.outcome, finding.found) for name, finding in wrong}
@@ -100,7 +96,7 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
 def test_packages_that_do_not_fit_each_other_are_named(
     changes: Mapping[str, Package | None], python: tuple[int, int], name: str, outcome: str, said: str
 ):
-    found = judged(machine.package_findings(there(**changes), python))
+    found = bad(machine.package_findings(there(**changes), python))
     assert found[name][0] == outcome and said in found[name][1]
 
 
@@ -160,7 +156,7 @@ def test_memory_is_judged_by_the_nearest_limit(tmp_path: Path):
         (machine.cpus(64, 2.0), "warn"),
     ],
 )
-def test_limits_are_judged(finding: Finding, outcome: str):
+def test_limits_are_bad(finding: Finding, outcome: str):
     assert finding.outcome == outcome and bool(finding.todo) == (outcome != "ok")
 
 
@@ -218,10 +214,10 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
         ),
     ],
 )
-def test_gpus_are_judged(
+def test_gpus_are_bad(
     devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]
 ):
-    found = judged(machine.gpu_findings(devices, driver, "why", cuda, variables))
+    found = bad(machine.gpu_findings(devices, driver, "why", cuda, variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 

@@ -90,7 +90,7 @@ def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     ],
 )
 def test_unmeasured_metrics_are_not_shown(row: dict[str, float], labels: list[str]):
-    assert list(Step(1, 9, row).columns) == labels
+    assert list(Step(1, 9, row).numbers) == labels
 
 
 def test_a_score_shows_its_meaning_and_number_of_prompts():
