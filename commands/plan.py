@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -113,10 +114,6 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
 
 # The plan as a page of text.
 
-LEAST = 0.005
-"""Smallest share of a rank's memory that is listed separately."""
-WIDTH = 118
-
 
 def lines(plan: Plan, made: Planning) -> Iterator[str]:
     yield from _before(made)
@@ -160,10 +157,8 @@ def _graphs(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _chain(graph: Graph) -> str:
-    nodes = (
-        f"{n.name}({n.arguments['n']})" if isinstance(n.arguments.get("n"), int) else n.name
-        for n in graph.nodes
-    )
+    several = {n.name: n.arguments.get("n") for n in graph.nodes}
+    nodes = (f"{name}({n})" if isinstance(n, int) else name for name, n in several.items())
     return " → ".join([f"{len(graph.source.table):,} rows of {graph.source.name}", *nodes])
 
 
@@ -205,10 +200,9 @@ def _step(plan: Plan) -> Iterator[str]:
     if plan.time is not None:
         how = "no schedule is quicker" if plan.time.at_best else "one call after the other"
         yield f"  time: {plan.time.seconds:,.3g} s a step, {_duration(plan.time.seconds * steps)} in all, by {plan.time.of} ({how})"
-        if plan.time.nodes:
-            yield "    " + ", ".join(
-                f"{name} {seconds:,.3g}" for name, seconds in plan.time.nodes.items()
-            )
+        by_node = [f"{name} {seconds:,.3g}" for name, seconds in plan.time.nodes.items()]
+        if by_node:
+            yield f"    {', '.join(by_node)}"
 
 
 def _count(number: int, what: str) -> str:
@@ -239,7 +233,7 @@ def _group(group: GroupMemory) -> Sequence[str]:
         suffix = "" if phase == "at rest" else f" ({phase})"
         parts |= {f"{what}{suffix}": number for what, number in found.items()}
     parts = {what: number for what, number in parts.items() if number}
-    small = [what for what, number in parts.items() if number < LEAST * sum(parts.values())]
+    small = [what for what, number in parts.items() if number < 0.005 * sum(parts.values())]
     if len(small) > 1:
         parts["smaller ones"] = sum(parts.pop(what) for what in small)
     told = " + ".join(f"{what} {gib(number)}" for what, number in parts.items())
@@ -259,11 +253,8 @@ def _machine(plan: Plan) -> Iterator[str]:
         f"{f', in {ranks + 1} processes' if ranks else ''}; {there}"
     )
     for pool, needed in plan.device_bytes.items():
-        there = (
-            f"one of the machine's {machine.gpus} has {gib(machine.gpu_bytes)}"
-            if machine.gpus
-            else "this machine has none"
-        )
+        has = f"one of the machine's {machine.gpus} has {gib(machine.gpu_bytes)}"
+        there = has if machine.gpus else "this machine has none"
         short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
         yield f"  together {gib(needed)} of each GPU of {pool}; {there}{short}"
     if machine.gpus and not plan.device_bytes:
@@ -291,15 +282,13 @@ def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     widths = [max((len(row[k]) for row in table if len(row) > k), default=0) for k in range(number - 1)]
     for row in table:
         start = "  " + "".join(f"{cell:<{widths[k]}}  " for k, cell in enumerate(row[:-1]))
-        yield from _wrapped(start, row[-1])
-
-
-def _wrapped(start: str, text: str) -> Iterator[str]:
-    # Keep a number and its unit on one line.
-    line, words = start, re.split(r" (?![KMG]iB)", text)
-    for word in words:
-        if len(line) + len(word) > WIDTH and line.strip() and line != start:
-            yield line.rstrip()
-            line = " " * len(start)
-        line += f"{word} "
-    yield line.rstrip()
+        text = re.sub(r" ([KMG]iB)", "\xa0\\1", row[-1])  # keep a number and its unit on one line
+        wrapped = textwrap.wrap(
+            text,
+            118,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield from (line.replace("\xa0", " ") for line in wrapped or [start.rstrip()])
