@@ -281,7 +281,8 @@ class Simulated:
         if done:  # in each optimizer step, the ranks of one program wait for the slowest
             seconds += float(np.max(list(done.values()), axis=0).sum())
         for replica, own in self._by_replica(call, tasks):
-            replies = [(rank, self._result(call, task, versions, cost, seconds)) for rank, task in own]
+            about = versions, cost, seconds
+            replies = [(rank, self._result(call, rank, task, *about)) for rank, task in own]
             weights = own[0][1].arguments.get("weights") if call.method == "receive_weights" else None
             version = None if weights is None else weights.version
             replica.run(at)
@@ -291,11 +292,13 @@ class Simulated:
     def _result(
         self,
         call: Call,
+        rank: int,
         task: Task,
         versions: Mapping[int, int | None],
         cost: LinearCost,
         seconds: float,
     ) -> Reply:
+        """Return the reply of a rank. Subclasses may depend on the rank."""
         if task.rows is None:
             return Reply(value=_value(task) if task.keep else None, done=True, seconds=seconds)
         published = self._published(call, task, cost) if task.keep and len(task.rows.ids) else None
