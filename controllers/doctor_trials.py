@@ -49,7 +49,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class TrialRecord:
+class _TrialRecord:
     """The outcome of a trial."""
 
     name: str
@@ -60,7 +60,7 @@ class TrialRecord:
     figures: Figures = field(default_factory=dict)
 
 
-def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[TrialRecord]:
+def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[_TrialRecord]:
     """Run the trials, and print the name of each on standard error when it begins.
 
     Args:
@@ -77,17 +77,17 @@ def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[TrialRe
             raise UserError(
                 f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks that a CPU allows"
             )
-    records: list[TrialRecord] = []
+    records: list[_TrialRecord] = []
     for trial in TRIALS if trials is None else trials:
         show(f"{trial.name} ...")
         records.append(run_trial(trial, gpu))
     return records
 
 
-def run_trial(trial: Trial, gpu: bool) -> TrialRecord:
+def run_trial(trial: Trial, gpu: bool) -> _TrialRecord:
     """Run a trial in a separate process, and kill it with its children after its deadline."""
     if trial.skipped_on_cpu and not gpu:
-        return TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
+        return _TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
     started, figures = time.monotonic(), {}
     place = f"{trial.run.__module__}:{trial.run.__name__}"
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
@@ -110,7 +110,7 @@ def run_trial(trial: Trial, gpu: bool) -> TrialRecord:
             child.close_input()
             child.stdout.close()
     seconds = round(time.monotonic() - started, 1)
-    return TrialRecord(trial.name, trial.claim, "failed" if why else "passed", seconds, why, figures)
+    return _TrialRecord(trial.name, trial.claim, "failed" if why else "passed", seconds, why, figures)
 
 
 ANSWER = "answer.json"
@@ -133,7 +133,7 @@ def _main(place: str, folder: str, device: str) -> None:
     os._exit(0)  # threads of libraries must not delay the end
 
 
-def table_of(records: list[TrialRecord]) -> str:
+def table_of(records: list[_TrialRecord]) -> str:
     """Format the records as text, two lines each."""
     lines: list[str] = []
     for one in records:

@@ -36,7 +36,7 @@ from .plan_sizes import (
 
 
 @dataclass(frozen=True)
-class SequencePlan:
+class _SequencePlan:
     """Sequence-parallel groups of an update, for the rows of one step."""
 
     node: str
@@ -56,7 +56,7 @@ class SequencePlan:
 
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
-) -> SequencePlan | None:
+) -> _SequencePlan | None:
     """Choose the groups of an update for each optimizer step of a training step.
 
     Return None if the cost of the update is not a `SequenceParallelCost`. With several replicas, plan
@@ -77,7 +77,7 @@ def sequence_plan(
     alike = cost.model_copy(update={"degree": equal})
     plans = [cost.groups(lengths[cut]) for cut in cuts]
     seconds, bound_s = sum(plan.seconds for plan in plans), sum(plan.bound_s for plan in plans)
-    return SequencePlan(
+    return _SequencePlan(
         update.node,
         max(plans, key=lambda plan: plan.seconds).degrees,
         seconds,
@@ -103,7 +103,7 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class _StepTime:
     """Time of a training step, without the driver, evaluations and checkpoints."""
 
     seconds: float
@@ -115,13 +115,13 @@ class StepTime:
     """Whether `seconds` is a lower bound, with all possible overlap."""
 
 
-def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
+def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _StepTime:
     graph, places = spec.graphs[TRAIN], spec.placement
     # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
         placed = {n: place for n, place in places.items() if n == FUNCTIONS or n in graph.handles}
         found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
-        return StepTime(found.seconds, {}, of, at_best=True)
+        return _StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
     for node in graph.nodes:
         group = node.group or FUNCTIONS
@@ -138,14 +138,14 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> St
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
-        return StepTime(sum(nodes.values()), nodes, of, at_best=False)
+        return _StepTime(sum(nodes.values()), nodes, of, at_best=False)
     # Other schedules overlap pools, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
         pool = places[group if group in places else FUNCTIONS].pool.name
         pools[pool] = pools.get(pool, 0.0) + seconds
-    return StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
+    return _StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
 
 
 # Plan
@@ -177,13 +177,13 @@ class Plan:
     updates: tuple[UpdateSizes, ...]
     groups: tuple[GroupMemory, ...]
     machine: Machine
-    time: StepTime | None
+    time: _StepTime | None
     """Time of a step, or None if no costs are known."""
     driver_bytes: int
     """Host memory of the driver's process; with `Local`, including the libraries of all groups."""
     pipelines: tuple[PipelinePlan, ...] = ()
     """Plans of updates whose group is a pipeline."""
-    sequences: tuple[SequencePlan, ...] = ()
+    sequences: tuple[_SequencePlan, ...] = ()
     """Plans of updates whose ranks share long rows, if their costs are known."""
 
     @property
@@ -258,7 +258,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     nodes = [node for node in train.nodes if node.operation.updates]
     updates = tuple(update_sizes(spec, node, sizes) for node in nodes)
     pipelines: list[PipelinePlan] = []
-    sequences: list[SequencePlan] = []
+    sequences: list[_SequencePlan] = []
     chunks: dict[str, int] = {}
     for node, update in zip(nodes, updates, strict=True):
         name = str(node.group)

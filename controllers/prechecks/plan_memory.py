@@ -81,7 +81,7 @@ CACHE = "key/value cache"
 
 
 @dataclass(frozen=True)
-class StageMemory:
+class _StageMemory:
     """Memory of each rank of a stage."""
 
     layers: int
@@ -111,7 +111,7 @@ def stage_memory(
     trains: bool,
     lora: Lora | None,
     saves: bool,
-) -> tuple[StageMemory, ...]:
+) -> tuple[_StageMemory, ...]:
     """Return the memory of each stage. Layers are cut evenly, and its ranks share its memory.
 
     Args:
@@ -122,13 +122,13 @@ def stage_memory(
     """
     number = config.pipeline_parallel
     schedule = schedule_of(config, passes, chunks)
-    found: list[StageMemory] = []
+    found: list[_StageMemory] = []
     for stage, own in enumerate(size.of_stages(number, chunks)):
         of_stage = max(1, ranks // number)
         made = training_memory(own, config, ranks=of_stage, trains=trains, lora=lora, saves=saves)
         in_flight = schedule.in_flight(stage) / chunks if trains else 1.0
         kept = round(activations * in_flight * own.layers / size.layers)
-        found.append(StageMemory(own.layers, in_flight, made, kept))
+        found.append(_StageMemory(own.layers, in_flight, made, kept))
     return tuple(found)
 
 
@@ -149,7 +149,7 @@ class GroupMemory:
     """Name -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
     """Bytes of the whole group in a checkpoint."""
-    stages: tuple[StageMemory, ...] = ()
+    stages: tuple[_StageMemory, ...] = ()
     """Stages of a pipeline. `phases` describes the largest one."""
     unknown: str = ""
     """Reason why some of its memory is unknown."""
@@ -232,7 +232,7 @@ def _trained(
                 raise
             unknown = f"activations: {error}"
     about: dict[str, Any] = {"ranks": known.ranks, "trains": trains, "lora": lora, "saves": saves}
-    stages: tuple[StageMemory, ...] = ()
+    stages: tuple[_StageMemory, ...] = ()
     if config.pipeline_parallel > 1 and passes is not None:
         stages = stage_memory(size, config, passes, chunks=chunks, activations=found, **about)
         largest = max(stages, key=lambda stage: stage.peak)

@@ -33,7 +33,7 @@ FIRST_WITHOUT_SIGNAL = 2
 
 
 @dataclass(frozen=True)
-class Symptom:
+class _Symptom:
     """A rule for metrics."""
 
     name: str
@@ -327,39 +327,39 @@ def _resident(row: Row) -> dict[str, float]:
 
 
 SYMPTOMS = (
-    Symptom(
+    _Symptom(
         NO_SIGNAL,
         _no_signal,
         "Look at the rewards in samples/. Try a reward that tells answers apart, easier prompts, more responses to each (n), or a "
         "model that succeeds now and then",
         steps=0,
     ),
-    Symptom(
+    _Symptom(
         "signal_lost",
         _signal_lost,
         "If the rewards are high, the prompts are learned: end the run, or continue with harder ones. If they are low, try easier prompts, "
         "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
         steps=5,
     ),
-    Symptom(
+    _Symptom(
         "equal_rewards",
         _equal_rewards,
         "Look at the rewards in samples/. Try a reward that tells answers apart, or easier prompts",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "all_truncated",
         _all_truncated,
         "Try a larger Sampling(max_tokens=...), and look in samples/ whether the model ever writes its end-of-text token",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "diverged",
         _blown_up,
         "Training has probably diverged. Try a learning_rate ten times smaller, warmup_steps, or go back to a checkpoint before it",
         spoils=True,
     ),
-    Symptom(
+    _Symptom(
         "entropy_collapse",
         _collapsed,
         "If the reward has stopped rising, go back to a checkpoint before it. Try a smaller learning_rate, an entropy_coefficient, a "
@@ -367,20 +367,20 @@ SYMPTOMS = (
         steps=3,
         spoils=True,
     ),
-    Symptom(
+    _Symptom(
         "gap_drift",
         _drifted,
         "Try a smaller max_staleness and a correction for it (truncated importance sampling), the same dtype on both sides, or float32 "
         "for the head",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "memory_low",
         _memory_low,
         "Ray ends a worker when a twentieth is left, the kernel when none is left. Try smaller microbatches, fewer ranks on a node, "
         "BufferConfig(max_bytes=...), or a node with more memory",
     ),
-    Symptom(
+    _Symptom(
         "memory_grows",
         _memory_grows,
         "Something holds on to memory: look in your reward functions and workers for lists and caches that only grow. A run that "
@@ -417,7 +417,7 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
 class Seen(NamedTuple):
     """A symptom that was found."""
 
-    symptom: Symptom
+    symptom: _Symptom
     text: str
     """The observation, and advice."""
 
@@ -452,7 +452,7 @@ class Watch:
         judged = [self._judge(symptom, step) for symptom in SYMPTOMS if step]
         return [seen for seen in judged if seen is not None]
 
-    def _judge(self, symptom: Symptom, step: int) -> Seen | None:
+    def _judge(self, symptom: _Symptom, step: int) -> Seen | None:
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
             return None
         self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0
