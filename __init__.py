@@ -35,7 +35,7 @@ _MODULES: dict[str, str] = {
     "RolloutWorker": "workers.rollout",
     "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
-    "Simulated": "controllers.prechecks.simulated",
+    "Simulated": "controllers.simulation.backend",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.source",
     "TrainingBatch": "dataflow.operation",
@@ -73,7 +73,7 @@ if (
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
     from .controllers.prechecks.dry_run import prepared as prepared
-    from .controllers.prechecks.simulated import Simulated as Simulated
+    from .controllers.simulation.backend import Simulated as Simulated
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.run_spec import Evaluation as Evaluation

@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError
-from .command import Answer, Command, RunName, find_run, run_path
+from .command_line import Answer, Name, RunName, find_run, run_path
 
 if TYPE_CHECKING:
     from ..dataflow.buffer.check import Report
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check(Command):
+def check(run: RunName) -> Answer:
     """Check in the log that no row was lost or used twice, and no group was split.
 
     Exit code 1 if the check fails."""
+    from ..dataflow.buffer.check import check_log
+    from ..dataflow.buffer.history import buffer_folder
 
-    run: RunName
-
-    def answer(self) -> Answer:
-        from ..dataflow.buffer.check import check_log
-        from ..dataflow.buffer.history import buffer_folder
-
-        folder = buffer_folder(run_path(self.run))
-        report = check_log(folder)
-        lines = [_summary(report), *(f"note: {line}" for line in report.damage)]
-        lines += [f"VIOLATION {violation}" for violation in report.violations]
-        issued = sum(graph.issued for graph in report.graphs.values())
-        if report.violations:
-            broken = dict.fromkeys(violation.rule.value for violation in report.violations)
-            lines += [f"broken rule: {rule}" for rule in broken]
-            lines.append(f"NOT OK: {len(report.violations)} violations in {folder}")
-        else:
-            lines.append(f"OK: {report.records} records account for {issued} rows")
-        found = {
-            "sound": not report.violations,
-            "rows": issued,
-            "records": report.records,
-            "graphs": {name: _counts(graph) for name, graph in report.graphs.items()},
-            "violations": [str(violation) for violation in report.violations],
-            "damage": list(report.damage),
-        }
-        return Answer(found, "\n".join(lines), exit_code=int(bool(report.violations)))
+    folder = buffer_folder(run_path(run))
+    report = check_log(folder)
+    lines = [_summary(report), *(f"note: {line}" for line in report.damage)]
+    lines += [f"VIOLATION {violation}" for violation in report.violations]
+    issued = sum(graph.issued for graph in report.graphs.values())
+    if report.violations:
+        broken = dict.fromkeys(violation.rule.value for violation in report.violations)
+        lines += [f"broken rule: {rule}" for rule in broken]
+        lines.append(f"NOT OK: {len(report.violations)} violations in {folder}")
+    else:
+        lines.append(f"OK: {report.records} records account for {issued} rows")
+    found = {
+        "sound": not report.violations,
+        "rows": issued,
+        "records": report.records,
+        "graphs": {name: _counts(graph) for name, graph in report.graphs.items()},
+        "violations": [str(violation) for violation in report.violations],
+        "damage": list(report.damage),
+    }
+    return Answer(found, "\n".join(lines), exit_code=int(bool(report.violations)))
 
 
 def _counts(graph: Any) -> dict[str, Any]:
@@ -88,84 +82,76 @@ def _summary(report: Report) -> str:
     return "\n\n".join([*tables, "\n".join([*stale, f"leases: {leases}; {facts}"])])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Why(Command):
-    """Explain what a group waits for, or what happened to its rows."""
+def explain(
+    run: RunName, group: Annotated[Positional[int], arg(metavar="GROUP")], *, graph: Name = None
+) -> Answer:
+    """Explain what a group waits for, or what happened to its rows.
 
-    run: RunName
-    group: Annotated[Positional[int], arg(metavar="GROUP")]
-    """The group_id of the group."""
-    graph: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Refuse groups of graphs other than this one, such as train."""
+    Args:
+        group: The group_id of the group.
+        graph: Refuse groups of graphs other than this one, such as train.
+    """
+    from ..dataflow.buffer.history import buffer_folder, why
 
-    def answer(self) -> Answer:
-        from ..dataflow.buffer.history import buffer_folder, why
-
-        said = why(buffer_folder(run_path(self.run)), self.group, self.graph)
-        return Answer({"group": self.group, "why": said.splitlines()}, said)
+    said = why(buffer_folder(run_path(run)), group, graph)
+    return Answer({"group": group, "why": said.splitlines()}, said)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table(Command):
-    """List all rows that the run has issued or made."""
+State = Literal["waiting", "leased", "done", "dropped"]
 
-    run: RunName
+
+def table(
+    run: RunName,
+    *,
     state: Annotated[
-        Literal["waiting", "leased", "done", "dropped"] | None,
-        arg(metavar="{waiting,leased,done,dropped}", help_behavior_hint=""),
-    ] = None
-    """List only rows in this state."""
-    limit: int = 20
-    """List at most this many rows."""
+        State | None, arg(metavar="{waiting,leased,done,dropped}", help_behavior_hint="")
+    ] = None,
+    limit: int = 20,
+) -> Answer:
+    """List all rows that the run has issued or made.
 
-    def answer(self) -> Answer:
-        import pyarrow.compute as pc
+    Args:
+        state: List only rows in this state.
+        limit: List at most this many rows.
+    """
+    import pyarrow.compute as pc
 
-        from ..dataflow.buffer.history import buffer_folder, history
-        from ..dataflow.runs.tables import render_table
+    from ..dataflow.buffer.history import buffer_folder, history
 
-        notes: list[str] = []
-        table = history(buffer_folder(run_path(self.run)), notes)
-        if self.state is not None:
-            table = table.filter(pc.field("state") == self.state)
-        found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
-        return Answer.partial(found, render_table(table, limit=self.limit), notes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sql(Command):
-    """Query the tables rows, columns, samples, metrics and timeline with SQL."""
-
-    run: RunName
-    query: Annotated[Positional[str], arg(metavar="QUERY")]
-    """A query, such as 'select state, count(*) from rows group by state'."""
-    limit: int = 100
-    """Show at most this many rows of the answer."""
-    timeout: Annotated[float, arg(metavar="SECONDS")] = 60
-    """Give up after this many seconds."""
-
-    def answer(self) -> Answer:
-        from ..dataflow.buffer.sql import query
-        from ..dataflow.runs.tables import render_table
-
-        notes: list[str] = []
-        table = query(run_path(self.run), self.query, notes, timeout_s=self.timeout)
-        found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
-        return Answer.partial(found, render_table(table, limit=self.limit), notes)
+    notes: list[str] = []
+    rows = history(buffer_folder(run_path(run)), notes)
+    return Answer.of_table(
+        rows if state is None else rows.filter(pc.field("state") == state), limit, notes
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Archive(Command):
+def sql(
+    run: RunName,
+    query: Annotated[Positional[str], arg(metavar="QUERY")],
+    *,
+    limit: int = 100,
+    timeout: Annotated[float, arg(metavar="SECONDS")] = 60,
+) -> Answer:
+    """Query the tables rows, columns, samples, metrics and timeline with SQL.
+
+    Args:
+        query: A query, such as 'select state, count(*) from rows group by state'.
+        limit: Show at most this many rows of the answer.
+        timeout: Give up after this many seconds.
+    """
+    from ..dataflow.buffer.sql import query as answer
+
+    notes: list[str] = []
+    return Answer.of_table(answer(run_path(run), query, notes, timeout_s=timeout), limit, notes)
+
+
+def write_archive(run: RunName) -> Answer:
     """Write all samples of the run into one Parquet file, samples.parquet."""
+    from ..dataflow.runs.samples import archive
 
-    run: RunName
-
-    def answer(self) -> Answer:
-        from ..dataflow.runs.samples import archive
-
-        run = find_run(self.run)
-        try:
-            path = archive(run)
-        except OSError as error:
-            raise RunError(f"{run} cannot be archived: {error}") from None
-        return Answer({"file": str(path)}, str(path))
+    folder = find_run(run)
+    try:
+        path = archive(folder)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be archived: {error}") from None
+    return Answer({"file": str(path)}, str(path))

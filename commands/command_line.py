@@ -1,4 +1,7 @@
-"""The tree of commands, and their exit codes.
+"""The tree of commands: their arguments, answers and exit codes.
+
+A command is a function that returns an `Answer`; tyro makes options of its arguments, and their help
+from its docstring. Each also has the option `--json`.
 
 Exit codes: 0 for success; 1 if the examined files are damaged or unreadable, or a check failed; 2
 for an error that the user can fix; 130 after Ctrl-C. With `--json`, standard output is one JSON
@@ -10,72 +13,135 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import math
+import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, Union
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from ..dataflow.errors import UserError, WeftError, nearest
+from ..dataflow.runs.files import LEFT, is_run
 from ..dataflow.untrusted_text import redacted, show, show_json
-from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
-    "run": "run:Run",
-    "plan": "plan:PlanRun",
-    "runs": "runs:Runs",
-    "watch": "watch:Watch",
-    "stop": "stop:Stop",
-    "samples": "samples:Samples",
-    "diff": "diff:Diff",
-    "export": "export:Export",
-    "timeline": "timeline:TimelineCommand",
+    "run": "run:run",
+    "plan": "plan:plan",
+    "runs": "runs:runs",
+    "watch": "runs:watch",
+    "stop": "runs:stop",
+    "samples": "samples:samples",
+    "diff": "runs:diff",
+    "export": "export:export",
+    "timeline": "timeline:timeline",
     "buffer": {
-        "check": "buffer:Check",
-        "why": "buffer:Why",
-        "table": "buffer:Table",
-        "sql": "buffer:Sql",
-        "archive": "buffer:Archive",
+        "check": "buffer:check",
+        "why": "buffer:explain",
+        "table": "buffer:table",
+        "sql": "buffer:sql",
+        "archive": "buffer:write_archive",
     },
-    "submit": "jobs:Submit",
-    "jobs": {"list": "jobs:List", "follow": "jobs:Follow", "stop": "jobs:Stop"},
-    "doctor": "doctor:Doctor",
-    "dashboard": "dashboard:Dashboard",
-    "completion": "command_line:Completion",
+    "submit": "jobs:submit",
+    "jobs": {"list": "jobs:list_jobs", "follow": "jobs:follow", "stop": "jobs:stop_job"},
+    "doctor": "doctor:doctor",
+    "dashboard": "dashboard:dashboard",
+    "completion": "command_line:completion",
 }
-"""Name -> module and class of a command, or a tree of its subcommands."""
+"""Name -> module and function of a command, or a tree of its subcommands."""
+MAX_NUMBER = 2**63 - 1
 MOST_SAID = 300
 """Most characters of an unexpected error to show."""
 PRINT_COMPLETION = "--tyro-print-completion"
 DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are running, and check a machine. --version prints the version."
 
+# Types of arguments. An option without a hint does not show its default.
+
+Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
+Name: TypeAlias = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
+StepNumber: TypeAlias = Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")]
+RunName: TypeAlias = Annotated[
+    Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")
+]
+Script: TypeAlias = Annotated[Positional[str], arg(metavar="SCRIPT.py")]
+ScriptArguments: TypeAlias = Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")]
+Json: TypeAlias = Annotated[
+    bool,
+    arg(help="Print one JSON object, and nothing else, on standard output.", help_behavior_hint=""),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command."""
+
+    found: Mapping[str, Any]
+    """The object that `--json` prints, for programs."""
+    text: str = ""
+    """The same as text, or empty if the command has shown it already."""
+    notes: Sequence[str] = ()
+    """Lines for standard error, for example about unreadable files."""
+    exit_code: int = 0
+    """0, or 1 if the examined files are damaged or a check failed."""
+
+    @classmethod
+    def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
+        """Make an answer whose notes name missing parts; exit code 1 if the run's log is damaged."""
+        from ..dataflow.runs.log import DAMAGED
+
+        damage = [note for note in notes if note.startswith(DAMAGED)]
+        others = [f"note: {note}" for note in notes if note not in damage]
+        return cls(found, text, [*(f"error: {note}" for note in damage), *others], int(bool(damage)))
+
+    @classmethod
+    def of_table(cls, table: Any, limit: int, notes: Sequence[str]) -> Answer:
+        """Show the first rows of a table, as `partial` does."""
+        from ..dataflow.runs.tables import render_table
+
+        found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
+        return cls.partial(found, render_table(table, limit=limit), notes)
+
+
+class ParsedCommand(NamedTuple):
+    """A command with its arguments."""
+
+    command: Callable[..., Answer]
+    arguments: Mapping[str, Any]
+    as_json: bool
+
+    def answer(self) -> Answer:
+        for name, value in self.arguments.items():
+            option = f"--{name.replace('_', '-')} {value}"
+            if isinstance(value, int | float) and value < 0:
+                raise UserError(f"{option}: it must be 0 or more")
+            if isinstance(value, int) and value > MAX_NUMBER:
+                raise UserError(f"{option}: it must be at most {MAX_NUMBER}")
+        return self.command(**self.arguments)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, and return its exit code.
 
     Args:
         arguments: words after `weft`; by default, from this process.
-
-    Returns:
-        The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
-        print(f"weft {version('weft')}")
+        show(f"weft {version('weft')}", sys.stdout)
         return 0
     as_json = False
     try:
-        command = parse(words)
-        as_json = command.json
-        command.check()
-        answer = command.answer()
+        parsed = parse(words)
+        as_json = parsed.as_json
+        answer = parsed.answer()
     except UserError as error:
         return _failed(f"error: {error}", 2, str(error), as_json)
     except WeftError as error:
@@ -91,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _show(answer, as_json)
 
 
-def parse(words: Sequence[str]) -> Command:
+def parse(words: Sequence[str]) -> ParsedCommand:
     """Parse the words of a command line into a command.
 
     Raises:
@@ -105,15 +171,60 @@ def parse(words: Sequence[str]) -> Command:
     name, rest = "weft", list(words)
     while isinstance(tree, Mapping):
         if not rest or rest[0].startswith("-"):
-            return tyro.cli(
-                _union(tree, stubs=True), prog=name, description=_about(name), args=rest or ["--help"]
-            )
+            stubs = _union(tree, stubs=True)
+            return tyro.cli(stubs, prog=name, description=_about(name), args=rest or ["--help"])
         if rest[0] not in tree:
             hint = nearest(rest[0], tree) or f"; it has {', '.join(tree)}"
             raise UserError(f"{name} has no command {rest[0]!r}{hint}")
         tree, name = tree[rest[0]], f"{name} {rest.pop(0)}"
     command = _command(tree)
-    return tyro.cli(command, prog=name, args=command.split(rest), config=(FlagCreatePairsOff,))
+    if "script" in inspect.signature(command).parameters:
+        rest = _split_at_script(command, rest)
+    return tyro.cli(_collecting(command), prog=name, args=rest, config=(FlagCreatePairsOff,))
+
+
+def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
+    """Return a function for tyro with the arguments of a command, and `--json`."""
+    own = inspect.signature(command).parameters
+
+    def collect(*, json: bool, **arguments: Any) -> ParsedCommand:
+        if "json" in own:
+            arguments["json"] = json
+        return ParsedCommand(command, arguments, json)
+
+    hints = {"json": Json, **get_type_hints(command, include_extras=True)}
+    flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False)
+    parameters = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, each in {"json": flag, **own}.items()
+    ]
+    setattr(collect, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    collect.__annotations__ = hints
+    # tyro would keep the line breaks in the help of an argument.
+    collect.__doc__ = re.sub(r"\n {5,}", " ", inspect.getdoc(command) or "")
+    return collect
+
+
+def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
+    """Put `--` before the script, whose arguments come after it.
+
+    Raises:
+        UserError: an option before the script does not belong to this command.
+    """
+    at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None:
+        return list(words)
+    names = {"help", "json", *inspect.signature(command).parameters} - {"script", "arguments"}
+    options = {f"--{name.replace('_', '-')}" for name in names}
+    for word in words[:at]:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option.replace("_", "-") not in options:
+            hint = (
+                nearest(option, options)
+                or f"; options before the script are {', '.join(sorted(options))}"
+            )
+            raise UserError(f"there is no option {option}{hint}")
+    return [*words[:at], "--", *words[at:]]
 
 
 def _about(name: str) -> str:
@@ -123,34 +234,26 @@ def _about(name: str) -> str:
     return f"{said[:1].upper()}{said[1:]}"
 
 
-def _command(place: str) -> Any:
+def _command(place: str) -> Callable[..., Answer]:
     module, _, name = place.partition(":")
     return getattr(import_module(f".{module}", __package__), name)
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """Return the commands as a type for tyro.
-
-    Args:
-        stubs: leave out their arguments, which take time to import.
-    """
+    """Return the commands as a type for tyro; stubs lack their arguments, which take time to import."""
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
 
 def _branch(name: str, below: Any, stubs: bool) -> Any:
-    if isinstance(below, Mapping):
-        about = _about(name)
-    else:
-        about = " ".join((_command(below).__doc__ or "").split())
+    is_tree = not isinstance(below, str)
+    about = _about(name) if is_tree else " ".join((_command(below).__doc__ or "").split())
     about = about.partition(". ")[0].rstrip(".") + "."
     if stubs:
-        return Annotated[Any, subcommand(name, constructor=_nothing, description=about)]
-    below = _union(below) if isinstance(below, Mapping) else _command(below)
-    return Annotated[below, subcommand(name, description=about)]
-
-
-def _nothing() -> None:
-    """Stub for a command without its arguments."""
+        return Annotated[Any, subcommand(name, constructor=lambda: None, description=about)]
+    if is_tree:
+        return Annotated[_union(below), subcommand(name, description=about)]
+    constructor = _collecting(_command(below))
+    return Annotated[Any, subcommand(name, constructor=constructor, description=about)]
 
 
 def _show(answer: Answer, as_json: bool) -> int:
@@ -214,18 +317,61 @@ def _plain(value: Any) -> Any:
 # `weft completion`: shell completion of commands and options.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion(Command):
-    """Print a script for your shell to source, which completes commands and options."""
+def completion(
+    shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(metavar="{bash,zsh,fish}")],
+) -> Answer:
+    """Print a script for your shell to source, which completes commands and options.
 
-    shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(metavar="{bash,zsh,fish}")]
-    """The shell."""
+    Args:
+        shell: The shell.
+    """
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parse([PRINT_COMPLETION, shell])
+    return Answer({"shell": shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n"))
 
-    def answer(self) -> Answer:
 
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            parse([PRINT_COMPLETION, self.shell])
-        return Answer(
-            {"shell": self.shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n")
-        )
+# The directory of a run.
+
+
+RUNS = Path("runs")
+"""Default folder of runs, to look up names."""
+
+
+def run_path(name: str) -> Path:
+    """Return the directory of a run, which need not exist, from a path or a name under `runs/`.
+
+    >>> run_path("first"), run_path("elsewhere/first")
+    (PosixPath('runs/first'), PosixPath('elsewhere/first'))
+    """
+    return Path(name) if Path(name).is_dir() or len(Path(name).parts) > 1 else RUNS / name
+
+
+def find_run(name: str) -> Path:
+    """Return the directory of a run.
+
+    Raises:
+        UserError: it does not exist, or is not a run; suggests the nearest name.
+    """
+    path = run_path(name)
+    if not path.is_dir():
+        raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")
+    if not is_run(path):
+        runs = [name for name in run_names(path) if is_run(path / name)]
+        if runs:
+            raise UserError(f"{path} is a folder of runs: name one of them, such as {path / runs[0]}")
+        found = f"has none of the files of a run ({', '.join(LEFT)})" if _entries(path) else "is empty"
+        raise UserError(f"{path} holds no run: it {found}")
+    return path
+
+
+def run_names(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, or nothing if it cannot be read."""
+    return sorted(inside.name for inside in _entries(folder) if inside.is_dir())
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
-from .command import RUNS, Answer, Command, Switch
+from .command_line import RUNS, Answer, Switch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doctor(Command):
+def doctor(
+    *,
+    tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False,
+    gpu: Switch = False,
+    root: Annotated[Path, arg(metavar="FOLDER")] = RUNS,
+) -> Answer:
     """Report problems of this machine, with advice: incompatible versions, disk and memory, limits,
     ports, GPUs, environment variables. --try and --gpu also run attention, collectives, weight sync
     and a small training with a random model. Nothing is downloaded. Exit code 1 if something fails.
+
+    Args:
+        tried: Also run the checks that a CPU allows; takes some minutes.
+        gpu: Also run the checks on the GPUs of this machine.
+        root: The folder of runs, to check its disk.
     """
+    from ..controllers.prechecks.machine import look, text_of
 
-    tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False
-    """Also run the checks that a CPU allows; takes some minutes."""
-    gpu: Switch = False
-    """Also run the checks on the GPUs of this machine."""
-    root: Annotated[Path, arg(metavar="FOLDER")] = RUNS
-    """The folder of runs, to check its disk."""
+    findings = look(root)
+    text = text_of(findings)
+    found: dict[str, Any] = {"gpu": gpu, "findings": [asdict(finding) for finding in findings]}
+    failed = any(finding.outcome == "fail" for finding in findings)
+    if tried or gpu:
+        from ..controllers.doctor_trials import run_trials, table_of
 
-    def answer(self) -> Answer:
-        from ..controllers.prechecks.finding import text_of
-        from ..controllers.prechecks.machine import look
-
-        findings = look(self.root)
-        text = text_of(findings)
-        found = {"gpu": self.gpu, "findings": [finding.json() for finding in findings]}
-        failed = any(finding.outcome == "fail" for finding in findings)
-        if not (self.tried or self.gpu):
-            return Answer(found, text, exit_code=int(failed))
-        from .trials import examine, table_of
-
-        records = examine(self.gpu)
+        records = run_trials(gpu)
         failed |= any(record.outcome == "failed" for record in records)
-        found["checks"] = [record.json() for record in records]
-        return Answer(found, f"{text}\n\n{table_of(records)}", exit_code=int(failed))
+        found["checks"] = [asdict(record) for record in records]
+        text = f"{text}\n\n{table_of(records)}"
+    return Answer(found, text, exit_code=int(failed))

@@ -5,62 +5,56 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
-from .command import Answer, Command, RunName, Switch, find_run
+from .command_line import Answer, Name, RunName, StepNumber, Switch, find_run
 
 MODEL = "model"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(Command):
+def export(
+    run: RunName,
+    out: Annotated[Positional[Path], arg(metavar="FOLDER")],
+    *,
+    step: StepNumber = None,
+    group: Name = None,
+    merged: Switch = False,
+) -> Answer:
     """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. A LoRA
     adapter is written alone, or merged into its model with --merged.
+
+    Args:
+        out: A new folder.
+        step: Export the checkpoint of this step. Default: the last one.
+        group: Export the model of this worker group. Default: actor, or the only group with a model.
+        merged: Merge an adapter's weights into its model.
     """
+    from ..dataflow.runs.manifest import verify_manifest
 
-    run: RunName
-    out: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """A new folder."""
-    step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Export the checkpoint of this step. Default: the last one."""
-    group: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Export the model of this worker group. Default: actor, or the only group with a model."""
-    merged: Switch = False
-    """Merge an adapter's weights into its model."""
+    if out.exists():
+        raise UserError(f"{out} exists already; name a new folder")
+    checkpoint = _checkpoint(find_run(run), step)
+    model = _model(checkpoint, group)
+    if damage := verify_manifest(checkpoint):
+        raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
+    from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
 
-    def answer(self) -> Answer:
-        from ..dataflow.runs.manifest import verify_manifest
+    is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
+    with _written(out) as partial:
+        if merged and is_adapter:
+            from ..workers.training.safetensors_files import write_merged
 
-        if self.out.exists():
-            raise UserError(f"{self.out} exists already; name a new folder")
-        checkpoint = _checkpoint(find_run(self.run), self.step)
-        model = _model(checkpoint, self.group)
-        if damage := verify_manifest(checkpoint):
-            raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
-        from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
-
-        is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
-        with _written(self.out) as partial:
-            if self.merged and is_adapter:
-                from ..workers.training.safetensors_files import write_merged
-
-                write_merged(model, self.out)
-            else:
-                shutil.copytree(model, partial)
-                partial.rename(self.out)
-        kind = "adapter" if is_adapter and not self.merged else "model"
-        found = {
-            "folder": str(self.out),
-            "kind": kind,
-            "checkpoint": str(checkpoint),
-            "group": model.parent.name,
-        }
-        return Answer(found, f"{self.out}: the {kind} of {model.parent.name!r} in {checkpoint}")
+            write_merged(model, out)
+        else:
+            shutil.copytree(model, partial)
+            partial.rename(out)
+    kind, name = "adapter" if is_adapter and not merged else "model", model.parent.name
+    found = {"folder": str(out), "kind": kind, "checkpoint": str(checkpoint), "group": name}
+    return Answer(found, f"{out}: the {kind} of {name!r} in {checkpoint}")
 
 
 @contextmanager

@@ -7,15 +7,27 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from ..dataflow.errors import UserError, WeftError, nearest
 from ..dataflow.untrusted_text import show
-from .command import Answer, ScriptCommand
+from .command_line import Answer, Json, Script, ScriptArguments
 
-# Running a script in this process, as `python SCRIPT ...` does.
+
+def run(script: Script, arguments: ScriptArguments = (), *, json: Json = False) -> Answer:
+    """Run a script as `python SCRIPT ...` does. Words after SCRIPT are its settings, or --config
+    FILE; `weft run SCRIPT --help` lists them. The exit code is the script's. With --json, output of
+    the script goes to standard error.
+
+    Args:
+        script: A Python file.
+        arguments: Arguments of the script: all words after it.
+    """
+    path = script_file(script)
+    with redirect_stdout(sys.stderr if json else sys.stdout):
+        code = run_script(path, arguments)
+    return Answer({"script": script, "exit_code": code}, exit_code=code)
 
 
 def script_file(name: str) -> Path:
@@ -63,20 +75,3 @@ def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next
     return trace
-
-
-# Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(ScriptCommand):
-    """Run a script as `python SCRIPT ...` does. Words after SCRIPT are its settings, or --config
-    FILE; `weft run SCRIPT --help` lists them. The exit code is the script's. With --json, output of
-    the script goes to standard error.
-    """
-
-    def answer(self) -> Answer:
-        path = script_file(self.script)
-        with redirect_stdout(sys.stderr if self.json else sys.stdout):
-            code = run_script(path, self.arguments)
-        return Answer({"script": self.script, "exit_code": code}, exit_code=code)

@@ -2,87 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from tyro.conf import arg
 
 from ..dataflow.errors import UserError, nearest
-from .command import Answer, Command, RunName, find_run
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-SAMPLES = 5
-"""Samples to show by default."""
-ROWS = 100
-"""Rows of a SQL answer to show by default."""
+from .command_line import Answer, RunName, StepNumber, find_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samples(Command):
-    """Show samples of a run with their rewards, by default of its last step; or query them with SQL."""
+def samples(
+    run: RunName,
+    *,
+    sql: Annotated[str | None, arg(metavar="QUERY", help_behavior_hint="")] = None,
+    step: StepNumber = None,
+    graph: str = "train",
+    limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None,
+) -> Answer:
+    """Show samples of a run with their rewards, by default of its last step; or query them with SQL.
 
-    run: RunName
-    sql: Annotated[str | None, arg(metavar="QUERY", help_behavior_hint="")] = None
-    """Query the table samples, such as 'select step, avg(reward) from samples group by step order
-    by step'."""
-    step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Show samples of this step. Default: the last one with samples."""
-    graph: str = "train"
-    """Show samples of this graph: train, or the name of an evaluation."""
-    limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None
-    """Show at most this many. Default: 5 samples, or 100 rows of a SQL answer."""
+    Args:
+        sql: Query the table samples, such as 'select step, avg(reward) from samples group by step
+            order by step'.
+        step: Show samples of this step. Default: the last one with samples.
+        graph: Show samples of this graph: train, or the name of an evaluation.
+        limit: Show at most this many. Default: 5 samples, or 100 rows of a SQL answer.
+    """
+    from ..dataflow.runs.samples import recorded, tables
 
-    def answer(self) -> Answer:
-        return self._asked(self.sql) if self.sql is not None else self._shown()
-
-    def _asked(self, sql: str) -> Answer:
+    folder, notes = find_run(run), list[str]()
+    if sql is not None:
         from ..dataflow.buffer.sql import query
-        from ..dataflow.runs.tables import render_table
 
-        notes: list[str] = []
-        table = query(find_run(self.run), sql, notes)
-        limit = ROWS if self.limit is None else self.limit
-        found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
-        return Answer.partial(found, render_table(table, limit=limit), notes)
+        return Answer.of_table(query(folder, sql, notes), 100 if limit is None else limit, notes)
+    from ..controllers.reports.sample import sample_of
 
-    def _shown(self) -> Answer:
-        from ..controllers.reports.sample import sample_of
-        from ..dataflow.runs.samples import recorded, tables
-
-        run, notes = find_run(self.run), list[str]()
-        files = recorded(run, notes)
-        graphs = dict.fromkeys(part.graph for part in files)
-        if not files:
-            raise UserError(
-                "\n".join(
-                    [
-                        f"{run} has recorded no samples yet; Driver(record_every=...) chooses the steps that it records",
-                        *notes,
-                    ]
-                )
-            )
-        if self.graph not in graphs:
-            hint = nearest(self.graph, graphs) or f"; it has samples of {', '.join(graphs)}"
-            raise UserError(f"{run} has no samples of a graph {self.graph!r}{hint}")
-        steps = sorted({part.step for part in files if part.graph == self.graph})
-        step = steps[-1] if self.step is None else self.step
-        if step not in steps:
-            raise UserError(
-                f"{run} has no samples of step {step}; it has samples of steps {_ranges(steps)}"
-            )
-        parts = [part for part in files if (part.graph, part.step) == (self.graph, step)]
-        limit = SAMPLES if self.limit is None else self.limit
-        rows = [row for table in tables(parts, notes) for row in _rows(table, limit)][:limit]
-        text = "\n\n".join(str(sample_of(row, step)) for row in rows)
-        found = {"graph": self.graph, "step": step, "rows": [row.to_pylist()[0] for row in rows]}
-        return Answer.partial(found, text, notes)
-
-
-def _rows(table: pa.Table, limit: int) -> list[Any]:
-    batches = table.slice(0, limit).to_batches()
-    return [batch.slice(at, 1) for batch in batches for at in range(len(batch))]
+    files = recorded(folder, notes)
+    if not files:
+        none = f"{folder} has recorded no samples yet; Driver(record_every=...) chooses the steps that it records"
+        raise UserError("\n".join([none, *notes]))
+    graphs = dict.fromkeys(part.graph for part in files)
+    if graph not in graphs:
+        hint = nearest(graph, graphs) or f"; it has samples of {', '.join(graphs)}"
+        raise UserError(f"{folder} has no samples of a graph {graph!r}{hint}")
+    steps = sorted({part.step for part in files if part.graph == graph})
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        there = f"it has samples of steps {_ranges(steps)}"
+        raise UserError(f"{folder} has no samples of step {chosen}; {there}")
+    parts = [part for part in files if (part.graph, part.step) == (graph, chosen)]
+    most = 5 if limit is None else limit
+    batches = (b for table in tables(parts, notes) for b in table.slice(0, most).to_batches())
+    rows = [batch.slice(at, 1) for batch in batches for at in range(len(batch))][:most]
+    text = "\n\n".join(str(sample_of(row, chosen)) for row in rows)
+    found = {"graph": graph, "step": chosen, "rows": [row.to_pylist()[0] for row in rows]}
+    return Answer.partial(found, text, notes)
 
 
 def _ranges(steps: list[int]) -> str:

@@ -5,5 +5,6 @@ ranks/        the work on a rank
 backends/     where ranks run: this process or Ray, which only this folder imports
 recovery/     checkpoints, resume, failures, elastic groups
 reports/      progress, symptoms and trackers
-prechecks/    checks, plans, the doctor and simulation, before a run starts
+prechecks/    checks, plans and the doctor, before a run starts
+simulation/   runs with costs instead of workers
 """

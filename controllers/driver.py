@@ -46,8 +46,7 @@ from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .reports.dashboard_process import start_dashboard
-from .reports.displays import Form, display_for
-from .reports.progress import Progress
+from .reports.progress import Form, Progress, display_for
 from .reports.symptoms import check_stop_on, mistakes
 from .reports.tracker_threads import TrackerThreads
 from .reports.trackers import check_trackers
@@ -333,7 +332,7 @@ class Driver:
                 if self._run is not None and not self._run.closed:
                     self._run.close()
             finally:  # last, so that the trackers send everything that is on disk
-                self._history.trackers.end(finished=self._run is not None and self._run.ended)
+                self._history.trackers.end_all(finished=self._run is not None and self._run.ended)
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule and return the metrics of every step.

@@ -88,10 +88,11 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
 def untrained_reward_model(folder: Path, seed: int) -> None:
     """Save a model of the same size that judges nothing."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     arithmetic.make_model(folder, seed, layers=4)
-    save_file({"score.weight": torch.zeros(1, 64)}, folder / "head.safetensors")
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "score.weight": torch.zeros(1, 64)}, file, {"format": "pt"})
 
 
 def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
-from weft.controllers.prechecks.simulated_costs import CostModel, Generation, LogNormal, PipelineCost
+from weft.controllers.simulation.costs import CostModel, Generation, LogNormal, PipelineCost
 
 
 class Settings(weft.Config):

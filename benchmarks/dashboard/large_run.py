@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import pyarrow as pa
 
 import weft
-from weft.controllers.prechecks.simulated_costs import CostModel, Generation, LinearCost, LogNormal
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.batch import Batch
 from weft.dataflow.graph import Graph
 from weft.dataflow.runs.directory import RunDirectory

@@ -14,8 +14,8 @@ import pyarrow as pa
 import weft
 from weft.controllers.backends.backend import Event
 from weft.controllers.group import Call
-from weft.controllers.prechecks.simulated_costs import CostModel, Generation, LinearCost, LogNormal
 from weft.controllers.ranks.tasks import Task
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import TrainingBatch
 from weft.workers.worker import remote

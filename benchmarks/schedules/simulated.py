@@ -19,8 +19,14 @@ from long_tailed import graph_of, groups, lengths_of, schedule_of
 from work import APART, SCHEDULES, Measured, Work, mean
 
 import weft
-from weft.controllers.prechecks.simulated_bound import bound, calibrate
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LogNormal
+from weft.controllers.simulation.costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LogNormal,
+    bound,
+    calibrate,
+)
 
 PROMPTS_PER_DEVICE = 16
 """Prompts per step and device, as measured."""

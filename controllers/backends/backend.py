@@ -2,7 +2,7 @@
 
 - `Local` (`local.py`) runs every group in this process, so that breakpoints work.
 - `RayBackend` (`ray_backend.py`) runs each rank in a separate process.
-- `Simulated` (`../prechecks/simulated.py`) runs no workers.
+- `Simulated` (`../simulation/backend.py`) runs no workers.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..graph_run import EvaluationRun
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
-from ..reports.records import Ending, ending_of
+from ..reports.columns import Ending, ending_of
 from ..reports.symptoms import Seen
 from ..run_spec import RunHistory, RunSpec
 from .calls import RunParts

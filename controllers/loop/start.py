@@ -71,9 +71,9 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(spec.backend))
-    progress.noted(
-        dict.fromkeys(n for handle in spec.handles.values() for n in getattr(handle.config, "notes", ()))
-    )
+    configs = [handle.config for handle in spec.handles.values()]
+    for note in dict.fromkeys(n for config in configs for n in getattr(config, "notes", ())):
+        progress.say(note)
     progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
 
 

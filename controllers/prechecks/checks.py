@@ -1,4 +1,7 @@
-"""Checks of a whole run, made before any process starts. Each raises a UserError with the fix."""
+"""Checks of a whole run, made before any process starts.
+
+Each raises a `UserError` that names the setting, group or node, and the fix.
+"""
 
 from __future__ import annotations
 
@@ -44,65 +47,31 @@ _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns of a source that models read after its prompts."""
 
 
-def check_kinds(
-    *,
-    graph: object,
-    schedule: object,
-    buffer: object,
-    checkpoint: object,
-    placement: object,
-    backend: object,
-) -> None:
-    """Check the types of the driver's arguments, for example an instance and not its class.
+_EXAMPLES: Mapping[str, tuple[type, str]] = {
+    "graph": (Graph, "the result of calling a @weft.graph function with a source"),
+    "schedule": (Stepwise, "a value such as weft.Synchronous(steps=100)"),
+    "buffer": (BufferConfig, "a weft.BufferConfig(...)"),
+    "checkpoint": (CheckpointConfig, "a weft.CheckpointConfig(every=...)"),
+}
+"""Argument of the driver -> its type, and a valid example."""
 
-    Raises:
-        UserError: an argument has the wrong type; names it, its value and a valid example.
-    """
-    wanted: list[tuple[str, object, bool, str]] = [
-        (
-            "graph",
-            graph,
-            isinstance(graph, Graph),
-            "the result of calling a @weft.graph function with a source",
-        ),
-        (
-            "schedule",
-            schedule,
-            isinstance(schedule, Stepwise),
-            "a value such as weft.Synchronous(steps=100)",
-        ),
-        ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
-        (
-            "checkpoint",
-            checkpoint,
-            isinstance(checkpoint, CheckpointConfig),
-            "a weft.CheckpointConfig(every=...)",
-        ),
-        (
-            "placement",
-            placement,
-            placement is None
-            or (isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())),
-            'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}',
-        ),
-        (
-            "backend",
-            backend,
-            backend is None or (hasattr(backend, "wait") and not isinstance(backend, type)),
-            "weft.Local() or weft.RayBackend()",
-        ),
-    ]
+
+def check_kinds(*, placement: object, backend: object, **others: object) -> None:
+    """Check the types of the driver's arguments, for example an instance and not its class."""
+    wanted = [(n, others[n], isinstance(others[n], kind), how) for n, (kind, how) in _EXAMPLES.items()]
+    of_places = isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())
+    how = 'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}'
+    wanted.append(("placement", placement, placement is None or of_places, how))
+    is_backend = hasattr(backend, "wait") and not isinstance(backend, type)
+    how = "weft.Local() or weft.RayBackend()"
+    wanted.append(("backend", backend, backend is None or is_backend, how))
     for name, given, right, example in wanted:
         if not right:
             raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
 
 
 def check_numbers(**numbers: object) -> None:
-    """Check the driver's numeric arguments by the rules of all settings.
-
-    Raises:
-        UserError: names the argument, the rule and the value.
-    """
+    """Check the driver's numeric arguments by the rules of all settings."""
     seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
@@ -115,11 +84,7 @@ def check_numbers(**numbers: object) -> None:
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return the names of a run's graphs, the training graph's first.
-
-    Raises:
-        UserError: two graphs share a name, or a name cannot be part of a path.
-    """
+    """Return the names of a run's graphs, the training graph's first."""
     names = [TRAIN, *(e.name for e in evaluations)]
     for taken in names:
         check_name(taken, "Evaluation(..., name")
@@ -133,12 +98,7 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
 def check_best(
     checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]
 ) -> None:
-    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run.
-
-    Raises:
-        UserError: there is no such source (suggests the nearest name), or the metric is measured at
-            each step and neither `every` nor `every_s` chooses the steps with a checkpoint.
-    """
+    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run."""
     best, source, names = checkpoint.best, checkpoint.best_source, [e.name for e in evaluations]
     if source and source not in (*names, *handles):
         known = [*names, *handles]
@@ -154,25 +114,21 @@ def check_best(
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Check graphs, their sources and what they ask of workers. Return the worker groups by name.
-
-    Raises:
-        UserError: names the graph, and the node, source or group.
-    """
+    """Check graphs, and return their worker groups by name."""
     for graph in graphs:
         graph.validate(also=graphs)
-    handles = all_handles(graphs)
-    for name in handles:
+    handles: dict[str, Handle] = {}
+    for name, handle in (item for graph in graphs for item in graph.handles.items()):
         check_name(name, "weft.group(..., name")
+        if handles.setdefault(name, handle) is not handle:
+            raise UserError(
+                f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
+            )
     return handles
 
 
 def check_workers(graphs: Iterable[Graph]) -> None:
-    """Check that every source has rows, and that worker classes can do what their nodes ask.
-
-    Raises:
-        UserError: a source is empty, or a worker class refuses its nodes.
-    """
+    """Check that every source has rows, and that worker classes can do what their nodes ask."""
     for graph in graphs:
         if not len(graph.source.table):
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
@@ -184,11 +140,7 @@ def check_workers(graphs: Iterable[Graph]) -> None:
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """Check that the schedule fits the training graph, the buffer and the placement.
-
-    Raises:
-        UserError: names the conflict and what to change.
-    """
+    """Check that the schedule fits the training graph, the buffer and the placement."""
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
     check_followed(train, spec.schedule)
@@ -204,12 +156,15 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
     Args:
         point: the checkpoint to resume from, or None for a new run.
-
-    Raises:
-        UserError: names the checkpoint or the group.
     """
     if point is not None:
-        _check_kind(spec, point)
+        if point.state.seed != spec.seed:
+            raise UserError(f"{point.path} is of a run with seed={point.state.seed}, not {spec.seed}")
+        kind = type(spec.schedule).__name__
+        if point.with_rows and point.state.schedule != kind:
+            raise UserError(
+                f"{point.path} is of a run under {point.state.schedule}, not {kind}, so the staleness of its rows differs. {WITHOUT_ROWS}"
+            )
         refuse_fixed(point.path, changed_settings(spec, point, "fixed"))
     by = next(
         (f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), ""
@@ -250,22 +205,8 @@ def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | 
     return point.at_first_row() if changed else point
 
 
-def _check_kind(spec: RunSpec, point: ResumePoint) -> None:
-    if point.state.seed != spec.seed:
-        raise UserError(f"{point.path} is of a run with seed={point.state.seed}, not {spec.seed}")
-    kind = type(spec.schedule).__name__
-    if point.with_rows and point.state.schedule != kind:
-        raise UserError(
-            f"{point.path} is of a run under {point.state.schedule}, not {kind}, so the staleness of its rows differs. {WITHOUT_ROWS}"
-        )
-
-
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Check that the group which generates samples for a policy gradient gets each version in time.
-
-    Raises:
-        UserError: names the generating group and the call to add or change.
-    """
+    """Check that the group which generates samples for a policy gradient gets each version in time."""
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
@@ -309,25 +250,17 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Check that every model can read its rows, with responses of up to `max_tokens`.
-
-    Raises:
-        UserError: names the group with the shortest context, the longest row, and how many rows are
-            too long.
-    """
+    """Check that every model can read its rows, with responses of up to `max_tokens`."""
     tokens, context = _row_tokens(graph), _shortest_context(graph)
     if tokens is None or context is None or not len(tokens):
         return
     (name, most), row = context, int(np.argmax(tokens))
     if tokens[row] <= most:
         return
-    generated = _generated_tokens(graph)
-    has = (
-        f"{tokens[row]} tokens"
-        if generated is None
-        else f"{tokens[row] - generated} prompt tokens and max_tokens={generated}"
-    )
-    lower = "" if generated is None else "lower max_tokens, "
+    has, lower = f"{tokens[row]} tokens", ""
+    if (generated := _generated_tokens(graph)) is not None:
+        has = f"{tokens[row] - generated} prompt tokens and max_tokens={generated}"
+        lower = "lower max_tokens, "
     raise UserError(
         f"row {row} of {graph.source.name} has {has}, more than the context of {most} of {name!r} "
         f"({graph.handles[name].config.model}); {int((tokens > most).sum())} of {len(tokens)} rows are too long; {lower}drop these rows "
@@ -348,10 +281,10 @@ def _row_tokens(graph: Graph) -> np.ndarray | None:
     if not given and generated is None:
         return None
     rows = Batch.of_table(graph.source.table.select([str(PROMPT_IDS), *sorted(given)]))
-    responses = [rows.lengths(column) for column in given] + ([] if generated is None else [generated])
-    return rows.lengths(PROMPT_IDS) + np.maximum.reduce(
-        np.broadcast_arrays(np.zeros(len(rows), np.int64), *responses)
-    )
+    longest = np.full(len(rows), generated or 0)
+    for column in given:
+        longest = np.maximum(longest, rows.lengths(column))
+    return rows.lengths(PROMPT_IDS) + longest
 
 
 def _generated_tokens(graph: Graph) -> int | None:
@@ -362,29 +295,20 @@ def _generated_tokens(graph: Graph) -> int | None:
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
     """Return the group with the smallest row limit and that limit [tokens], or None without limits."""
-    found = {
-        name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()
-    }
-    limits = {name: tokens for name, tokens in found.items() if tokens is not None}
-    return min(limits.items(), key=lambda item: item[1], default=None)
+    found = ((name, one.worker_class.longest_row(one.config)) for name, one in graph.handles.items())
+    limits = [(name, tokens) for name, tokens in found if tokens is not None]
+    return min(limits, key=lambda limit: limit[1], default=None)
 
 
 def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
-    """Check that the rows of a step fit into the buffer and the driver's memory.
-
-    Raises:
-        UserError: names both numbers.
-    """
+    """Check that the rows of a step fit into the buffer and the driver's memory."""
     rows = schedule.prompts_per_step * expected_rows(graph)
-    check_rows(
-        graph,
-        schedule.prompts_per_step,
-        f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})",
-    )
+    setting = f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})"
+    check_rows(graph, schedule.prompts_per_step, setting)
     if buffer.max_rows is not None and rows > buffer.max_rows:
         raise UserError(
-            f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
-            f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
+            f"{setting} has {rows} rows in flight at once ({expected_rows(graph)} a prompt), "
+            f"but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
         )
 
 
@@ -392,43 +316,20 @@ MAX_ROWS = 10_000_000
 """Rows that a graph may have in flight at once. The driver keeps an entry for each."""
 
 
-def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -> None:
+def check_rows(graph: Graph, prompts: int, setting: str) -> None:
     """Check that these prompts make no more rows at once than the driver can hold.
 
     Args:
         setting: the setting that decides the number of prompts, for the error message.
-        most: the largest number of rows allowed.
-
-    Raises:
-        UserError: names the setting, and the nodes that make several rows out of one.
     """
     rows = prompts * expected_rows(graph)
-    if rows > most:
-        made = [
-            f"node {n.name!r} has n={n.arguments['n']}"
-            for n in graph.nodes
-            if n.arguments.get("n", 1) != 1
-        ]
+    if rows > MAX_ROWS:
+        several = [n for n in graph.nodes if n.arguments.get("n", 1) != 1]
+        made = [f"node {n.name!r} has n={n.arguments['n']}" for n in several]
         raise UserError(
-            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows in flight at once, but at most {most:,} are allowed. "
-            "Lower these numbers"
+            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows in flight at once, "
+            f"but at most {MAX_ROWS:,} are allowed. Lower these numbers"
         )
-
-
-def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Return every worker group of a run, by name.
-
-    Raises:
-        UserError: two groups share a name.
-    """
-    handles: dict[str, Handle] = {}
-    for graph in graphs:
-        for name, handle in graph.handles.items():
-            if handles.setdefault(name, handle) is not handle:
-                raise UserError(
-                    f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
-                )
-    return handles
 
 
 def _filters_before(graph: Graph, name: str) -> frozenset[str]:
@@ -443,9 +344,6 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
 
     CUDA IPC needs both groups on the same GPUs, and NCCL needs separate ones. vLLM's own backends
     need a vLLM engine, and for IPC one sending rank on each GPU.
-
-    Raises:
-        UserError: names both groups and the transport to use.
     """
     for handle in handles:
         if handle.leader is None:
@@ -484,9 +382,6 @@ def check_apart(
 
     Groups on one pool take turns. A group that generates without pause never gives up its turn, not
     even to a group that only evaluations use.
-
-    Raises:
-        UserError: names the two groups and their pool.
     """
     updates = [n for n in graph.nodes if n.operation.updates]
     seen = {n.name: _filters_before(graph, n.name) for n in updates}
@@ -511,7 +406,6 @@ def check_apart(
 
 # Default deadlines. Larger models take longer to start and to answer.
 
-
 CALL_S = 600.0
 """[s] Base limit on a rank's silence, for any model."""
 READ_BYTES_PER_S = 50e6
@@ -534,32 +428,16 @@ def longest_start_s(num_bytes: int) -> float:
     return START_TIMEOUT_S + num_bytes / READ_BYTES_PER_S
 
 
-def longest_silence_s(num_bytes: int) -> float:
-    """Return the longest silence to accept from a rank during a call [s].
-
-    >>> longest_silence_s(0), longest_silence_s(140_000_000_000)
-    (600.0, 1300.0)
-    """
-    return CALL_S + num_bytes / COPY_BYTES_PER_S
-
-
 def set_deadlines(
     start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
 ) -> dict[str, float]:
-    """Return the deadlines of a run: the user's, or defaults from the size of its largest model.
-
-    Raises:
-        UserError: `start_timeout_s` is not above 0.
-    """
-    if start_timeout_s is not None and not start_timeout_s > 0:
-        raise UserError(
-            f"Driver(start_timeout_s={start_timeout_s!r}): it must be a number of seconds above 0"
-        )
+    """Return the deadlines of a run: the user's, or defaults from the size of its largest model."""
     # Look for model files only if a default is needed.
     num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
+    longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {
         "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,
-        "call_timeout_s": longest_silence_s(num_bytes) if call_timeout_s is None else call_timeout_s,
+        "call_timeout_s": longest_call_s if call_timeout_s is None else call_timeout_s,
     }
 
 

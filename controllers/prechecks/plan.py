@@ -19,26 +19,24 @@ from ...workers.training.microbatch_plan import OptimizerSteps
 from ..placement import OTHER, machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
+from ..simulation.backend import Simulated
+from ..simulation.costs import CostModel, Generation, SequenceParallelCost, bound, calibrate
 from .plan_memory import GroupMemory, driver_bytes, group_memory
 from .plan_sizes import (
     PipelinePlan,
     StepSizes,
     UpdateSizes,
-    chunks_of,
     pipeline_plan,
     sample_bytes,
     step_sizes,
     update_sizes,
 )
-from .simulated import Simulated
-from .simulated_bound import bound, calibrate
-from .simulated_costs import CostModel, Generation, SequenceParallelCost
 
 # Groups of ranks that share long rows, and their gain over groups of one size.
 
 
 @dataclass(frozen=True)
-class SequencePlan:
+class _SequencePlan:
     """Sequence-parallel groups of an update, for the rows of one step."""
 
     node: str
@@ -58,14 +56,11 @@ class SequencePlan:
 
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
-) -> SequencePlan | None:
+) -> _SequencePlan | None:
     """Choose the groups of an update for each optimizer step of a training step.
 
-    Return None if the cost of the update is not a `SequenceParallelCost`.
-
-    Args:
-        costs: the costs of its calls, or None if unknown.
-        ranks: ranks of the group. With several replicas, plan for the one with the longest row.
+    Return None if the cost of the update is not a `SequenceParallelCost`. With several replicas, plan
+    for the one with the longest row.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.
@@ -82,7 +77,7 @@ def sequence_plan(
     alike = cost.model_copy(update={"degree": equal})
     plans = [cost.groups(lengths[cut]) for cut in cuts]
     seconds, bound_s = sum(plan.seconds for plan in plans), sum(plan.bound_s for plan in plans)
-    return SequencePlan(
+    return _SequencePlan(
         update.node,
         max(plans, key=lambda plan: plan.seconds).degrees,
         seconds,
@@ -94,16 +89,12 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
-    """Return the tokens of each row of a step.
-
-    Lengths are drawn as in a simulation, or all equal to the expected length.
-    """
+    """Return the tokens of each row, drawn as in a simulation, or all equal to the expected ones."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
-            drawn = [
-                cost.lengths.draw((costs.seed, prompt), prompt, each) for prompt in range(sizes.prompts)
-            ]
+            seed, prompts = costs.seed, range(sizes.prompts)
+            drawn = [cost.lengths.draw((seed, prompt), prompt, each) for prompt in prompts]
             return np.concatenate(drawn) + round(sizes.prompt_tokens)
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
@@ -111,12 +102,8 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
 # Time of a step, from the costs of a simulation, or from costs fitted to an earlier run.
 
 
-BESIDE = ("publish_weights", "receive_weights", "onload", "offload")
-"""Calls outside the graph that a step makes once each."""
-
-
 @dataclass(frozen=True)
-class StepTime:
+class _StepTime:
     """Time of a training step, without the driver, evaluations and checkpoints."""
 
     seconds: float
@@ -128,20 +115,13 @@ class StepTime:
     """Whether `seconds` is a lower bound, with all possible overlap."""
 
 
-def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
-    """Return the time of a step.
-
-    Args:
-        costs: the costs of its calls; calls without a cost take no time.
-    """
+def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _StepTime:
     graph, places = spec.graphs[TRAIN], spec.placement
     # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
-        placed = {
-            name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles
-        }
+        placed = {n: place for n, place in places.items() if n == FUNCTIONS or n in graph.handles}
         found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
-        return StepTime(found.seconds, {}, of, at_best=True)
+        return _StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
     for node in graph.nodes:
         group = node.group or FUNCTIONS
@@ -150,21 +130,22 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         replicas = max(1, ranks // costs.replica_ranks(group, config))
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
-        nodes[node.name] = costs.linear(node.name).seconds(
-            rows, rows * sizes.tokens(level), OptimizerSteps.of_node(node)
-        )
-    beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
+        tokens, steps = rows * sizes.tokens(level), OptimizerSteps.of_node(node)
+        nodes[node.name] = costs.linear(node.name).seconds(rows, tokens, steps)
+    # Calls outside the graph that a step makes once each.
+    methods = ("publish_weights", "receive_weights", "onload", "offload")
+    beside = (f"{group}.{method}" for group in spec.handles for method in methods)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
-        return StepTime(sum(nodes.values()), nodes, of, at_best=False)
+        return _StepTime(sum(nodes.values()), nodes, of, at_best=False)
     # Other schedules overlap pools, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
         pool = places[group if group in places else FUNCTIONS].pool.name
         pools[pool] = pools.get(pool, 0.0) + seconds
-    return StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
+    return _StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
 
 
 # Plan
@@ -196,13 +177,13 @@ class Plan:
     updates: tuple[UpdateSizes, ...]
     groups: tuple[GroupMemory, ...]
     machine: Machine
-    time: StepTime | None
+    time: _StepTime | None
     """Time of a step, or None if no costs are known."""
     driver_bytes: int
     """Host memory of the driver's process; with `Local`, including the libraries of all groups."""
     pipelines: tuple[PipelinePlan, ...] = ()
     """Plans of updates whose group is a pipeline."""
-    sequences: tuple[SequencePlan, ...] = ()
+    sequences: tuple[_SequencePlan, ...] = ()
     """Plans of updates whose ranks share long rows, if their costs are known."""
 
     @property
@@ -251,11 +232,8 @@ class Plan:
     def sample_bytes(self) -> int:
         """Upper bound of the bytes of a run's samples, without evaluations."""
         every = self.spec.record_every
-        return (
-            sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every)
-            if every
-            else 0
-        )
+        steps = self.spec.schedule.steps // every if every else 0
+        return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * steps
 
     @property
     def disk_bytes(self) -> int:
@@ -264,11 +242,7 @@ class Plan:
 
 
 def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
-    """Plan a run.
-
-    Args:
-        spec: the run, as checked by the driver.
-        like: directory of an earlier run with a timeline to take costs from, or None.
+    """Plan a run, with the costs of the calls of an earlier one if `like` is its directory.
 
     Raises:
         UserError: that run has no timeline.
@@ -281,24 +255,27 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         costs, of = calibrate(like), f"the calls of {like}"
     elif isinstance(spec.backend, Simulated):
         costs = spec.backend.costs
-    updating = {
-        node.group: node for node in train.nodes if node.operation.updates and node.group is not None
-    }
-    configs = {n: h.config for n, h in spec.handles.items() if isinstance(h.config, ModelConfig)}
-    chunks = {n: chunks_of(configs[n], node.name, costs) for n, node in updating.items() if n in configs}
+    nodes = [node for node in train.nodes if node.operation.updates]
+    updates = tuple(update_sizes(spec, node, sizes) for node in nodes)
+    pipelines: list[PipelinePlan] = []
+    sequences: list[_SequencePlan] = []
+    chunks: dict[str, int] = {}
+    for node, update in zip(nodes, updates, strict=True):
+        name = str(node.group)
+        config = spec.handles[name].config
+        if isinstance(config, ModelConfig) and (pipeline := pipeline_plan(config, update, costs)):
+            pipelines.append(pipeline)
+            chunks[name] = pipeline.chunks
+        if shared := sequence_plan(update, sizes, costs, spec.placement[name].ranks):
+            sequences.append(shared)
+    gpu = machine.gpu_bytes
     groups = tuple(
-        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes, chunks.get(n, 1))
-        for n, h in spec.handles.items()
+        group_memory(spec, name, handle, spec.placement[name], sizes, gpu, chunks.get(name, 1))
+        for name, handle in spec.handles.items()
     )
-    updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
-    of_groups = list(
-        zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True)
-    )
-    pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
-    time = step_time(spec, sizes, costs, of) if costs is not None else None
-    shared = [sequence_plan(update, sizes, costs, spec.placement[g].ranks) for update, g in of_groups]
-    parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))
-    return Plan(spec, sizes, updates, groups, machine, time, driver, *parts)
+    time = _step_time(spec, sizes, costs, of) if costs is not None else None
+    plans = tuple(pipelines), tuple(sequences)
+    return Plan(spec, sizes, updates, groups, machine, time, driver, *plans)
 
 
 def this_machine() -> Machine:
@@ -312,12 +289,5 @@ def this_machine() -> Machine:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Machine(
-        machine_cpus(),
-        gpus,
-        total,
-        total - used,
-        gpu_bytes,
-        shutil.disk_usage(".").free,
-        other is not None,
-    )
+    free, planned_for = shutil.disk_usage(".").free, other is not None
+    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, free, planned_for)

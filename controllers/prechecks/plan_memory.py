@@ -1,7 +1,4 @@
-"""Memory of each group and rank of a run in each phase.
-
-It comes from settings, model files, and a pass with fake tensors.
-"""
+"""Memory of each group and rank of a run, from settings, model files, and a pass with fake tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from ...dataflow.metric_names import FUNCTIONS
 from ...workers.models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 from ...workers.reward_model import RewardModelConfig
 from ...workers.training.engine import Head, ModelConfig
+from ...workers.training.lora import Lora
 from ...workers.training.memory import (
     BYTES,
     ModelSize,
@@ -28,7 +26,7 @@ from ...workers.training.memory import (
 )
 from ..placement import Place
 from ..run_spec import RunSpec
-from .plan_sizes import StageMemory, StepSizes, UpdateSizes, stage_memory, update_sizes
+from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 
 # Resident memory of a process without tensors: the interpreter, torch, transformers, vLLM.
 #
@@ -37,12 +35,10 @@ from .plan_sizes import StageMemory, StepSizes, UpdateSizes, stage_memory, updat
 # 5.19, vLLM 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Mapped files
 # that processes share, mostly libraries, are counted in each process. torch for CUDA takes more.
 
-
 TRAINING = 600 * MIB
 """A rank with a training engine, or one that only computes log-probabilities."""
-VLLM = 785 * MIB
-TRANSFORMERS = 570 * MIB
-"""A rollout with the engine of `transformers`."""
+ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
+"""A rollout, by its engine."""
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one uses torch, as advantages do."""
 PLAIN = 200 * MIB
@@ -58,18 +54,19 @@ HELD_FREE = 0.15
 of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
 
 
-def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:
+def _resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:
     """Return the memory of a rank before it holds a tensor.
 
     Args:
-        functions: the functions in the graphs of the run.
+        functions: those in the graphs of the run.
     """
     if isinstance(handle.config, ModelConfig):
         return TRAINING
-    engine = getattr(handle.config, "engine", None)
-    if engine is not None:
-        return VLLM if engine == "vllm" else TRANSFORMERS
-    return WITH_TORCH if name == FUNCTIONS and any(map(_uses_torch, functions)) else PLAIN
+    if (engine := getattr(handle.config, "engine", None)) is not None:
+        return ENGINES.get(engine, ENGINES["transformers"])
+    modules = (sys.modules.get(function.__module__) for function in functions)
+    uses_torch = name == FUNCTIONS and any(hasattr(module, "torch") for module in modules)
+    return WITH_TORCH if uses_torch else PLAIN
 
 
 def driver_bytes(*, in_process: bool) -> int:
@@ -77,19 +74,67 @@ def driver_bytes(*, in_process: bool) -> int:
     return ONE_PROCESS if in_process else DRIVER + TORCH * ("torch" in sys.modules)
 
 
-def _uses_torch(function: Callable[..., Any]) -> bool:
-    return "torch" in vars(sys.modules.get(function.__module__, object()))
-
-
-# Plan memory
+# Memory of a group.
 
 REST = "at rest"
 CACHE = "key/value cache"
 
 
 @dataclass(frozen=True)
+class _StageMemory:
+    """Memory of each rank of a stage."""
+
+    layers: int
+    """Layers of the model on this stage."""
+    in_flight: float
+    """Microbatches whose activations are kept at once. With chunks, this can be a fraction."""
+    made: TrainingMemory
+    activations: int
+    """[bytes] Activations of all microbatches in flight."""
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of an update, including activations."""
+        made = self.made
+        exchanged = made.exchanged_beside(self.activations)
+        return made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
+
+
+def stage_memory(
+    size: ModelSize,
+    config: ModelConfig,
+    passes: UpdateSizes,
+    *,
+    chunks: int,
+    ranks: int,
+    activations: int,
+    trains: bool,
+    lora: Lora | None,
+    saves: bool,
+) -> tuple[_StageMemory, ...]:
+    """Return the memory of each stage. Layers are cut evenly, and its ranks share its memory.
+
+    Args:
+        activations: bytes of one microbatch in the whole model, including logits. They are spread
+            evenly over its layers.
+        trains: whether the group is updated; otherwise a stage keeps the activations of one
+            microbatch.
+    """
+    number = config.pipeline_parallel
+    schedule = schedule_of(config, passes, chunks)
+    found: list[_StageMemory] = []
+    for stage, own in enumerate(size.of_stages(number, chunks)):
+        of_stage = max(1, ranks // number)
+        made = training_memory(own, config, ranks=of_stage, trains=trains, lora=lora, saves=saves)
+        in_flight = schedule.in_flight(stage) / chunks if trains else 1.0
+        kept = round(activations * in_flight * own.layers / size.layers)
+        found.append(_StageMemory(own.layers, in_flight, made, kept))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class GroupMemory:
-    """Memory of each rank of a group: bytes by name."""
+    """Memory of each rank of a group, in bytes."""
 
     group: str
     ranks: int
@@ -104,26 +149,21 @@ class GroupMemory:
     """Name -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
     """Bytes of the whole group in a checkpoint."""
-    stages: tuple[StageMemory, ...] = ()
+    stages: tuple[_StageMemory, ...] = ()
     """Stages of a pipeline. `phases` describes the largest one."""
     unknown: str = ""
     """Reason why some of its memory is unknown."""
 
     @property
     def moves(self) -> int:
-        """Bytes of a rank that move to the host while another group has its turn on the GPU.
-
-        A cache is dropped instead of moved.
-        """
+        """Bytes of a rank that move to the host during another group's turn. A cache is dropped."""
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
     def peak(self) -> int:
         """Bytes of a rank's tensors in its largest phase, without those on the host."""
-        rest = self.phases.get(REST, {})
-        return sum(rest.values()) + max(
-            (sum(p.values()) for name, p in self.phases.items() if name != REST), default=0
-        )
+        of_phase = {name: sum(found.values()) for name, found in self.phases.items()}
+        return of_phase.pop(REST, 0) + max(of_phase.values(), default=0)
 
     @property
     def host(self) -> int:
@@ -149,7 +189,6 @@ def group_memory(
 
     Args:
         gpu_bytes: memory of a GPU of this machine, or 0 without GPUs.
-        chunks: chunks of each stage, if the group is a pipeline.
 
     Raises:
         UserError: the files of its model are damaged, or do not fit its settings.
@@ -157,10 +196,9 @@ def group_memory(
     config: Any = handle.config
     alone = spec.backend.in_process
     functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
-    libraries = 0 if alone else resident_bytes(name, handle, functions)
-    known = GroupMemory(
-        name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries
-    )
+    libraries = 0 if alone else _resident_bytes(name, handle, functions)
+    ranks = 1 if alone else place.ranks
+    known = GroupMemory(name, ranks, place.pool.name, bool(place.pool.gpus), libraries)
     if getattr(config, "model", None) is None:
         # A worker without a model holds no tensors that need planning.
         return replace(known, on_gpu=False)
@@ -186,31 +224,21 @@ def _trained(
     passes = update_sizes(spec, node, sizes) if node is not None else None
     unknown, found = "", 0
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
+        on_gpu_bytes = gpu_bytes * known.on_gpu
         try:
-            found = _activations(
-                config, sizes, passes, size, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu
-            )
+            found = _activations(config, sizes, passes, size, trains=trains, gpu_bytes=on_gpu_bytes)
         except ValueError as error:
             if isinstance(error, UserError) and config.engine is None:
                 raise
             unknown = f"activations: {error}"
-    stages: tuple[StageMemory, ...] = ()
+    about: dict[str, Any] = {"ranks": known.ranks, "trains": trains, "lora": lora, "saves": saves}
+    stages: tuple[_StageMemory, ...] = ()
     if config.pipeline_parallel > 1 and passes is not None:
-        stages = stage_memory(
-            size,
-            config,
-            passes,
-            chunks=chunks,
-            ranks=known.ranks,
-            activations=found,
-            trains=trains,
-            lora=lora,
-            saves=saves,
-        )
+        stages = stage_memory(size, config, passes, chunks=chunks, activations=found, **about)
         largest = max(stages, key=lambda stage: stage.peak)
         made, found = largest.made, largest.activations
     else:
-        made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, saves=saves)
+        made = training_memory(size, config, **about)
     if config.engine is not None:
         unknown = unknown or "counted as FsdpEngine holds it"
     rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
@@ -228,7 +256,7 @@ def _trained(
 def placed(
     made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the tensors at rest, the extra ones in a pass, and those on the host, by name."""
+    """Return the bytes at rest, the extra ones in a pass, and those on the host, by name."""
     rest = {"weights": made.weights, "moments": made.moments}
     in_pass = {
         "gradients": made.gradients,
@@ -248,16 +276,12 @@ def placed(
 def with_activations(
     in_pass: Mapping[str, int], activations: int, made: TrainingMemory
 ) -> dict[str, int]:
-    """Return the extra tensors in a pass, including its activations."""
-    return {
-        **in_pass,
-        "gathered gradients": made.exchanged_beside(activations),
-        "activations": activations,
-    }
+    """Return the extra bytes in a pass, including its activations."""
+    gathered = made.exchanged_beside(activations)
+    return {**in_pass, "gathered gradients": gathered, "activations": activations}
 
 
 def _head(config: Any) -> Head:
-    """Return the kind of a model's output for each token."""
     return "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
 
 
@@ -292,36 +316,31 @@ def _activations(
 
 def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
     size = model_size(config.model)
-    on_gpu = known.on_gpu
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if known.on_gpu else "float32"
     rest = {"weights": size.parameters * BYTES[dtype]}
     if config.engine != "vllm":
         settings = complete_text_settings(config.model)
+        plain = settings.to_dict()
         at_once = min(config.max_num_seqs, sizes.rows)
-        heads, of_head = (
-            settings.num_key_value_heads or num_heads(settings.to_dict()),
-            head_dim(settings.to_dict()),
-        )
+        heads, width = settings.num_key_value_heads or num_heads(plain), head_dim(plain)
         # keys and values of one token in all layers
-        token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
+        token = 2 * settings.num_hidden_layers * (heads or 0) * (width or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}
         return replace(known, phases={REST: _present(rest), "generate": _present(made)})
     rest["weights"] //= config.tensor_parallel
-    if on_gpu:
-        share = (
-            config.gpu_memory_utilization
-            or config.engine_arguments(
-                str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=1.0
-            )["gpu_memory_utilization"]
-        )
-        left = int(share * gpu_bytes) - rest["weights"]
-        cache = int(config.kv_cache_gib * GIB) if config.kv_cache_gib is not None else max(0, left)
+
+    def chosen(name: str, free_share: float | None) -> Any:
+        settings = {"max_context": config.max_context, "dtype": dtype, "seed": 0}
+        return config.engine_arguments(str(config.model), **settings, free_share=free_share)[name]
+
+    if not known.on_gpu:
+        rest[CACHE] = chosen("kv_cache_memory_bytes", None)
+    elif config.kv_cache_gib is not None:
+        rest[CACHE] = int(config.kv_cache_gib * GIB)
     else:
-        cache = config.engine_arguments(
-            str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=None
-        )["kv_cache_memory_bytes"]
-    rest[CACHE] = cache
+        share = config.gpu_memory_utilization or chosen("gpu_memory_utilization", 1.0)
+        rest[CACHE] = max(0, int(share * gpu_bytes) - rest["weights"])
     return replace(known, phases={REST: _present(rest)})
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a step: prompts, rows, tokens, microbatches, optimizer steps, and bytes of its samples."""
+"""Sizes of a step: rows, tokens, microbatches, bytes of its samples, and the pipelines of updates."""
 
 from __future__ import annotations
 
@@ -27,20 +27,13 @@ from ...dataflow.graph import SOURCE, Graph, Node
 from ...dataflow.operation import Shape
 from ...dataflow.source import file_columns
 from ...workers.training.engine import ModelConfig
-from ...workers.training.lora import Lora
-from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS, ModelSize, TrainingMemory, training_memory
+from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
 from ..loop.recording import RECORDED
 from ..placement import ranks_of_a_replica
 from ..run_spec import RunSpec
-from .simulated_costs import CostModel
-
-NUMBER = 4
-"""[bytes] Size of a token's id, log-probability, version or advantage in a file of samples."""
-ROW = 72
-"""[bytes] Size of a row without its tokens and texts: identity, reward, finish reason, offsets, and
-its share of the file's metadata."""
+from ..simulation.costs import CostModel
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,6 @@ class UpdateSizes:
 
     @property
     def steps(self) -> OptimizerSteps:
-        """The optimizer steps, in the form that costs take."""
         return OptimizerSteps(self.epochs, self.optimizer_steps // self.epochs)
 
 
@@ -111,7 +103,7 @@ def step_sizes(graph: Graph, prompts: int) -> StepSizes:
 
 
 def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
-    """Return the sizes of an update in a step, or of another pass of a group with a model."""
+    """Return the sizes of an update in a step, or of another pass by a group with a model."""
     assert node.group is not None
     config: Any = spec.handles[node.group].config
     place = spec.placement[node.group]
@@ -121,16 +113,16 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
         GPU_TOKENS if place.pool.gpus else CPU_TOKENS
     )
     steps = OptimizerSteps.of_node(node)
-    rows, each = sizes.rows, math.ceil(sizes.rows / replicas)
+    each = math.ceil(sizes.rows / replicas)
     of_step = math.ceil(each / steps.minibatches)
     read = max(1.0, sizes.tokens_a_row - 1)  # the last token of a row is only predicted
     fit = max(1, math.floor(of_pass / read)) if sizes.tokens_a_row else of_step
     return UpdateSizes(
         node=node.name,
-        rows=rows,
+        rows=sizes.rows,
         replicas=replicas,
         rows_per_replica=each,
-        tokens=round(rows * sizes.tokens_a_row),
+        tokens=round(sizes.rows * sizes.tokens_a_row),
         rows_per_microbatch=min(fit, of_step),
         microbatches_per_replica=steps.number * math.ceil(of_step / fit),
         optimizer_steps=steps.number,
@@ -140,23 +132,17 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
 
 def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
     """Return an upper bound of the bytes of a step's samples, with the longest responses."""
+    number = 4  # [bytes] of a token's id, log-probability, version or advantage
+    plain = 72  # [bytes] of a row's identity, reward, finish reason, offsets and share of the metadata
     written = {c for node in graph.nodes for c in node.writes}
     made = {*graph.source.columns} - file_columns(graph.source)
-    known = (written | made).intersection(str(column) for column in RECORDED)
-    of_token = [
-        c for c in (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ADVANTAGES) if str(c) in known
-    ]
-    texts = sum(
-        _mean(graph, str(column)) for column in (PROMPT, ANSWER) if str(column) in graph.source.columns
-    )
+    known = (written | made).intersection(map(str, RECORDED))
+    by_token = (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ADVANTAGES)
+    of_token = number * sum(str(column) in known for column in by_token)
+    texts = _mean(graph, str(PROMPT)) + _mean(graph, str(ANSWER))
     letters = texts / max(1.0, sizes.prompt_tokens) if sizes.prompt_tokens else 1.0
-    row = (
-        ROW
-        + NUMBER * sizes.prompt_tokens
-        + texts
-        + sizes.response_tokens * (NUMBER * len(of_token) + letters)
-    )
-    return round(sizes.rows * row)
+    tokens = number * sizes.prompt_tokens + sizes.response_tokens * (of_token + letters)
+    return round(sizes.rows * (plain + texts + tokens))
 
 
 def _mean(graph: Graph, column: str) -> float:
@@ -169,27 +155,7 @@ def _mean(graph: Graph, column: str) -> float:
     return float(np.mean(Batch.of_table(values).lengths(column)))
 
 
-# Stages of a pipeline: their memory, and their idle time.
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Memory of each rank of a stage."""
-
-    layers: int
-    """Layers of the model on this stage."""
-    in_flight: float
-    """Microbatches whose activations are kept at once. With chunks, this can be a fraction."""
-    made: TrainingMemory
-    activations: int
-    """[bytes] Activations of all microbatches in flight."""
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of an update, including activations."""
-        made = self.made
-        exchanged = made.exchanged_beside(self.activations)
-        return made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
+# The pipelines of updates.
 
 
 @dataclass(frozen=True)
@@ -226,58 +192,11 @@ def pipeline_plan(
     if config.pipeline_parallel == 1:
         return None
     if cost is None:
-        schedule = schedule_of(config, passes, chunks=1)
-        return PipelinePlan(
-            passes.node, schedule.stages, 1, schedule.microbatches, schedule.bubble, played=False
-        )
+        plain = schedule_of(config, passes, chunks=1)
+        return PipelinePlan(passes.node, plain.stages, 1, plain.microbatches, plain.bubble, played=False)
     of_step = passes.epochs / passes.optimizer_steps
     own = passes.rows_per_replica * of_step, passes.tokens / passes.replicas * of_step
-    played = cost.played(*own)
+    bubble = cost.played(*own).bubble
     return PipelinePlan(
-        passes.node, cost.stages, cost.chunks, cost.microbatches(*own), played.bubble, played=True
+        passes.node, cost.stages, cost.chunks, cost.microbatches(*own), bubble, played=True
     )
-
-
-def chunks_of(config: ModelConfig, node: str, costs: CostModel | None) -> int:
-    """Return the chunks of a stage in the node's pipeline cost, or 1 without such a cost.
-
-    Raises:
-        UserError: the cost has a different number of stages.
-    """
-    cost = costs.pipeline(node, config) if costs is not None else None
-    return cost.chunks if cost is not None else 1
-
-
-def stage_memory(
-    size: ModelSize,
-    config: ModelConfig,
-    passes: UpdateSizes,
-    *,
-    chunks: int,
-    ranks: int,
-    activations: int,
-    trains: bool,
-    lora: Lora | None,
-    saves: bool,
-) -> tuple[StageMemory, ...]:
-    """Return the memory of each stage.
-
-    Layers are cut evenly, and the ranks of a stage share its memory.
-
-    Args:
-        activations: bytes of one microbatch in the whole model, including logits. They are spread
-            evenly over its layers.
-        trains: whether the group is updated; otherwise a stage keeps the activations of one
-            microbatch.
-    """
-    number = config.pipeline_parallel
-    schedule = schedule_of(config, passes, chunks)
-    found: list[StageMemory] = []
-    for stage, own in enumerate(size.of_stages(number, chunks)):
-        made = training_memory(
-            own, config, ranks=max(1, ranks // number), trains=trains, lora=lora, saves=saves
-        )
-        in_flight = schedule.in_flight(stage) / chunks if trains else 1.0
-        kept = round(activations * in_flight * own.layers / size.layers)
-        found.append(StageMemory(own.layers, in_flight, made, kept))
-    return tuple(found)

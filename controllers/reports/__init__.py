@@ -1,11 +1,10 @@
 """Reports to the user during a run: progress, symptoms and trackers.
 
 progress.py            decides what to show, and when
-records.py             the records it shows: a step, an evaluation, the end of a run
-displays.py            chooses how to show them
-lines.py               how to show them as plain lines or JSON lines
-terminal.py            how to show them in a terminal
+columns.py             what is shown: the columns of a step, an evaluation, the end of a run
 sample.py              one sample as a person reads it
+displays.py            shows it as plain lines or JSON lines
+terminal.py            shows it in a terminal
 symptoms.py            signs that a run cannot learn, each with advice
 trackers.py            TensorBoard, W&B, MLflow, trackio
 tracker_threads.py     sends metrics to each tracker on its own thread

@@ -1,44 +1,27 @@
-"""Displays of a run in the terminal, as plain lines, or as JSON lines."""
+"""Displays of a run: plain lines for people, JSON lines for programs, or a terminal."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
-from typing import Literal, Protocol, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Any, TextIO
 
-from ...dataflow.errors import UserError, nearest
-from .lines import JsonLines, PlainLines
-from .records import Ending, EvaluationScore, Step
+from ...dataflow.untrusted_text import cut, show, show_json
+from .columns import Ending, EvaluationScore, Step, clock
 from .sample import Sample
 
-Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""Form of the display; auto is rich on a terminal and plain otherwise."""
+LONGEST_MESSAGE = 20_000
+"""Most characters of a message to show."""
 
 
-class Display(Protocol):
-    """Shows a run. After an OSError, no further method is called."""
+class Display:
+    """Shows a run. This one shows nothing. After an OSError, no further method is called."""
 
-    interval_s: float
+    interval_s = math.inf
     """[s] Shortest time between two shown steps; the last step is always shown."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Show a message."""
-        ...
-
-    def step(self, step: Step) -> None: ...
-    def evaluated(self, score: EvaluationScore) -> None: ...
-    def sample(self, sample: Sample) -> None: ...
-    def ended(self, ending: Ending) -> None: ...
-
-
-class Nothing:
-    """A display that shows nothing."""
-
-    interval_s = math.inf
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        pass
 
     def step(self, step: Step) -> None:
         pass
@@ -53,38 +36,92 @@ class Nothing:
         pass
 
 
-def is_closed() -> bool:
-    """Return whether standard output is closed, by `>&-` or by a script, so writing would fail."""
-    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
+class PlainLines(Display):
+    """One line per step, for files and pipes."""
+
+    interval_s = 0.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        text = cut(text, LONGEST_MESSAGE)
+        show(f"warning: {text}" if warning else text, self._stream)
+
+    def step(self, step: Step) -> None:
+        self.say(step.line)
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        self.say(score.line)
+
+    def sample(self, sample: Sample) -> None:
+        self.say(str(sample))
+
+    def ended(self, ending: Ending) -> None:
+        self.say(f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}")
+        for what, value in ending.lines:
+            self.say(f"  {what + ':':17} {value}")
 
 
-def display_for(form: Form | bool) -> Display:
-    """Return a display on standard output.
+class JsonLines(Display):
+    """One JSON object per event, for programs. `event` names its kind; a step has all metrics."""
 
-    Args:
-        form: the form; True means auto, False means none.
+    interval_s = 0.0
 
-    Raises:
-        UserError: the form is unknown.
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-    >>> display_for("plian")
-    Traceback (most recent call last):
-    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
-    """
-    if isinstance(form, bool):
-        form = "auto" if form else "none"
-    if form in get_args(Form) and is_closed():
-        form = "none"
-    if form not in get_args(Form):
-        raise UserError(
-            f"progress={form!r}{nearest(form, get_args(Form))}? It is one of {', '.join(get_args(Form))}".replace(
-                "??", "?"
-            )
+    def _write(self, event: str, **values: Any) -> None:
+        show_json({"event": event, **values}, self._stream)
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        self._write("warning" if warning else "message", text=text)
+
+    def step(self, step: Step) -> None:
+        metrics = _numbers(step.metrics)
+        self._write("step", step=step.number, of=step.of, left_s=step.left_s, metrics=metrics)
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        self._write("evaluation", **_of_score(score))
+
+    def sample(self, sample: Sample) -> None:
+        parts = _numbers(sample.parts)
+        if sample.reward is not None:
+            parts = {**_numbers({"reward": sample.reward}), **parts}
+        self._write(
+            "sample",
+            step=sample.step,
+            texts=sample.texts,
+            finish_reason=sample.finish_reason,
+            rewards=parts,
         )
-    if form == "auto":
-        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    if form == "rich":
-        from .terminal import Terminal
 
-        return Terminal(sys.stdout)
-    return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()
+    def ended(self, ending: Ending) -> None:
+        self._write(
+            "end",
+            run=ending.run,
+            steps=ending.steps,
+            seconds=ending.seconds,
+            best=[_of_score(score) for score in ending.best],
+            last=[_of_score(score) for score in ending.last],
+            places={what: str(where) for what, where in ending.places.items()},
+        )
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace numbers that are not finite by None, since JSON has none."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _of_score(score: EvaluationScore) -> dict[str, Any]:
+    interval = score.interval if score.interval and all(map(math.isfinite, score.interval)) else None
+    lost = {"prompts_lost": score.lost, "prompts_asked": score.asked} if score.lost else {}
+    return {
+        "name": score.evaluation,
+        "step": score.step,
+        "metric": score.label,
+        **_numbers({"value": score.value}),
+        "interval": interval,
+        "mean_reward": score.mean_reward,
+        **lost,
+    }

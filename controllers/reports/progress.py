@@ -1,14 +1,16 @@
-"""Progress: decides which parts of a run to show, and when."""
+"""Progress: decides which parts of a run to show, when, and on which display."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ...dataflow.runs.alerts import Alerts
 from ...dataflow.runs.files import is_full
@@ -16,9 +18,49 @@ from ...dataflow.source import Source
 from ...dataflow.untrusted_text import redacted
 from ..placement import Place
 from ..signals import redirect_to_null
-from .displays import Display, Nothing, is_closed
-from .records import Ending, Step, score_of
+from .columns import Ending, Step, score_of
+from .displays import Display, JsonLines, PlainLines
 from .sample import Sample, read_sample
+
+Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
+"""Form of the display; auto is rich on a terminal and plain otherwise."""
+
+
+def is_closed() -> bool:
+    """Return whether standard output is closed, by `>&-` or by a script, so writing would fail."""
+    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
+
+
+def display_for(form: Form | bool) -> Display:
+    """Return a display on standard output.
+
+    Args:
+        form: the form; True means auto, False means none.
+
+    Raises:
+        UserError: the form is unknown.
+
+    >>> display_for("plian")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
+    """
+    if isinstance(form, bool):
+        form = "auto" if form else "none"
+    forms = get_args(Form)
+    if form not in forms:
+        known = f"It is one of {', '.join(forms)}"
+        raise UserError(f"progress={form!r}{nearest(form, forms)}? {known}".replace("??", "?"))
+    if is_closed():
+        form = "none"
+    if form == "auto":
+        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if form == "rich":
+        from .terminal import Terminal
+
+        return Terminal(sys.stdout)
+    if form == "none":
+        return Display()
+    return PlainLines(sys.stdout) if form == "plain" else JsonLines(sys.stdout)
 
 
 class Progress:
@@ -54,17 +96,12 @@ class Progress:
     @property
     def shows(self) -> bool:
         """Whether anything is shown."""
-        return not isinstance(self._display, Nothing)
+        return type(self._display) is not Display
 
     def starting(self, groups: Iterable[str], backend: str) -> None:
         self.say(
             f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}"
         )
-
-    def noted(self, notes: Iterable[str]) -> None:
-        """Show the worker groups' notes on their configurations."""
-        for note in notes:
-            self.say(note)
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
         """Show how the rows of each source were understood, or only how many are left out."""
@@ -143,11 +180,8 @@ class Progress:
     def started(
         self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]
     ) -> None:
-        fewer = [
-            f"{n} {placement[n].ranks}"
-            for n, group in groups.items()
-            if placement[n].ranks > len(group.mesh)
-        ]
+        wanted = {name: placement[name].ranks for name in groups}
+        fewer = [f"{n} {wanted[n]}" for n, group in groups.items() if wanted[n] > len(group.mesh)]
         if fewer:
             self.say(
                 f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}"
@@ -209,8 +243,7 @@ class Progress:
             self._show(lambda: self._display.ended(last))
 
     def _show_step(self) -> None:
-        step = self._step
-        if step is not None:
+        if (step := self._step) is not None:
             self._shown_at, self._waits = time.monotonic(), False
             self._show(lambda: self._display.step(step))
 
@@ -229,6 +262,6 @@ class Progress:
             if is_full(error):
                 return
             # The terminal, or the reader of the pipe, is gone. The run continues without a display.
-            self._display = Nothing()
+            self._display = Display()
             with suppress(OSError, ValueError):
                 redirect_to_null([sys.stdout.fileno()])

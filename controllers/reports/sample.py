@@ -72,10 +72,7 @@ class Sample:
 
 
 def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
-    """Return the first row of the first readable file of samples, or None.
-
-    Reads only that row, however large the file is.
-    """
+    """Read only the first row of the first readable file of samples, or None."""
     for path in paths:
         try:
             with pa.memory_map(str(path)) as file:
@@ -89,12 +86,7 @@ def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
 
 
 def sample_of(row: pa.RecordBatch, step: int) -> Sample:
-    """Convert a row of a sample file.
-
-    Args:
-        row: a batch of one row.
-        step: the step that recorded it.
-    """
+    """Convert a row of a sample file, as a batch of one row."""
 
     def value(name: object) -> Any:
         return row.column(str(name))[0].as_py() if str(name) in row.schema.names else None
@@ -108,16 +100,11 @@ def sample_of(row: pa.RecordBatch, step: int) -> Sample:
             text = f"tokens {' '.join(map(str, tokens[:MOST_TOKENS]))}{more}"
         if text is not None:
             texts[str(name)] = cut(str(text), LONGEST)
-    numbers = {
-        name: value(name) for name in row.schema.names if is_of_reward(name) or name == str(PREFERRED)
-    }
-    parts = {
-        name.removeprefix(f"{REWARD}/"): number for name, number in numbers.items() if name != str(REWARD)
-    }
+    names = [name for name in row.schema.names if is_of_reward(name) or name == str(PREFERRED)]
+    parts = {name.removeprefix(f"{REWARD}/"): value(name) for name in names}
+    reward = parts.pop(str(REWARD), None)
     with suppress(ValueError, TypeError, AttributeError):
         parts |= json.loads(parts.pop(str(REWARD_PARTS), "{}"))
     parts = {name: float(number) for name, number in parts.items() if isinstance(number, int | float)}
-    reward = numbers.get(str(REWARD))
-    return Sample(
-        step, texts, str(value(FINISH_REASON) or ""), None if reward is None else float(reward), parts
-    )
+    reward = None if reward is None else float(reward)
+    return Sample(step, texts, str(value(FINISH_REASON) or ""), reward, parts)

@@ -1,7 +1,7 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A `Mistake` is found in the graph before anything starts, and a `Symptom` in the metrics of steps.
-To add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
+A mistake is found in the graph before anything starts, and a symptom in the metrics of steps. To add
+a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
@@ -25,48 +26,14 @@ Row = Mapping[str, float]
 """The metrics of a step."""
 
 NO_SIGNAL = "no_signal"
-KEPT = 64
-"""Steps that rules can look back on."""
 FIRST = 3
 """First steps with a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
 """Report "no signal" after this many steps without any signal from the start of a run."""
-LAST_JUDGED = 10
-"""Last step for reporting that there was no signal from the start."""
-LARGE_RATE = 0.1
-"""AdamW moves each weight by about the learning rate a step; weights are smaller than this."""
-LARGE_NORM = 1e4
-LARGE_GAP = 1.0
-"""[nats/token] A probability that is wrong by a factor of e."""
-DRIFTED_GAP = 0.05
-"""[nats/token] Smallest gap to warn about when it has grown."""
-GAP_GROWTH = 5.0
-COLLAPSED = 0.05
-"""Warn when the entropy falls below this share of its first values."""
-FEW_WITH_SIGNAL = 0.05
-"""Warn when fewer than this share of a step's groups have a nonzero advantage."""
-
-
-LITTLE_FREE = 0.1
-"""Warn when less than this share of a node's memory is free."""
-OWN_SHARE = 0.05
-"""Warn only if the run itself uses at least this share of the node's memory."""
-GROWS_OVER = 32
-"""Steps needed to judge whether memory grows."""
-GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A rule for a training graph or its groups."""
-
-    found: Callable[[Graph, Mapping[str, Handle]], Iterator[str]]
-    """Yields the places of the mistake, as text."""
-    advice: str
-
-
-@dataclass(frozen=True)
-class Symptom:
+class _Symptom:
     """A rule for metrics."""
 
     name: str
@@ -84,13 +51,13 @@ class Past:
     """The metrics of a run so far: its last steps, and averages of its first ones."""
 
     def __init__(self) -> None:
-        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.rows: deque[Row] = deque(maxlen=64)
         """The last steps, newest last."""
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
         """Step -> whether it had signal, if measured."""
 
-    def add(self, row: Row) -> None:
+    def add_step(self, row: Row) -> None:
         """Add a finished step. Step 0, the start of the run, is ignored."""
         if not row["step"]:
             return
@@ -107,7 +74,7 @@ class Past:
         return self.rows[-1]
 
     def at_first(self, name: str) -> float:
-        """Return the mean of a metric's first FIRST values, or NaN until there are enough."""
+        """Return the mean of the first values of a metric, or NaN until there are enough."""
         first = self._first.get(name, [])
         return sum(first) / len(first) if len(first) == FIRST else math.nan
 
@@ -120,7 +87,7 @@ def check_group_sizes(graph: Graph) -> None:
     """
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
-        compares = node.function in COMPARING or (
+        compares = node.function in (drop_zero_variance, best_and_worst) or (
             node.function is group_advantages and is_group_relative(estimator)
         )
         if compares and _rows_of_group(graph, node) == 1:
@@ -132,18 +99,10 @@ def check_group_sizes(graph: Graph) -> None:
             )
 
 
-COMPARING = (drop_zero_variance, best_and_worst)
-"""Filters that drop every group of one row."""
-
-
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for node in graph.nodes:
-        estimator = node.arguments.get("estimator")
-        if (
-            node.function is group_advantages
-            and not getattr(estimator, "reads", ())
-            and _rows_of_group(graph, node) == 1
-        ):
+        reads = getattr(node.arguments.get("estimator"), "reads", ())
+        if node.function is group_advantages and not reads and _rows_of_group(graph, node) == 1:
             yield f"node {node.name!r} has one response to each prompt (n=1), and its estimator reads no other column"
 
 
@@ -156,11 +115,11 @@ def _rows_of_group(graph: Graph, node: Node) -> int | None:
         if not isinstance(each, int):
             return None
         number, level = number * each, maker.level
-    before = graph.nodes[: graph.nodes.index(node)]
-    kept = (
-        n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level
-    )
-    return min([number, *(n for n in kept if isinstance(n, int))])
+    for before in graph.nodes[: graph.nodes.index(node)]:
+        kept = before.arguments.get("n")
+        if before.function is first_of_group and before.level == node.level and isinstance(kept, int):
+            number = min(number, kept)
+    return number
 
 
 def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
@@ -173,35 +132,43 @@ def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
 def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for name in dict.fromkeys(n.group for n in graph.nodes if n.operation.updates and n.group):
         rate = getattr(handles[name].config, "learning_rate", 0.0)
-        if isinstance(rate, float | int) and rate >= LARGE_RATE:
+        # AdamW moves each weight by about the learning rate a step; weights are smaller than 0.1.
+        if isinstance(rate, float | int) and rate >= 0.1:
             yield f"worker group {name!r} has learning_rate={rate:g}, and a step moves each weight by about that much"
 
 
 MISTAKES = (
-    Mistake(
+    (
         _groups_of_one,
         "if it compares the responses to a prompt with each other, nothing is learned. Try n=8, or an estimator with another baseline "
         "(greedy_baseline)",
     ),
-    Mistake(_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
-    Mistake(
+    (_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
+    (
         _large_rates,
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
+"""(function that yields the places of a mistake in a training graph and its groups, advice)."""
 
 
 def _has_signal(row: Row) -> bool | None:
     """Return whether rewards differ within any group, or None if not measured."""
-    known = [value for _, value in _training(row, "groups_without_signal") if not math.isnan(value)]
-    return any(value != 1 for value in known) if known else None
+    shares = _without_signal(row)
+    return any(share != 1 for share in shares) if shares else None
+
+
+def _without_signal(row: Row) -> list[float]:
+    shares = (share for _, share in _training(row, "groups_without_signal"))
+    return [share for share in shares if not math.isnan(share)]
 
 
 def _no_signal(past: Past) -> str | None:
     if _has_signal(past.last) is None:
         return None
     steps = len(past.signal)
-    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > LAST_JUDGED:
+    # After step 10 this is no longer "from the start"; `signal_lost` takes over.
+    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > 10:
         return ""
     return (
         f"in each of the first {steps} steps the rewards within every group are equal{_all_are(past.last)}, so that all advantages "
@@ -210,12 +177,14 @@ def _no_signal(past: Past) -> str | None:
 
 
 def _signal_lost(past: Past) -> str | None:
-    known = [value for _, value in _training(past.last, "groups_without_signal") if not math.isnan(value)]
-    if not known:
+    share = min(_without_signal(past.last), default=None)
+    if share is None:
         return None
-    if min(known) < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
+    if share < 0.95 or not any(past.signal.values()):
         return ""
-    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}, so the run learns nothing from them"
+    row = past.last
+    reward = f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
+    return f"{share:.0%} of the groups have equal rewards{reward}, so the run learns nothing from them"
 
 
 def _equal_rewards(past: Past) -> str | None:
@@ -232,21 +201,14 @@ def _equal_rewards(past: Past) -> str | None:
 
 def _all_are(row: Row) -> str:
     """Return the single value of all rewards as text, or an empty string if they differ."""
-    values = {name for name, value in _training(row, "std") if value == 0}
-    all_are = [
-        f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row
-    ]
-    return f" ({all_are[0]})" if all_are else ""
-
-
-def _mean_reward(row: Row) -> str:
-    return f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
+    means = [name.removesuffix("std") + "mean" for name, value in _training(row, "std") if value == 0]
+    known = [row[mean] for mean in means if mean in row]
+    return f" (all are {known[0]:g})" if known else ""
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """Return a message for a first step that cannot end because a filter drops every group.
-
-    The filter drops groups of equal rewards. Return an empty string if it is too early to tell.
+    """Return a message for a first step that cannot end, because a filter drops every group as one of
+    equal rewards. Return an empty string if it is too early to tell.
 
     Args:
         row: the metrics of the step so far.
@@ -284,14 +246,11 @@ def rewards_of(row: Row) -> str:
 
 
 def _all_truncated(past: Past) -> str | None:
-    known = dict(_training(past.last, "truncation_rate"))
-    if not known:
+    rates = [rate for _, rate in _training(past.last, "truncation_rate")]
+    if not rates:
         return None
-    return (
-        "every response is truncated at its limit of tokens, so no response is complete"
-        if all(value == 1 for value in known.values())
-        else ""
-    )
+    said = "every response is truncated at its limit of tokens, so no response is complete"
+    return said if all(rate == 1 for rate in rates) else ""
 
 
 def _blown_up(past: Past) -> str:
@@ -300,40 +259,32 @@ def _blown_up(past: Past) -> str:
         if not math.isfinite(value):
             return f"{name} is {value}"
     for name, value in _training(row, "grad_norm"):
-        if value > LARGE_NORM:
+        if value > 1e4:
             return f"{name} is {value:.3g}"
     for name, value in (*_training(row, "approx_kl"), *_training(row, "mean_logprob_gap")):
-        if not abs(value) <= LARGE_GAP:
+        if not abs(value) <= 1.0:  # probabilities that are wrong by a factor of e
             return f"{name} is {value:.3g} nats a token"
     return ""
 
 
 def _collapsed(past: Past) -> str | None:
-    known = {
-        n: (value, past.at_first(n))
-        for n, value in _training(past.last, "entropy")
-        if math.isfinite(value)
-    }
-    if not known:
-        return None
-    for name, (value, first) in known.items():
-        if value < COLLAPSED * first:
+    known = [(n, value) for n, value in _training(past.last, "entropy") if math.isfinite(value)]
+    for name, value in known:
+        if value < 0.05 * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: the policy samples almost the same each time"
-    return ""
+    return "" if known else None
 
 
 def _drifted(past: Past) -> str | None:
-    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "mean_logprob_gap")}
-    if not known:
-        return None
-    for name, (value, first) in known.items():
-        if value > DRIFTED_GAP and value > GAP_GROWTH * first:
+    known = list(_training(past.last, "mean_logprob_gap"))
+    for name, value in known:
+        if value > 0.05 and value > 5 * (first := past.at_first(name)):
             return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
-    return ""
+    return "" if known else None
 
 
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
-    """Yield metrics with this name of training groups, without evaluations."""
+    """Yield (name, value) of a metric of each training group, without evaluations."""
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
@@ -342,7 +293,8 @@ def _memory_low(past: Past) -> str | None:
     if free is None or not limit:
         return None
     own = _resident(past.last)
-    if free > LITTLE_FREE * limit or sum(own.values()) < OWN_SHARE * limit:
+    # Report it only if the run itself uses a part of the node's memory.
+    if free > 0.1 * limit or sum(own.values()) < 0.05 * limit:
         return ""
     largest = sorted(own, key=lambda group: -own[group])[:3]
     takes = ", ".join(f"{group} {gib(own[group])}" for group in largest)
@@ -350,7 +302,7 @@ def _memory_low(past: Past) -> str | None:
 
 
 def _memory_grows(past: Past) -> str | None:
-    if len(past.rows) < GROWS_OVER or "host_free_bytes" not in past.last:
+    if len(past.rows) < 32 or "host_free_bytes" not in past.last:
         return None
     for group, now in _resident(past.last).items():
         values = [_resident(row).get(group, now) for row in past.rows]
@@ -359,7 +311,7 @@ def _memory_grows(past: Past) -> str | None:
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
         # Each quarter must rise by at least half of an even share.
-        if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
+        if grown >= max(256 << 20, 0.1 * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step
             return (
@@ -375,39 +327,39 @@ def _resident(row: Row) -> dict[str, float]:
 
 
 SYMPTOMS = (
-    Symptom(
+    _Symptom(
         NO_SIGNAL,
         _no_signal,
         "Look at the rewards in samples/. Try a reward that tells answers apart, easier prompts, more responses to each (n), or a "
         "model that succeeds now and then",
         steps=0,
     ),
-    Symptom(
+    _Symptom(
         "signal_lost",
         _signal_lost,
         "If the rewards are high, the prompts are learned: end the run, or continue with harder ones. If they are low, try easier prompts, "
         "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
         steps=5,
     ),
-    Symptom(
+    _Symptom(
         "equal_rewards",
         _equal_rewards,
         "Look at the rewards in samples/. Try a reward that tells answers apart, or easier prompts",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "all_truncated",
         _all_truncated,
         "Try a larger Sampling(max_tokens=...), and look in samples/ whether the model ever writes its end-of-text token",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "diverged",
         _blown_up,
         "Training has probably diverged. Try a learning_rate ten times smaller, warmup_steps, or go back to a checkpoint before it",
         spoils=True,
     ),
-    Symptom(
+    _Symptom(
         "entropy_collapse",
         _collapsed,
         "If the reward has stopped rising, go back to a checkpoint before it. Try a smaller learning_rate, an entropy_coefficient, a "
@@ -415,20 +367,20 @@ SYMPTOMS = (
         steps=3,
         spoils=True,
     ),
-    Symptom(
+    _Symptom(
         "gap_drift",
         _drifted,
         "Try a smaller max_staleness and a correction for it (truncated importance sampling), the same dtype on both sides, or float32 "
         "for the head",
         steps=3,
     ),
-    Symptom(
+    _Symptom(
         "memory_low",
         _memory_low,
         "Ray ends a worker when a twentieth is left, the kernel when none is left. Try smaller microbatches, fewer ranks on a node, "
         "BufferConfig(max_bytes=...), or a node with more memory",
     ),
-    Symptom(
+    _Symptom(
         "memory_grows",
         _memory_grows,
         "Something holds on to memory: look in your reward functions and workers for lists and caches that only grow. A run that "
@@ -462,11 +414,10 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A symptom that was found."""
 
-    symptom: Symptom
+    symptom: _Symptom
     text: str
     """The observation, and advice."""
 
@@ -476,7 +427,7 @@ GOES_ON = "To continue anyway, set another Driver(stop_on=...), such as stop_on=
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
     """Return a line of advice for each setting that prevents learning, found before the run starts."""
-    return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
+    return [f"{where}; {advice}" for found, advice in MISTAKES for where in found(graph, handles)]
 
 
 class Watch:
@@ -492,18 +443,16 @@ class Watch:
         self._past = Past()
         self._in_a_row.clear()
         for row in rows:
-            self._past.add(row)
+            self._past.add_step(row)
 
     def see(self, row: Row) -> list[Seen]:
         """Return the new symptoms of a finished step."""
-        self._past.add(row)
-        return [
-            seen
-            for symptom in SYMPTOMS
-            if row["step"] and (seen := self._judge(symptom, int(row["step"])))
-        ]
+        self._past.add_step(row)
+        step = int(row["step"])
+        judged = [self._judge(symptom, step) for symptom in SYMPTOMS if step]
+        return [seen for seen in judged if seen is not None]
 
-    def _judge(self, symptom: Symptom, step: int) -> Seen | None:
+    def _judge(self, symptom: _Symptom, step: int) -> Seen | None:
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
             return None
         self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ...dataflow.untrusted_text import cut, encodable, readable
-from .lines import LONGEST_MESSAGE, encoding_of, line_of, line_of_score
-from .records import Ending, EvaluationScore, Figure, Step, clock
+from .columns import Ending, EvaluationScore, Step, clock
+from .displays import LONGEST_MESSAGE, Display
 from .sample import Sample
 
 ROWS_A_HEADER = 20
@@ -26,7 +26,7 @@ NONE = "0%"
 LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
 
 
-class Terminal:
+class Terminal(Display):
     """Shows steps as table rows, samples in frames, and the end as lines.
 
     Text of the model is never read as markup, and `NO_COLOR` is respected. If the columns do not
@@ -37,7 +37,7 @@ class Terminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
-        self._encoding = encoding_of(stream)
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._widths: dict[str, int] = {}
         self._rows = 0
         """Steps since the last header; 0 prints it again."""
@@ -48,49 +48,45 @@ class Terminal:
         self._console.print(styled, soft_wrap=True)
 
     def step(self, step: Step) -> None:
-        left = "" if step.left_s is None else clock(step.left_s)
-        figures = [
-            Figure("step", f"{step.number}/{step.of}".rjust(len(f"{step.of}/{step.of}"))),
-            *step.figures,
-            Figure("left", left),
-        ]
-        widths = {f.label: max(len(f.label), len(f.text), self._widths.get(f.label, 0)) for f in figures}
+        numbers = {
+            "step": f"{step.number}/{step.of}".rjust(len(f"{step.of}/{step.of}")),
+            **step.numbers,
+            "left": "" if step.left_s is None else clock(step.left_s),
+        }
+        widths = {n: max(len(n), len(text), self._widths.get(n, 0)) for n, text in numbers.items()}
         room = (self._console.width - sum(widths.values())) // (len(widths) - 1)
         if room < 1:
-            self._console.print(self._text(line_of(step)))
+            self._console.print(self._text(step.line))
             return
         if not self._rows or widths != self._widths:
             self._widths, self._rows = widths, 0
-            self._columns(
-                [Figure(f.label, f.label) for f in figures],
-                dict.fromkeys(widths, LABEL),
-                min(room, APART),
-            )
-        self._columns(figures, STYLES, min(room, APART))
+            names = {name: name for name in widths}
+            self._columns(names, dict.fromkeys(widths, LABEL), min(room, APART))
+        self._columns(numbers, STYLES, min(room, APART))
         self._rows = (self._rows + 1) % ROWS_A_HEADER
 
-    def _columns(self, figures: Sequence[Figure], styles: dict[str, str], apart: int) -> None:
+    def _columns(self, texts: Mapping[str, str], styles: Mapping[str, str], apart: int) -> None:
         line = Text(no_wrap=True)
-        for figure in figures:
-            line.append_text(
-                self._text(
-                    figure.text.rjust(self._widths[figure.label]),
-                    styles.get(figure.label, "") if figure.text != NONE else "",
-                )
-            )
+        for name, text in texts.items():
+            style = styles.get(name, "") if text != NONE else ""
+            line.append_text(self._text(text.rjust(self._widths[name]), style))
             line.append(" " * apart)
         line.rstrip()
         self._console.print(line, soft_wrap=True)
 
     def evaluated(self, score: EvaluationScore) -> None:
-        self._console.print(self._text(line_of_score(score), "bold green"), soft_wrap=True)
+        self._console.print(self._text(score.line, "bold green"), soft_wrap=True)
 
     def sample(self, sample: Sample) -> None:
         shown: list[RenderableType] = []
         for name, text in sample.shown.items():
             shown += [self._text(name, LABEL), self._text(text)]
         shown += [self._text(sample.verdict, "bold")] if sample.verdict else []
-        self._frame(Group(*shown), f"a sample of step {sample.step}")
+        self._rows = 0
+        width = min(WIDEST_FRAME, self._console.width)
+        title = self._text(f"a sample of step {sample.step}"[: width - 6])
+        framed = Panel(Group(*shown), title=title, title_align="left", border_style=FRAME, width=width)
+        self._console.print(framed)
 
     def ended(self, ending: Ending) -> None:
         self._rows = 0
@@ -99,14 +95,6 @@ class Terminal:
         for what, value in ending.lines:  # without a frame, so that paths can be copied
             line = self._text(f"  {what:16} ", LABEL).append_text(self._text(value))
             self._console.print(line, soft_wrap=True)
-
-    def _frame(self, content: RenderableType, title: str) -> None:
-        self._rows = 0
-        width = min(WIDEST_FRAME, self._console.width)
-        titled = self._text(title[: width - 6])
-        self._console.print(
-            Panel(content, title=titled, title_align="left", border_style=FRAME, width=width)
-        )
 
     def _text(self, text: str, style: str = "") -> Text:
         return Text(encodable(readable(text), self._encoding), style=style)

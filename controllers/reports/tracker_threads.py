@@ -1,8 +1,8 @@
 """Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging
 tracker never stops the run.
 
-    start ──> follows ──end()──> sends what remains ──> ended
-                 │ raises: reported once          │ takes longer than FINISH_S: reported, and left behind
+    start ──> follows ──end_all()──> sends what remains ──> ended
+                 │ raises: reported once              │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
 The run's own files are the queue: a thread reads the metrics that were added since its last look,
@@ -28,7 +28,7 @@ import pyarrow as pa
 from ...dataflow.graph import TRAIN
 from ...dataflow.runs.files import CONFIG, METRICS, SAMPLES, TRACKERS, make_folder, replacing
 from ...dataflow.runs.follow import FollowedTable
-from ...dataflow.runs.samples import SampleFile, sample_files, tables
+from ...dataflow.runs.samples import sample_files, tables
 from ...dataflow.runs.tables import by_step
 from ...dataflow.safe_files import parse_object, read_file, read_json
 from ...dataflow.untrusted_text import redacted, without_secrets
@@ -47,50 +47,37 @@ STUCK_S = 60.0
 """[s] Report a tracker that has not responded for this long."""
 FINISHED, FAILED = "finished", "failed"
 
-Row = Mapping[str, float]
 
-
-class NewValues:
-    """Reads the metrics of a run as they are added. A look costs only as much as the new values.
+def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
 
     Args:
-        run: directory of the run.
+        sent: the latest sent step of each metric. A finished run has its metrics in a Parquet
+            file, and only later steps are read from it.
     """
-
-    def __init__(self, run: Path) -> None:
-        self._table = FollowedTable(run, METRICS)
-
-    def after(self, sent: Mapping[str, int]) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
-
-        Args:
-            sent: the latest sent step of each metric. A finished run has its metrics in a Parquet
-                file, and only later steps are read from it.
-        """
-        try:
-            news = self._table.news()
-        except (OSError, ValueError, pa.ArrowException):
-            return
-        if news.batches:
-            for row in by_step(pa.Table.from_batches(news.batches)):
-                yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
-        if news.table is not None:
-            steps, found = news.table["step"].to_numpy(), dict[int, dict[str, float]]()
-            for name in news.table.column_names:
-                values = news.table[name]
-                known = values.is_valid().to_numpy() & (steps > sent.get(name, -1))
-                for place in np.flatnonzero(known) if name != "step" else ():
-                    found.setdefault(int(steps[place]), {})[name] = values[place].as_py()
-            yield from sorted(found.items())
-
-
-# The record of sent metrics in the run's directory, so that a resumed run sends nothing twice. Trackers
-# take the steps of a metric in order, so the latest sent step of each metric is enough.
+    try:
+        news = table.news()
+    except (OSError, ValueError, pa.ArrowException):
+        return
+    if news.batches:
+        for row in by_step(pa.Table.from_batches(news.batches)):
+            yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+    if news.table is not None and "step" in news.table.column_names:
+        steps, found = news.table["step"].to_numpy(), dict[int, dict[str, float]]()
+        for name in news.table.column_names:
+            values = news.table[name]
+            known = values.is_valid().to_numpy() & (steps > sent.get(name, -1))
+            for place in np.flatnonzero(known) if name != "step" else ():
+                found.setdefault(int(steps[place]), {})[name] = values[place].as_py()
+        yield from sorted(found.items())
 
 
 @dataclass
 class SentMetrics:
-    """The metrics that one tracker has received from a run."""
+    """The metrics that one tracker has received from a run, so that a resumed run sends nothing twice.
+
+    Trackers take the steps of a metric in order, so the latest sent step of each metric is enough.
+    """
 
     id: str = ""
     """The tracker's id of the run."""
@@ -100,20 +87,16 @@ class SentMetrics:
     """Metric -> the latest step that was sent of it."""
 
     @classmethod
-    def read(cls, path: Path) -> SentMetrics:
+    def of_file(cls, path: Path) -> SentMetrics:
         """Read the record, or return an empty one if it is missing or damaged."""
         try:
             found = read_json(path)
-            return cls(
-                str(found["id"]),
-                int(found["logged"]),
-                {str(n): int(s) for n, s in found["steps"].items()},
-            )
+            steps = {str(name): int(step) for name, step in found["steps"].items()}
+            return cls(str(found["id"]), int(found["logged"]), steps)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return cls()
 
-    def write(self, path: Path) -> None:
-        """Write the record, replacing the file."""
+    def save(self, path: Path) -> None:
         make_folder(path.parent)
         with replacing(path) as partial:
             partial.write_text(json.dumps(asdict(self)))
@@ -129,7 +112,7 @@ class SentMetrics:
         self.steps = {name: min(latest, step) for name, latest in self.steps.items()}
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a step that were not sent yet.
+        """Return the unsent metrics of a step.
 
         >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
@@ -137,46 +120,59 @@ class SentMetrics:
         return {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record that these metrics were sent."""
         self.steps |= dict.fromkeys(metrics, step)
         self.logged += 1
 
 
 def path_of(run: Path, tracker: str) -> Path:
-    """Return the path of a tracker's record.
-
+    """
     >>> path_of(Path("runs/sums"), "my_module:Mine").as_posix()
     'runs/sums/trackers/my_module-Mine.json'
     """
     return run / TRACKERS / f"{tracker.replace(':', '-')}.json"
 
 
-class Follower:
-    """Sends the metrics of a run to one tracker.
+class Follower(threading.Thread):
+    """Sends the metrics of a run to one tracker, on its own thread.
 
     Args:
         after: the step that the run resumes after, or None for a new run.
-        samples: recorded samples of each step to send.
     """
 
-    def __init__(self, run: Path, name: str, after: int | None, samples: int = 0) -> None:
-        self._run, self._name, self._after, self._samples = run, name, after, samples
-        self._values = NewValues(run)
-        self._path = path_of(run, name)
-        self._sent = SentMetrics.read(self._path)
+    def __init__(self, run: Path, tracker: str, after: int | None, samples: int = 0) -> None:
+        super().__init__(name=f"tracker {tracker}", daemon=True)
+        self.tracker, self.error = tracker, ""
         self.looks = 0
         """Looks at the metrics so far: a sign of life."""
         self.is_left_behind = False
         """Whether the run ended before this tracker. It must not send anything any more, because
         the run may have been resumed, with another follower."""
+        self._run, self._after, self._samples = run, after, samples
+        self._metrics = FollowedTable(run, METRICS)
+        self._path = path_of(run, tracker)
+        self._sent = SentMetrics.of_file(self._path)
+        self._ended, self._said = threading.Event(), ""
+
+    def run(self) -> None:
+        try:
+            self.follow(lambda seconds: self._said if self._ended.wait(seconds) else None)
+        except BaseException as error:  # also SystemExit, which some packages raise
+            self.error = redacted(f"{type(error).__name__}: {error}")
+            logger.info("tracker %s failed", self.tracker, exc_info=True)  # the alert of the run warns
+
+    def say_ended(self, said: str) -> None:
+        """Let it send what remains, and end. `said` is FINISHED or FAILED."""
+        self._said = said
+        self._ended.set()
 
     def follow(self, said_within: Callable[[float], str | None]) -> None:
         """Send metrics until the run is over.
 
         Args:
-            said_within: waits this many seconds for FINISHED or FAILED; returns None before the end of the run.
+            said_within: waits this many seconds for FINISHED or FAILED, and returns None before the
+                end of the run.
         """
-        tracker = new_tracker(self._name)
+        tracker = new_tracker(self.tracker)
         if tracker.overwrites and self._after is not None:
             self._sent.go_back(self._after)
         config = _config(self._run / CONFIG)
@@ -191,7 +187,7 @@ class Follower:
 
     def _send(self, tracker: Tracker) -> None:
         sent, steps = False, set[int]()
-        for step, metrics in self._values.after(self._sent.steps):
+        for step, metrics in new_values(self._metrics, self._sent.steps):
             if self.is_left_behind:
                 raise RuntimeError("the run ended without it")
             steps.add(step)
@@ -202,7 +198,7 @@ class Follower:
         sent |= self._send_samples(tracker, max(steps, default=-1))
         if sent:
             tracker.flush()
-        self._sent.write(self._path)
+        self._sent.save(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
         """Send samples of the latest recorded step with metrics. Return whether any were sent.
@@ -216,19 +212,14 @@ class Follower:
         step = max((file.step for file in files), default=-1)
         if not self._sent.new(step, {SAMPLES: 0.0}) or step < 0:
             return False
-        rows = itertools.chain.from_iterable(
-            table.to_batches() for table in tables(_of_step(files, step), [])
-        )
-        batches = (batch.slice(at, 1) for batch in rows for at in range(len(batch)))
-        found = [sample_of(_hidden(batch), step) for batch in itertools.islice(batches, self._samples)]
+        of_step = [file for file in files if file.step == step]
+        batches = (batch for table in tables(of_step, []) for batch in table.to_batches())
+        rows = (batch.slice(at, 1) for batch in batches for at in range(len(batch)))
+        found = [sample_of(_hidden(row), step) for row in itertools.islice(rows, self._samples)]
         if found:
             log(step, [_row(sample) for sample in found])
             self._sent.note(step, {SAMPLES: 0.0})
         return bool(found)
-
-
-def _of_step(files: Sequence[SampleFile], step: int) -> list[SampleFile]:
-    return [file for file in files if file.step == step]
 
 
 def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -255,59 +246,12 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
 
 
-class _Thread:
-    """The thread of one tracker."""
-
-    def __init__(self, name: str, follower: Follower, now: float) -> None:
-        self.name, self._follower = name, follower
-        self.error = ""
-        self.is_reported = False
-        self.seen = 0, now
-        """Looks of the follower, and when this number was seen first."""
-        self._wake, self._said = threading.Event(), None
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
-        self._thread.start()
-
-    _said: str | None
-
-    def _run(self) -> None:
-        try:
-            self._follower.follow(self._said_within)
-        except BaseException as error:  # also SystemExit, which some packages raise
-            self.error = redacted(f"{type(error).__name__}: {error}")
-            logger.info("tracker %s failed", self.name, exc_info=True)  # the alert of the run warns
-
-    def _said_within(self, seconds: float) -> str | None:
-        self._wake.wait(seconds)
-        return self._said
-
-    def end(self, said: str) -> None:
-        self._said = said
-        self._wake.set()
-
-    def leave_behind(self) -> None:
-        self._follower.is_left_behind = True
-
-    def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread. Return whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def is_stuck(self, now: float) -> bool:
-        if self._follower.looks != self.seen[0]:
-            self.seen = self._follower.looks, now
-        return now - self.seen[1] > STUCK_S
-
-
 class TrackerThreads:
     """The trackers of a run.
 
     Args:
-        names: names of the trackers.
-        run: directory of the run.
         report: sets the gauges of the cluster's endpoint, for the tracker `prometheus`, if there is one.
         warn: shows an alert.
-        clock: [s] a monotonic clock.
         samples: recorded samples of each step to send.
     """
 
@@ -315,7 +259,7 @@ class TrackerThreads:
         self,
         names: Sequence[str],
         run: Path,
-        report: Callable[[str, Row], None] | None,
+        report: Callable[[str, Mapping[str, float]], None] | None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         samples: int = 0,
@@ -324,19 +268,19 @@ class TrackerThreads:
         self._report = report if PROMETHEUS in names else None
         self._warn, self._clock = warn, clock
         self._run, self._samples = run, samples
-        self._threads: list[_Thread] = []
+        self._threads: list[Follower] = []
+        self._seen: dict[str, tuple[int, float]] = {}
+        """Tracker -> its looks, and when this number was seen first."""
+        self._reported: set[str] = set()
 
     def start(self, after: int | None) -> None:
-        """Start the threads.
-
-        Args:
-            after: the step that the run resumes after, or None for a new run.
-        """
+        """Start the threads of a run that resumes after this step, or of a new run."""
         for name in self._names:
-            follower = Follower(self._run, name, after, self._samples)
-            self._threads.append(_Thread(name, follower, self._clock()))
+            self._seen[name] = 0, self._clock()
+            self._threads.append(Follower(self._run, name, after, self._samples))
+            self._threads[-1].start()
 
-    def stepped(self, row: Row) -> None:
+    def stepped(self, row: Mapping[str, float]) -> None:
         """Report a finished step or evaluation to the endpoint, and check on the threads without waiting."""
         if self._report is not None:
             try:
@@ -344,34 +288,35 @@ class TrackerThreads:
             except Exception as error:  # whatever Ray raises: its endpoint must not end a run
                 self._report = None
                 self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
+        now = self._clock()
         for one in self._threads:
-            if one.join(0):
+            looks, since = self._seen[one.tracker]
+            if one.looks != looks:
+                self._seen[one.tracker] = one.looks, now
+            if not one.is_alive():
                 self._tell(one, f"has ended ({one.error})")
-            elif one.is_stuck(self._clock()):
+            elif one.looks == looks and now - since > STUCK_S:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
-    def end(self, *, finished: bool) -> None:
-        """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them.
-
-        Args:
-            finished: whether the run has reached the end of its schedule.
-        """
+    def end_all(self, *, finished: bool) -> None:
+        """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them."""
         threads, self._threads = self._threads, []
         for one in threads:
-            one.end(FINISHED if finished else FAILED)
+            one.say_ended(FINISHED if finished else FAILED)
         patience_s = FINISH_S if finished else LEAVE_S
         deadline = self._clock() + patience_s
         for one in threads:
-            if not one.join(max(0.0, deadline - self._clock())):
-                one.leave_behind()
+            one.join(max(0.0, deadline - self._clock()))
+            if one.is_alive():
+                one.is_left_behind = True
                 self._tell(one, f"had not sent everything {patience_s:g} s after the end")
             elif one.error:
                 self._tell(one, f"has ended ({one.error})")
 
-    def _tell(self, one: _Thread, problem: str) -> None:
-        if not one.is_reported:
-            one.is_reported = True
+    def _tell(self, one: Follower, problem: str) -> None:
+        if one.tracker not in self._reported:
+            self._reported.add(one.tracker)
             self._warn(
-                f"tracker {one.name!r} {problem}. The run continues; all metrics are in its own files, and a run that is "
+                f"tracker {one.tracker!r} {problem}. The run continues; all metrics are in its own files, and a run that is "
                 "resumed sends what is missing."
             )

@@ -49,7 +49,7 @@ class Tracker(Protocol):
     `log`.
     """
 
-    overwrites: ClassVar[bool]
+    overwrites: ClassVar[bool] = False
     """Whether a run that went back to a checkpoint sends later steps again, as replacements.
 
     Otherwise these steps are not sent again."""
@@ -64,41 +64,14 @@ class Tracker(Protocol):
 
     def flush(self) -> None:
         """Store everything logged so far, so that it survives the end of this process."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """Finish: the run is over, or its driver is gone."""
         ...
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A tracker with a name."""
-
-    place: str
-    """Module and class, as `module:Class`."""
-    package: str
-    """Package that it imports."""
-
-
-KINDS: Mapping[str, Kind] = {
-    name: Kind(f"{__name__}:{tracker}", package)
-    for name, tracker, package in (
-        ("tensorboard", "TensorboardTracker", "tensorboardX"),
-        ("wandb", "WandbTracker", "wandb"),
-        ("mlflow", "MlflowTracker", "mlflow"),
-        ("trackio", "TrackioTracker", "trackio"),
-    )
-}
-_OWN = re.compile(r"[\w.]+:\w+")
-"""A user's own tracker, as module:Class."""
-
-
 def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
     """Check that each tracker is known and its package is installed, without importing it.
-
-    Args:
-        has_endpoint: whether the backend has an endpoint for Prometheus.
 
     Raises:
         UserError: names the tracker, and the nearest known name or the package to install.
@@ -111,20 +84,20 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
         raise UserError(
             f"trackers={names!r} is text, but must be a sequence of names: trackers=({names!r},)"
         )
-    known = [*KINDS, PROMETHEUS]
+    known = [*NAMED, PROMETHEUS]
     for name in names:
-        if not isinstance(name, str) or (name not in known and not _OWN.fullmatch(name)):
-            raise UserError(
-                f"trackers: there is no {name!r}{nearest(str(name), known)}? They are {', '.join(known)}, or 'module:Class' of your "
-                "own".replace("??", "?")
-            )
+        if not isinstance(name, str) or (name not in known and not re.fullmatch(r"[\w.]+:\w+", name)):
+            there = f"They are {', '.join(known)}, or 'module:Class' of your own"
+            close = nearest(str(name), known)
+            raise UserError(f"trackers: there is no {name!r}{close}? {there}".replace("??", "?"))
         if name == PROMETHEUS and not has_endpoint:
             raise UserError(
                 f"trackers: {name!r} is the endpoint of a Ray cluster, so it needs backend=RayBackend()"
             )
-        if name in KINDS and importlib.util.find_spec(KINDS[name].package) is None:
+        _, package = NAMED.get(name, (None, ""))
+        if package and importlib.util.find_spec(package) is None:
             raise UserError(
-                f"trackers: {name!r} needs the package {KINDS[name].package}, which is not installed: pip install 'weft[{name}]'"
+                f"trackers: {name!r} needs the package {package}, which is not installed: pip install 'weft[{name}]'"
             )
     if twice := [name for name in dict.fromkeys(names) if list(names).count(name) > 1]:
         raise UserError(f"trackers: {twice[0]!r} is named twice")
@@ -132,28 +105,28 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
 
 def new_tracker(name: str) -> Tracker:
     """Make a tracker from its name or `module:Class`. Its package is imported here or on opening."""
-    module, _, tracker = (KINDS[name].place if name in KINDS else name).partition(":")
+    if name in NAMED:
+        return NAMED[name][0]()
+    module, _, tracker = name.partition(":")
     return getattr(importlib.import_module(module), tracker)()
 
 
-def plain(name: str) -> str:
+def _plain(name: str) -> str:
     """Replace characters in the name of a metric or setting that some trackers reject.
 
-    >>> plain("eval/pass@8"), plain("reward/my own")
+    >>> _plain("eval/pass@8"), _plain("reward/my own")
     ('eval/pass_at_8', 'reward/my_own')
     """
     return re.sub(r"[^\w./-]", "_", name.replace("@", "_at_"))
 
 
-# TensorBoard: event files in `tensorboard/` of the run's directory. `tensorboard --logdir runs` shows all
-# runs.
-
-
 FOLDER = "tensorboard"
+WEFT = "weft"
+"""Default project or experiment."""
 
 
-class TensorboardTracker:
-    """Writes event files with `tensorboardX`, which needs neither TensorFlow nor torch.
+class _TensorboardTracker(Tracker):
+    """Writes event files in `tensorboard/` of the run with `tensorboardX`, without TensorFlow or torch.
 
     After a resume, new steps replace earlier ones: the new file begins with a `purge_step`, from
     which TensorBoard ignores other files.
@@ -161,26 +134,21 @@ class TensorboardTracker:
 
     overwrites = True
 
-    def __init__(self) -> None:
-        self._writer: Any = None
-
     def open(self, run: TrackedRun) -> str:
-        self._writer = new_writer(run.folder / FOLDER, None if run.after is None else run.after + 1)
+        self._writer: Any = _new_writer(run.folder / FOLDER, None if run.after is None else run.after + 1)
         if not run.id:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
         return FOLDER
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(plain(name), value, step)
+            self._writer.add_scalar(_plain(name), value, step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log samples as indented code blocks, so that sample text cannot break the Markdown
-        formatting."""
+        # An indented code block, so that the text of samples is not read as Markdown.
         parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
-        self._writer.add_text(
-            "samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step
-        )
+        block = textwrap.indent("\n".join(parts), "    ", lambda line: True)
+        self._writer.add_text("samples", block, step)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -189,12 +157,8 @@ class TensorboardTracker:
         self._writer.close()
 
 
-def new_writer(folder: Path, purge_step: int | None) -> Any:
-    """Make a writer of event files, without importing torch.
-
-    tensorboardX would import torch just to accept its tensors, which takes seconds and hundreds of
-    MB.
-    """
+def _new_writer(folder: Path, purge_step: int | None) -> Any:
+    """Make a writer of event files. tensorboardX would import torch just to accept its tensors."""
     had = "torch" in sys.modules
     if not had:
         # This makes `import torch` fail.
@@ -209,32 +173,20 @@ def new_writer(folder: Path, purge_step: int | None) -> Any:
             del sys.modules["torch"]
 
 
-# Weights & Biases, online or offline (`WANDB_MODE=offline`).
-
-
-WANDB_PROJECT = "weft"
-
-
-class WandbTracker:
-    """A run in the project `WANDB_PROJECT`, or `weft`. A resumed run continues under its id.
+class _WandbTracker(Tracker):
+    """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its id.
 
     W&B drops values for steps before its latest one, such as those of evaluations. So its own step
     only counts calls, and the training step is a metric that is the x-axis of all curves. Logged
     values cannot be replaced, so repeated steps are not sent again.
     """
 
-    overwrites = False
-
-    def __init__(self) -> None:
-        self._run: Any = None
-        self._logged = 0
-
     def open(self, run: TrackedRun) -> str:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._logged = run.logged
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", WANDB_PROJECT),
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", WEFT),
             name=run.name,
             id=run.id or None,
             resume="allow",
@@ -257,96 +209,63 @@ class WandbTracker:
         self._run.log({"step": step, "samples": table}, step=self._logged)
         self._logged += 1
 
-    def flush(self) -> None:
-        """Do nothing: W&B's own process has the values already."""
-
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-# MLflow, on a server or in its local store.
-
-
-EXPERIMENT = "weft"
-LONGEST = 500
-"""Longest value of a parameter that every version of MLflow accepts."""
-MOST = 100
-"""Most parameters in one request."""
-
-
-class MlflowTracker:
-    """A run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`.
+class _MlflowTracker(Tracker):
+    """MLflow: a run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`.
 
     A resumed run continues under its id. MLflow keeps all values that it was ever sent for a step,
     so repeated steps are not sent again.
     """
 
-    overwrites = False
-
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._id = ""
-
     def open(self, run: TrackedRun) -> str:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-        self._client, self._id = MlflowClient(), run.id
+        self._client: Any = MlflowClient()
+        self._id: str = run.id
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
             return self._id
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", WEFT)
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        settings = [
-            Param(plain(key), str(value)[:LONGEST]) for key, value in flattened(run.config).items()
-        ]
-        for first in range(0, len(settings), MOST):
-            self._client.log_batch(self._id, params=settings[first : first + MOST])
+        # Every version of MLflow accepts values of 500 characters, and 100 parameters in a request.
+        values = flattened(run.config).items()
+        settings = [Param(_plain(key), str(value)[:500]) for key, value in values]
+        for first in range(0, len(settings), 100):
+            self._client.log_batch(self._id, params=settings[first : first + 100])
         return self._id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._id, metrics=[Metric(plain(n), v, now, step) for n, v in metrics.items()]
-        )
+        values = [Metric(_plain(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = {"step": [step] * len(rows), **{name: [row[name] for row in rows] for name in rows[0]}}
         self._client.log_table(self._id, columns, "samples.json")
 
-    def flush(self) -> None:
-        """Do nothing: MLflow stores values before it answers a request."""
-
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-# trackio, local (`trackio show`) or in a Space (`TRACKIO_SPACE_ID`).
-
-
-TRACKIO_PROJECT = "weft"
-
-
-class TrackioTracker:
-    """A run in the project `TRACKIO_PROJECT`, or `weft`. A resumed run continues under its name.
+class _TrackioTracker(Tracker):
+    """trackio: a run in the project `TRACKIO_PROJECT`, or `weft`; a resumed run keeps its name.
 
     trackio keeps all values, so repeated steps are not sent again.
     """
 
-    overwrites = False
-
-    def __init__(self) -> None:
-        self._run: Any = None
-
     def open(self, run: TrackedRun) -> str:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", TRACKIO_PROJECT),
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", WEFT),
             name=run.id or run.name,
             config=dict(run.config),
             resume="allow" if run.id else "never",
@@ -364,8 +283,14 @@ class TrackioTracker:
         table = trackio.Table(dataframe=pd.DataFrame([{"step": step, **row} for row in rows]))
         self._run.log({"samples": table}, step=step)
 
-    def flush(self) -> None:
-        """Do nothing: trackio writes in a thread every half second."""
-
     def close(self, *, failed: bool) -> None:
         self._run.finish()
+
+
+NAMED: Mapping[str, tuple[type[Tracker], str]] = {
+    "tensorboard": (_TensorboardTracker, "tensorboardX"),
+    "wandb": (_WandbTracker, "wandb"),
+    "mlflow": (_MlflowTracker, "mlflow"),
+    "trackio": (_TrackioTracker, "trackio"),
+}
+"""Name -> tracker, and the package that it imports."""

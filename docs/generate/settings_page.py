@@ -37,7 +37,9 @@ from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Cispo, Clipped, Rejection, Sapo, TruncatedImportance
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.schedule import Asynchronous, InParts, Stepwise
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,
@@ -46,8 +48,6 @@ from weft.controllers.prechecks.simulated_costs import (
     PipelineCost,
     SequenceParallelCost,
 )
-from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.schedule import Asynchronous, InParts, Stepwise
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.config import Config
 from weft.dataflow.prompts.formats import ReadSettings

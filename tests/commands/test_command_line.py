@@ -106,10 +106,10 @@ def test_the_module_and_the_script_are_the_same_command(runs: Path):
 def test_an_unexpected_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def damaged(self: object) -> None:
+    def damaged(folder: object) -> None:
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr("weft.commands.runs.Runs.answer", damaged)
+    monkeypatch.setattr("weft.commands.runs.run_names", damaged)
     assert main(["runs", ".", "--json"]) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1 and said.err.startswith(

@@ -8,7 +8,7 @@ import pytest
 
 from weft.__main__ import main
 from weft.commands.command_line import parse
-from weft.commands.jobs import Submit, ended
+from weft.commands.jobs import ended, submit
 from weft.controllers.backends.jobs import Job
 
 
@@ -29,9 +29,10 @@ def test_words_after_the_script_belong_to_it():
             "other.py",
         ]
     )
-    assert isinstance(command, Submit)
-    assert (command.name, command.env, command.script) == ("a", ("A=1", "B=x=y"), Path("train.py"))
-    assert command.arguments == ("--name", "b", "--", "--json", "other.py") and not command.json
+    assert command.command is submit and not command.as_json
+    given = command.arguments
+    assert (given["name"], given["env"], given["script"]) == ("a", ("A=1", "B=x=y"), "train.py")
+    assert given["arguments"] == ("--name", "b", "--", "--json", "other.py")
 
 
 @pytest.mark.parametrize(

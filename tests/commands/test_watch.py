@@ -10,8 +10,8 @@ import pytest
 from recorded_runs import Live
 
 from weft.__main__ import main
-from weft.commands.watch import View
-from weft.controllers.reports.lines import PlainLines
+from weft.commands.runs import WatchedRun
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import Alerts
 
@@ -77,12 +77,12 @@ def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFix
 
 def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
     live, shown = Live(tmp_path, "live"), io.StringIO()
-    view = View(live.path, PlainLines(shown), last=3)
-    view.show()
+    view = WatchedRun(live.path, PlainLines(shown), last=3)
+    view.show_news()
     assert view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()
     assert main(["stop", str(live.path)]) == 0
     live.join()
-    view.end()
+    view.show_end()
     said = shown.getvalue().splitlines()
     numbers = [int(line.split("/")[0].removeprefix("step ")) for line in said if line.startswith("step ")]
     assert numbers == list(range(numbers[0], numbers[-1] + 1)), "no step is left out, none comes twice"
@@ -91,8 +91,8 @@ def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
 
 def test_a_terminal_gets_columns(done: Path):
     shown = io.StringIO()
-    view = View(done / "one", Terminal(shown), last=3)
-    view.end()
+    view = WatchedRun(done / "one", Terminal(shown), last=3)
+    view.show_end()
     header = next(
         line for line in shown.getvalue().splitlines() if line.split()[:2] == ["step", "reward"]
     )

@@ -1,11 +1,11 @@
-"""Checks for the tests of the doctor. Each is called in a separate process."""
+"""Trials for the tests of the doctor. Each is called in a separate process."""
 
 import os
 import subprocess
 import time
 from pathlib import Path
 
-from weft.commands.trials import Figures
+from weft.controllers.doctor_trials import Figures
 
 
 def passes(folder: Path, gpu: bool) -> Figures:

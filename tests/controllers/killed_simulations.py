@@ -13,11 +13,11 @@ from toy import ToyCritic, ToyReward, prompts, toy_dapo, toy_evaluation, toy_grp
 
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
-from weft.controllers.prechecks.simulated import NODE, Simulated
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.ranks.tasks import Task
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.controllers.simulation.backend import NODE, Simulated
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import group

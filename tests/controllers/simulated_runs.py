@@ -12,15 +12,15 @@ from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.schedule import Training
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
 )
-from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import group

@@ -17,10 +17,10 @@ from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_dapo, toy
 import weft
 from weft.algorithms.grpo import first_of_group
 from weft.controllers.driver import Driver
-from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.ranks.row_io import gather
 from weft.controllers.ranks.tasks import RowTask
 from weft.controllers.schedule import Asynchronous, Synchronous
+from weft.controllers.simulation.backend import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import sample_buffer
 from weft.dataflow.buffer.check import check_log

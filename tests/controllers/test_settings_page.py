@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from settings_page import FILLED, SECTIONS, Setting, counts, page, settings_of
 
-from weft.controllers.prechecks.simulated_costs import LinearCost
+from weft.controllers.simulation.costs import LinearCost
 from weft.dataflow.errors import UserError
 from weft.workers.rollout import RolloutConfig
 

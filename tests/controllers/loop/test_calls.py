@@ -8,8 +8,8 @@ import pytest
 from simulated_runs import KNOWN, apart, costs, run
 
 from weft.controllers.loop.calls import BusyTimes
-from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.controllers.simulation.backend import Simulated
 from weft.dashboard.timeline import load_timeline
 from weft.dataflow.runs.tables import CALLS, begin_again, calls_kept, read_timeline
 

@@ -18,10 +18,10 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.driver import Driver
 from weft.controllers.loop.recording import MAX_BEHIND, with_recording
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import CostModel, LinearCost
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import CostModel, LinearCost
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.checker import Rule

@@ -239,9 +239,9 @@ def test_by_backends_of_vllms_weights_reach_engines_of_vllm(
 def test_more_rows_than_a_driver_can_hold_are_refused_with_the_settings_that_make_them():
     graph, _ = toy_graph()
     with pytest.raises(
-        UserError, match=r"Synchronous\(prompts_per_step=1000000\) of graph .*: 3,000,000 rows"
+        UserError, match=r"Synchronous\(prompts_per_step=4000000\) of graph .*: 12,000,000 rows"
     ) as caught:
-        check_rows(graph, 1_000_000, "Synchronous(prompts_per_step=1000000)", most=1_000_000)
+        check_rows(graph, 4_000_000, "Synchronous(prompts_per_step=4000000)")
     assert "node 'rollout.generate' has n=2" in str(caught.value)
     for wrong in ({"prompts_per_step": 10**9}, {"prompts_per_step": 10**6 + 1}):
         with pytest.raises(UserError, match=r"Synchronous\.prompts_per_step"):

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.prechecks import machine, machine_packages
-from weft.controllers.prechecks.finding import Finding
-from weft.controllers.prechecks.machine import look
-from weft.controllers.prechecks.machine_packages import Package
+from weft.controllers.prechecks import machine
+from weft.controllers.prechecks.machine import Finding, Package, look
 from weft.dataflow.byte_units import GIB
 
 
-def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
+def bad(findings: Iterable[tuple[str, Finding]]) -> dict[str, tuple[str, str]]:
     """Return name -> (outcome, finding) of all problems; each must suggest a fix."""
-    wrong = [finding for finding in findings if finding.outcome != "ok"]
-    assert all(finding.todo for finding in wrong)
-    return {finding.name: (finding.outcome, finding.found) for finding in wrong}
+    wrong = [(name, finding) for name, finding in findings if finding.outcome != "ok"]
+    assert all(finding.todo for _, finding in wrong)
+    return {name: (finding.outcome, finding.found) for name, finding in wrong}
 
 
 def test_this_machine_is_looked_at(tmp_path: Path):
@@ -98,15 +96,13 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
 def test_packages_that_do_not_fit_each_other_are_named(
     changes: Mapping[str, Package | None], python: tuple[int, int], name: str, outcome: str, said: str
 ):
-    found = bad(machine_packages.package_findings(there(**changes), python))
+    found = bad(machine.package_findings(there(**changes), python))
     assert found[name][0] == outcome and said in found[name][1]
 
 
 def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
     weft = Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
-    [extras] = [
-        f for f in machine_packages.package_findings(there(weft=weft), (3, 12)) if f.name == "extras"
-    ]
+    [extras] = [f for name, f in machine.package_findings(there(weft=weft), (3, 12)) if name == "extras"]
     assert extras.found.startswith("installed: a; not installed: b")
 
 
@@ -120,13 +116,13 @@ def test_a_full_disk_is_seen(
     free_gib: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(free_gib))
-    assert machine.disk("runs", tmp_path / "not" / "there", "remove").outcome == outcome
+    assert machine.disk(tmp_path / "not" / "there", "remove").outcome == outcome
     assert machine.shared_memory(tmp_path).outcome == ("ok" if free_gib >= 1 else "warn")
 
 
 def test_a_folder_that_is_a_file_cannot_be_written(tmp_path: Path):
     (tmp_path / "runs").write_text("")
-    assert "cannot be written" in machine.disk("runs", tmp_path / "runs", "x").found
+    assert "cannot be written" in machine.disk(tmp_path / "runs", "x").found
 
 
 def test_runs_on_another_machine_are_seen_by_the_innermost_mount(tmp_path: Path):
@@ -160,7 +156,7 @@ def test_memory_is_judged_by_the_nearest_limit(tmp_path: Path):
         (machine.cpus(64, 2.0), "warn"),
     ],
 )
-def test_limits_are_judged(finding: Finding, outcome: str):
+def test_limits_are_bad(finding: Finding, outcome: str):
     assert finding.outcome == outcome and bool(finding.todo) == (outcome != "ok")
 
 
@@ -218,28 +214,28 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
         ),
     ],
 )
-def test_gpus_are_judged(
+def test_gpus_are_bad(
     devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]
 ):
-    found = bad(machine_packages.gpu_findings(devices, driver, "why", cuda, variables))
+    found = bad(machine.gpu_findings(devices, driver, "why", cuda, variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
 def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert machine_packages.cuda_of_torch() is not None, "the tests have a torch"
+    assert machine.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
     monkeypatch.setattr(
-        machine_packages,
+        machine,
         "find_spec",
         lambda name: type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")}),
     )
-    assert machine_packages.cuda_of_torch() == "12.8"
+    assert machine.cuda_of_torch() == "12.8"
 
 
 def test_variables_that_disturb_are_named():
     assert bad(
-        machine.variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})
+        machine.disturbing_variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})
     ).keys() == {
         "CUDA_LAUNCH_BLOCKING",
         "WORLD_SIZE",

@@ -18,9 +18,9 @@ from weft.controllers.prechecks.dry_run import planning
 from weft.controllers.prechecks.plan import Plan, plan_of
 from weft.controllers.prechecks.plan_memory import GroupMemory, group_memory
 from weft.controllers.prechecks.plan_sizes import sample_bytes, step_sizes
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.schedule import Asynchronous, Synchronous
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.dataflow.errors import Planned, UserError
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource

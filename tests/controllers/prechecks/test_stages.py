@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 
 from weft.controllers.prechecks.plan import sequence_plan
-from weft.controllers.prechecks.plan_sizes import (
-    StepSizes,
-    UpdateSizes,
-    chunks_of,
-    pipeline_plan,
-    stage_memory,
-)
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.prechecks.plan_memory import stage_memory
+from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes, pipeline_plan
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,
@@ -92,7 +87,7 @@ def test_memory_of_stages_by_hand():
 def test_the_bubble_is_megatrons_unless_costs_are_known():
     plain = pipeline_plan(a_pipeline(4), UPDATE, None)
     assert plain is not None and (plain.microbatches, plain.bubble, plain.played) == (8, 3 / 8, False)
-    assert plain.chunks == 1 == chunks_of(a_pipeline(4), "actor.update", None)
+    assert plain.chunks == 1
     halves = pipeline_plan(a_pipeline(4), replace(UPDATE, optimizer_steps=2), None)
     assert halves is not None and (halves.microbatches, halves.bubble) == (4, 3 / 4), (
         "each step drains the pipeline"
@@ -105,7 +100,6 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
     cost = PipelineCost(stages=4, chunks=2, microbatch_tokens=400, per_token_s=0.01, transfer_s=0.01)
     played = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
     assert played is not None and played.played and (played.chunks, played.microbatches) == (2, 8)
-    assert chunks_of(a_pipeline(4), "actor.update", CostModel(nodes={"actor.update": cost})) == 2
     assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
 
 
@@ -163,14 +157,8 @@ def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
 def test_a_cost_of_another_pipeline_is_refused():
     cost = PipelineCost(stages=2, microbatch_tokens=400, per_token_s=0.01)
     for stages in (1, 4):
-        for refuse in (
-            pipeline_plan,
-            lambda config, update, costs: chunks_of(config, update.node, costs),
-        ):
-            with pytest.raises(
-                UserError, match=f"of 2 stages, but its group has pipeline_parallel={stages}"
-            ):
-                refuse(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
+        with pytest.raises(UserError, match=f"of 2 stages, but its group has pipeline_parallel={stages}"):
+            pipeline_plan(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
 
 
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):

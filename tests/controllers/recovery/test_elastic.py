@@ -15,10 +15,10 @@ from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
 from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, LinearCost
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import CostModel, FixedLengths, LinearCost
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.graph import group

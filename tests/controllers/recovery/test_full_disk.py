@@ -17,7 +17,7 @@ from weft.controllers.recovery import full_disk
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.full_disk import FullDisk
 from weft.controllers.recovery.resume import find_checkpoint
-from weft.controllers.reports.displays import Nothing
+from weft.controllers.reports.displays import Display
 from weft.controllers.reports.progress import Progress
 from weft.controllers.schedule import Training
 from weft.controllers.signals import ask_to_end, can_be_ended
@@ -139,7 +139,7 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
     def write() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.parquet")
 
-    disk = FullDisk(tmp_path, Progress(1, tmp_path, Nothing()))
+    disk = FullDisk(tmp_path, Progress(1, tmp_path, Display()))
     with (
         can_be_ended(True),
         pytest.raises(

@@ -13,10 +13,10 @@ from simulated_runs import Rollout, SimulatedCluster, apart, costs, groups, prom
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
 from weft.controllers.group import Call, WorkerGroup
-from weft.controllers.prechecks.simulated import NODE
-from weft.controllers.prechecks.simulated_costs import FixedLengths
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Pipelined
+from weft.controllers.simulation.backend import NODE
+from weft.controllers.simulation.costs import FixedLengths
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import WorkerDied
 from weft.dataflow.graph import group

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from weft.controllers.reports.displays import Display
-from weft.controllers.reports.lines import JsonLines, PlainLines
+from weft.controllers.reports.columns import ending_of
+from weft.controllers.reports.displays import Display, JsonLines, PlainLines
 from weft.controllers.reports.progress import Progress
-from weft.controllers.reports.records import ending_of
 from weft.controllers.reports.terminal import Terminal
 
 DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}

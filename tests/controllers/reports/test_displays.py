@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from shown import DISPLAYS, ROW, run, stream, write_samples, written
 
-from weft.controllers.reports.displays import Nothing, display_for
-from weft.controllers.reports.lines import JsonLines, PlainLines
-from weft.controllers.reports.progress import Progress
-from weft.controllers.reports.records import Ending, EvaluationScore, Step
+from weft.controllers.reports.columns import Ending, EvaluationScore, Step
+from weft.controllers.reports.displays import Display, JsonLines, PlainLines
+from weft.controllers.reports.progress import Progress, display_for
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import read_alerts
 
@@ -155,5 +154,5 @@ def test_a_closed_stream_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     standard.close()
     progress.say("after")
     progress.alert("mistake", "after")
-    assert isinstance(display_for("rich"), Nothing)
+    assert type(display_for("rich")) is Display
     assert [alert.text for alert in read_alerts(tmp_path)] == ["after"]

@@ -88,7 +88,7 @@ def test_metrics_unsent_at_a_kill_are_sent_on_resume(tmp_path: Path):
     writer = stream(tmp_path)
     add(writer, *rows(1, 2, 3))
     writer.close()
-    SentMetrics(id="first", logged=1, steps={"loss": 1}).write(path_of(tmp_path, "fake_trackers:Kept"))
+    SentMetrics(id="first", logged=1, steps={"loss": 1}).save(path_of(tmp_path, "fake_trackers:Kept"))
     Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
     assert losses(tmp_path) == [(2, 2.0), (3, 3.0)]
 
@@ -98,7 +98,7 @@ def test_a_damaged_record_of_sent_metrics_counts_as_none(tmp_path: Path, damage:
     path = path_of(tmp_path, "wandb")
     path.parent.mkdir()
     path.write_text(damage)
-    assert SentMetrics.read(path) == SentMetrics()
+    assert SentMetrics.of_file(path) == SentMetrics()
 
 
 def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -176,4 +176,4 @@ def test_a_follower_that_the_run_left_behind_sends_nothing_more(tmp_path: Path):
         follower.follow(scripted(lambda: add(writer, *rows(1)), leave))
     writer.close()
     assert losses(tmp_path) == [(1, 1.0)]
-    assert SentMetrics.read(path_of(tmp_path, "fake_trackers:Kept")).steps == {"loss": 1}
+    assert SentMetrics.of_file(path_of(tmp_path, "fake_trackers:Kept")).steps == {"loss": 1}

@@ -147,7 +147,7 @@ def test_wandb_continues_offline_under_its_id(tmp_path: Path, monkeypatch: pytes
     assert [(row["step"], row["eval/pass@1"]) for row in history if "eval/pass@1" in row] == [LATE]
     assert [row["_step"] for row in history] == list(range(7)), "W&B's own step goes on, too"
     assert {record.run.run_id for record in records if record.HasField("run")} == {
-        SentMetrics.read(path_of(run, "wandb")).id
+        SentMetrics.of_file(path_of(run, "wandb")).id
     }
     assert not [
         file
@@ -164,7 +164,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = tracked(tmp_path, "mlflow")
-    client, id = MlflowClient(), SentMetrics.read(path_of(run, "mlflow")).id
+    client, id = MlflowClient(), SentMetrics.of_file(path_of(run, "mlflow")).id
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "loss")] == NOT_AGAIN
     assert [
         (metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")

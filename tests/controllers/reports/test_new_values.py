@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.reports.tracker_threads import NewValues
+from weft.controllers.reports.tracker_threads import new_values
 from weft.dataflow.runs.files import METRICS, STREAM
+from weft.dataflow.runs.follow import FollowedTable
 from weft.dataflow.runs.tables import VALUES, TableStream, to_parquet, values_from
 
 ROWS = [{"step": float(step), "loss": 1.0 / step, "reward/mean": step / 10} for step in range(1, 7)]
@@ -22,12 +23,12 @@ def add(to: TableStream, *rows: dict[str, float]) -> None:
     to.flush()
 
 
-def read(values: NewValues, **sent: int) -> list[dict[str, float]]:
-    return [{"step": float(step), **metrics} for step, metrics in values.after(sent)]
+def read(table: FollowedTable, **sent: int) -> list[dict[str, float]]:
+    return [{"step": float(step), **metrics} for step, metrics in new_values(table, sent)]
 
 
 def test_each_new_value_is_read_once(tmp_path: Path):
-    values, writer = NewValues(tmp_path), stream(tmp_path)
+    values, writer = FollowedTable(tmp_path, METRICS), stream(tmp_path)
     assert read(values) == [], "nothing is there yet"
     add(writer, *ROWS[:2])
     assert read(values) == ROWS[:2] and read(values) == []
@@ -44,7 +45,7 @@ def test_a_message_that_is_being_written_is_read_when_it_is_complete(tmp_path: P
     for row in ROWS[:3]:
         add(writer, row)
     writer.close()
-    data, found, values = writer.path.read_bytes(), [], NewValues(torn)
+    data, found, values = writer.path.read_bytes(), [], FollowedTable(torn, METRICS)
     for end in [*range(1, len(data), 7), len(data)]:
         (torn / writer.path.name).write_bytes(data[:end])  # the same file, longer
         found += read(values)
@@ -53,7 +54,7 @@ def test_a_message_that_is_being_written_is_read_when_it_is_complete(tmp_path: P
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_finished_run_is_read_whole_from_its_parquet_file(tmp_path: Path, opened: bool):
-    values, writer = NewValues(tmp_path), stream(tmp_path)
+    values, writer = FollowedTable(tmp_path, METRICS), stream(tmp_path)
     add(writer, *ROWS[:2])
     assert not opened or read(values) == ROWS[:2]
     add(writer, *ROWS[2:])

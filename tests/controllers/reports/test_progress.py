@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from shown import run, stream, write_samples, written
 
-from weft.controllers.reports.lines import PlainLines
+from weft.controllers.reports.columns import Step, ending_of, score_of
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.progress import Progress
-from weft.controllers.reports.records import Step, ending_of, score_of
 from weft.controllers.reports.terminal import Terminal
 
 
@@ -64,7 +64,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
 
 def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     program = (
-        "from weft.controllers.reports.displays import display_for\n"
+        "from weft.controllers.reports.progress import display_for\n"
         "from weft.controllers.reports.progress import Progress\n"
         f"progress = Progress(5000, __import__('pathlib').Path({str(tmp_path)!r}), display_for('plain'))\n"
         "[progress.stepped({'step': float(step)}) for step in range(5001)]\n"
@@ -90,7 +90,7 @@ def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     ],
 )
 def test_unmeasured_metrics_are_not_shown(row: dict[str, float], labels: list[str]):
-    assert [figure.label for figure in Step(1, 9, row).figures] == labels
+    assert list(Step(1, 9, row).numbers) == labels
 
 
 def test_a_score_shows_its_meaning_and_number_of_prompts():

@@ -108,7 +108,7 @@ def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
             assert len(said) == (now > tracker_threads.STUCK_S)
     finally:
         clock.now = 1e9
-        one.end(finished=False)
+        one.end_all(finished=False)
     assert len(said) == 1 and "has not responded for 60 s. The run continues" in said[0]
 
 
@@ -124,7 +124,7 @@ def test_a_failing_endpoint_is_reported_once_and_left_alone(tmp_path: Path):
     one.start(None)
     one.stepped({"step": 1.0})
     one.stepped({"step": 2.0})
-    one.end(finished=True)
+    one.end_all(finished=True)
     assert asked == ["sums"] and len(said) == 1 and "the agent is gone" in said[0]
 
 

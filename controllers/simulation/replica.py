@@ -19,12 +19,8 @@ from ...dataflow.metrics import Mean, Metrics, Sum
 from ..group import Call
 from ..ranks.executor import CallOrder
 from ..ranks.tasks import Reply, RowTask, Task
-from .simulated_costs import Generation
+from .costs import Generation
 
-BYTES_PER_TOKEN = 12
-"""[bytes] A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`."""
-EPSILON = 1e-9
-"""Rounding tolerance, in decode steps."""
 OnReply = Callable[[float, Call, int, Reply], None]
 """Called with the time, the call, the rank and the reply."""
 
@@ -48,6 +44,8 @@ class Work:
 
 @dataclass(eq=False)
 class Generating:
+    """A call that generates. Its responses share the batch of the replica."""
+
     call: Call
     tasks: list[tuple[int, Task]]
     """(rank, task)."""
@@ -62,8 +60,7 @@ class Generating:
     """[prompts] unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
     """[prompts] of [n] versions of the weights that wrote the first token."""
-    open: int = field(init=False)
-    """Unfinished prompts."""
+    open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, number) of finished responses in the batching delay (`../ranks/executor.py`)."""
     due_s: float = math.inf
@@ -77,7 +74,7 @@ class Generating:
         ]
         self.left = [len(own) for own in self.to_make]
         self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
-        self.open = sum(number > 0 for number in self.left)
+        self.open_prompts = sum(number > 0 for number in self.left)
 
     @property
     def number(self) -> int:
@@ -148,26 +145,23 @@ class Replica:
             else:
                 self._decode(self._running[0][0] - self._steps)
 
-    def add(self, call: Work | Generating, at: float) -> None:
+    def add_call(self, call: Work | Generating, at: float) -> None:
         """Add a call. Its first turn comes when the current decode step ends."""
         self._reach_boundary(at)
         self._calls.add(call)
         if isinstance(call, Generating):
             self._waiting.extend((call, k, i) for k, own in enumerate(call.to_make) for i in own)
-            if not call.open:
+            if not call.open_prompts:
                 self._finish(call, at)
             self._admit()
 
-    def cancel(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a generating call, or its remaining work on some parents.
-
-        Does nothing if the call has already ended.
-        """
+    def cancel_call(self, number: int, at: float, parents: Container[int] | None = None) -> None:
+        """End a generating call, or its remaining work on some parents, unless it has ended."""
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
         self._reach_boundary(at)
-        if not call.open:  # it ended with the current step
+        if not call.open_prompts:  # it ended with the current step
             return
         over = {k for k, id in enumerate(call.rows.ids.tolist()) if parents is None or id in parents}
         self._running = [r for r in self._running if r[3] is not call or r[4] not in over]
@@ -176,9 +170,9 @@ class Replica:
         if call.ended:
             self._publish(call, at)
         for k in over:
-            call.open -= call.left[k] > 0
+            call.open_prompts -= call.left[k] > 0
             call.left[k] = 0
-        if not call.open:
+        if not call.open_prompts:
             self._finish(call, at)
         self._admit()
 
@@ -188,12 +182,12 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
-            # Changes take effect after the current decode step.
-            steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - EPSILON)
+            # Changes take effect after the current decode step, up to rounding.
+            steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - 1e-9)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
     def _decode(self, steps: int) -> None:
-        """Make this many decode steps. Responses may end only in the last one."""
+        """Make decode steps. Responses may end only in the last one."""
         self.at += steps * self._seconds_by_batch[len(self._running)]
         self._steps += steps
         ended: dict[Generating, list[tuple[int, int]]] = {}
@@ -220,10 +214,10 @@ class Replica:
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
         """Delay responses (prompt, number) that ended in one step, unless they are the last."""
-        call.open -= sum(not call.left[k] for k in {k for k, _ in responses})
+        call.open_prompts -= sum(not call.left[k] for k in {k for k, _ in responses})
         gather_s = call.tasks[0][1].gather_s
         call.ended += responses
-        if not (gather_s and call.open):
+        if not (gather_s and call.open_prompts):
             self._publish(call)
         elif call.due_s == math.inf:
             call.due_s = self.at + gather_s
@@ -241,26 +235,25 @@ class Replica:
             self._due_s = min((other.due_s for other in self._gathering), default=math.inf)
         if responses:
             self._report(call, responses, self.at if at is None else at)
-        if not call.open:
+        if not call.open_prompts:
             self._finish(call, self.at)
 
     def _report(self, call: Generating, responses: list[tuple[int, int]], at: float) -> None:
         rows = call.rows
         assert rows.first_children is not None
-        prompts = [k for k, _ in responses]
+        prompts, indexes = zip(*responses, strict=True)
         lengths = np.array([call.lengths[k][index] for k, index in responses], np.int64)
-        ids = rows.first_children[prompts] + np.array([index for _, index in responses], np.int64)
+        ids = rows.first_children[list(prompts)] + np.array(indexes, np.int64)
         finished = [k for k in dict.fromkeys(prompts) if not call.left[k]]
         knows = str(RESPONSE_VERSIONS) in rows.writes
-        versions = (
-            np.array([call.versions[k][index] for k, index in responses], np.int64) if knows else None
-        )
+        versions = np.array([call.versions[k][index] for k, index in responses]) if knows else None
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
-        segment = self._invent(BYTES_PER_TOKEN * int(tokens))
+        # A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`.
+        segment = self._invent(12 * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
         newest = self._versions[-1] if knows else -1
-        published = Published(ids, lengths, versions, rows.ids[prompts], rows.ids[finished], newest)
+        published = Published(ids, lengths, versions, rows.ids[list(prompts)], rows.ids[finished], newest)
         self._on_reply(at, call.call, rank, Reply(published, segment, metrics))
 
     def _finish(self, call: Generating, at: float) -> None:

@@ -1,8 +1,8 @@
 """Groups of ranks that share the tokens of rows: large for a few long rows, small for short rows.
 
 Ulysses with one degree for all rows makes short rows pay for the exchange that only long rows need.
-FlexSP (arXiv:2412.01523) chooses groups for the rows of a step so that all finish at about the same
-time. This planner does the same without an integer program:
+FlexSP (arXiv:2412.01523) chooses groups so that all finish at about the same time. This planner does
+the same without an integer program:
 
 - It tries all partitions of up to 8 ranks. For more ranks it tries groups of equal size and groups
   of powers of two, with a descent if there are too many.
@@ -10,9 +10,8 @@ time. This planner does the same without an integer program:
   away from the slowest group while that helps.
 - It returns a lower bound that no groups of any sizes beat.
 
-A group takes its rows in microbatches that fit its ranks' memory, and is fixed for the whole step.
-FlexSP forms new groups for each microbatch, which helps if the longest row needs most of the ranks.
-Weft's own engine has one degree for all rows.
+A group is fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
+has one degree for all rows.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ WAYS = 256
 """Try all partitions into powers of two up to this many; 32 ranks have 202."""
 FEW_RANKS = 8
 """Most ranks for which all partitions are tried."""
-FEW_ROWS = 64
-"""Most rows for which a plan also swaps pairs of rows."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,6 @@ class SequenceCost:
         exchange = self.exchange_s[max(known)] if known and degree > 1 else 0.0
         return (self.per_token_s * self.row_cost(lengths) + exchange * np.asarray(lengths)) / degree
 
-    def fits(self, lengths: np.ndarray, degree: int) -> np.ndarray:
-        """Return whether each row fits into the memory of a group's ranks: [rows]."""
-        return np.asarray(lengths) <= degree * self.memory_tokens
-
 
 @dataclass(frozen=True)
 class SequenceGroups:
@@ -81,23 +74,17 @@ class SequenceGroups:
 
     @property
     def seconds(self) -> float:
-        """[s] The makespan: the time of the slowest group."""
+        """[s] Time of the slowest group."""
         return max(self.group_s, default=0.0)
 
     @property
     def gap(self) -> float:
-        """Excess of the makespan over the lower bound, as a share of the bound.
-
-        The excess over the best plan is at most this.
-        """
+        """Excess over the lower bound, as a share of it; the best plan is at most this much faster."""
         return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost) -> SequenceGroups:
-    """Choose groups for these rows, and the rows of each.
-
-    Args:
-        ranks: number of ranks to cut into groups.
+    """Cut the ranks into groups for these rows.
 
     Raises:
         UserError: all ranks together have no room for the longest row.
@@ -111,10 +98,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
     # Too many partitions: begin with some large groups and others of one smaller size, then descend.
     if len(ways) > WAYS:
-        ways = [
-            _filled(ranks, (large,) * k, small)
-            for large, k, small in _large_and_small(ranks, _powers(ranks))
-        ]
+        ways = list(_large_and_small(ranks))
     ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
     ways.append((table.smallest, *_filled(ranks - table.smallest, (), 1)))
     found = sorted((table.dealt(way) for way in ways if table.holds(way)), key=lambda plan: plan.seconds)
@@ -141,15 +125,15 @@ def equal_groups(
 
 
 class _Table:
-    """Seconds of each row on groups of each size, and the assignment of rows to groups."""
+    """Seconds of each row on groups of each size, and the assignment of rows to groups.
+
+    Args:
+        also: an extra group size, besides the powers of two.
+    """
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1
     ) -> None:
-        """
-        Args:
-            also: an extra group size, besides the powers of two.
-        """
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
@@ -168,9 +152,7 @@ class _Table:
         self.smallest = min(max(fitting, 1), ranks)
         """Ranks of the smallest group that has room for the longest row."""
         self._ranks, self._rows = ranks, len(tokens)
-        fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(
-            len(self.degrees), -1
-        )
+        fits = tokens <= np.array(self.degrees)[:, None] * cost.memory_tokens
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
         self._seconds = np.where(fits, seconds, math.inf)
         if len(tokens) and not fits[-1].all():
@@ -181,12 +163,12 @@ class _Table:
         self._of_degree = {d: each.tolist() for d, each in zip(self.degrees, self._seconds, strict=True)}
 
     def holds(self, degrees: Sequence[int]) -> bool:
-        """Return whether the largest of these groups has room for the longest row."""
+        """Whether the largest of these groups has room for the longest row."""
         return not self._rows or self._of_degree[max(degrees)][self._order[0]] < math.inf
 
     @property
     def bound_s(self) -> float:
-        """A lower bound on the makespan.
+        """A lower bound on the time of the slowest group.
 
         Every row takes at least the rank-seconds of its best group, which the ranks share, and at
         least the seconds of its quickest group. Rank-seconds depend on a group's size only through
@@ -198,7 +180,6 @@ class _Table:
         return float(max(work / self._ranks, self._seconds.min(0).max()))
 
     def dealt(self, degrees: Sequence[int]) -> SequenceGroups:
-        """Return the groups with all rows dealt out to them."""
         degrees = sorted(degrees, reverse=True)
         heaps: dict[int, list[tuple[float, int]]] = {}
         for group, degree in enumerate(degrees):
@@ -217,12 +198,12 @@ class _Table:
             math.fsum(self._of_degree[d][row] for row in own)
             for d, own in zip(degrees, members, strict=True)
         ]
-        return SequenceGroups(
-            tuple(degrees), tuple(tuple(sorted(own)) for own in members), tuple(loads), self.bound_s
-        )
+        rows = tuple(tuple(sorted(own)) for own in members)
+        return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
         """Move rows away from the slowest group, or swap them, while that lowers the larger load."""
+        swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
             # The factor below ignores gains that are only rounding.
             slowest = max(range(len(loads)), key=loads.__getitem__)
@@ -232,12 +213,10 @@ class _Table:
                     if group == slowest:
                         continue
                     its = self._of_degree[degree]
-                    after = max(loads[group] + its[row], loads[slowest] - of[row])
-                    best = min(best, (after, row, group, -1))
-                    for other in members[group] if self._rows <= FEW_ROWS else ():
-                        after = max(
-                            loads[group] + its[row] - its[other], loads[slowest] - of[row] + of[other]
-                        )
+                    more, less = loads[group] + its[row], loads[slowest] - of[row]
+                    best = min(best, (max(more, less), row, group, -1))
+                    for other in members[group] if swaps else ():
+                        after = max(more - its[other], less + of[other])
                         best = min(best, (after, row, group, other))
             _, row, group, other = best
             if row < 0:
@@ -257,10 +236,9 @@ class _Table:
 def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
     """Halve a group or join two of equal size, as long as that makes the plan faster."""
     while True:
-        near = [
-            way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)
-        ]
-        found = min((table.dealt(way) for way in near), key=lambda plan: plan.seconds, default=best)
+        near = [way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees}]
+        dealt = (table.dealt(way) for way in near if table.holds(way))
+        found = min(dealt, key=lambda plan: plan.seconds, default=best)
         if found.seconds >= best.seconds * (1 - 1e-9):
             return best
         best = found
@@ -284,8 +262,7 @@ def _divisors(ranks: int) -> tuple[int, ...]:
 
 
 def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield all partitions of ranks into groups.
-
+    """
     >>> list(_all_partitions(3))
     [(3,), (2, 1), (1, 1, 1)]
     """
@@ -312,16 +289,13 @@ def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:
             return
 
 
-def _large_and_small(ranks: int, degrees: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (size of the large groups, their number, size of the others)."""
-    for large in degrees:
-        for small in degrees:
-            if small <= large:
-                yield from (
-                    (large, k, small)
-                    for k in range(1, ranks // large + 1)
-                    if small < large or k == ranks // large
-                )
+def _large_and_small(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield partitions into some large groups and others of one smaller size."""
+    for large in _powers(ranks):
+        for small in (size for size in _powers(ranks) if size <= large):
+            most = ranks // large
+            for number in range(1 if small < large else most, most + 1):
+                yield _filled(ranks, (large,) * number, small)
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:

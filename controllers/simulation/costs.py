@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import Field, field_validator, model_validator
 
+from ...dataflow.batch import Batch
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
+from ...dataflow.graph import SOURCE, Graph
+from ...dataflow.metric_names import FUNCTIONS
+from ...dataflow.runs.files import CONFIG
+from ...dataflow.runs.tables import read_timeline
+from ...dataflow.safe_files import read_json
+from ...dataflow.source import positions
 from ...workers.dispatch import RowCost
 from ...workers.training.microbatch_plan import OptimizerSteps, plan_microbatches
 from ...workers.training.pipeline_schedule import PipelineRun, interleaved, run
-from ..placement import ranks_of_a_replica
+from ..placement import Placement, ranks_of_a_replica, resolve
+from ..ranks.row_io import num_tokens
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
@@ -36,16 +51,9 @@ class LogNormal(Config):
     """[tokens] Longest response. Set it as in `Sampling`."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
-        """Draw the lengths of the responses to a prompt.
-
-        Args:
-            position: position of the prompt's row in the source.
-
-        Returns:
-            [n] int64 tokens, the same for the same key.
-        """
-        chance = np.random.default_rng(key)
-        drawn = chance.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
+        """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
+        mean = math.log(self.mean) - self.sigma**2 / 2
+        drawn = np.random.default_rng(key).lognormal(mean, self.sigma, n)
         return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
 
 
@@ -61,7 +69,6 @@ class FixedLengths(Config):
     replay it."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
-        """Return the given lengths, as `LogNormal.draw` does; the key is not used."""
         own = self.lengths[position % len(self.lengths)]
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
@@ -91,17 +98,14 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
 
-        Args:
-            steps: optimizer steps of an update. Times of this class are for the whole call, however
-                many steps it has; times of subclasses are for one pass.
+        Times of this class are for all optimizer steps of a call; those of subclasses, for one pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the seconds of a call, without the constant.
+        """Return the seconds of a call, without the constant, for rows of these lengths [tokens].
 
         Args:
-            lengths: [rows] tokens of each row.
             cuts: indexes of the rows of each optimizer step.
 
         Returns:
@@ -154,12 +158,11 @@ class PipelineCost(LinearCost):
         return self
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.seconds`, with the schedule of each optimizer step played out."""
         of_step = self.played(rows / steps.minibatches, tokens / steps.minibatches)
         return self.fixed_s + steps.number * of_step.seconds
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """As `LinearCost.seconds_of_steps`, with rows cut into microbatches as the engine does."""
+        """See `LinearCost`. Rows are cut into microbatches as the engine does."""
         found: list[float] = []
         for own in (lengths[cut] for cut in cuts):
             parts = plan_microbatches(own, self.microbatch_tokens, packed=True)
@@ -167,15 +170,12 @@ class PipelineCost(LinearCost):
         return np.array(found)
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.least_s`: the compute time of the busiest stage."""
+        """See `LinearCost`: the compute time of the busiest stage."""
         stages = self._shares.reshape(self.chunks, self.stages).sum(0)
         return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
 
     def played(self, rows: float, tokens: float) -> PipelineRun:
-        """Play the schedule of one optimizer step on rows of equal length.
-
-        A microbatch consists of whole rows; the last one takes the rest.
-        """
+        """Play the schedule of one optimizer step on rows of equal length."""
         number = self.microbatches(rows, tokens)
         each = self._rows_of_one(rows, tokens)
         sizes = [min(each, rows - k * each) for k in range(number)]
@@ -187,11 +187,8 @@ class PipelineCost(LinearCost):
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
         """Return the whole rows in a full microbatch."""
-        return (
-            max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9))
-            if tokens
-            else max(1, math.ceil(rows))
-        )
+        fit = self.microbatch_tokens * rows / tokens + 1e-9 if tokens else math.ceil(rows)
+        return max(1, math.floor(fit))
 
     @property
     def _shares(self) -> np.ndarray:
@@ -206,12 +203,11 @@ class PipelineCost(LinearCost):
         """
         number = max(1, len(microbatches))
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
-        filled = [*microbatches, *[(0.0, 0.0)] * (whole - len(microbatches))]
-        passes = np.outer(
-            self._shares, [self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in filled]
-        )
-        transfers = [self.transfer_s * tokens for _, tokens in filled]
+        work = np.zeros((whole, 2))
+        work[: len(microbatches)] = np.reshape(microbatches, (-1, 2))
+        passes = np.outer(self._shares, work @ [self.per_row_s, self.per_token_s])
         schedule = interleaved(self.stages, whole, self.chunks)
+        transfers = (self.transfer_s * work[:, 1]).tolist()
         return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
 
 
@@ -219,7 +215,7 @@ class SequenceParallelCost(LinearCost):
     """Cost of an update whose ranks share the tokens of long rows.
 
     Groups of different sizes are chosen for the rows of each optimizer step (FlexSP,
-    arXiv:2412.01523; `controllers/prechecks/sequence_groups.py`). Times are for one forward and
+    arXiv:2412.01523; `controllers/simulation/sequence_groups.py`). Times are for one forward and
     backward pass; `per_token_s` is the time of a token's linear layers on one rank.
 
     >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
@@ -244,22 +240,18 @@ class SequenceParallelCost(LinearCost):
     for all rows."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.seconds`, with groups chosen for each optimizer step."""
         number = max(1, round(rows / steps.minibatches))
         lengths = np.full(number, math.ceil(tokens / steps.minibatches / number))
         return self.fixed_s + steps.number * float(self.seconds_of_steps(lengths, [np.arange(number)])[0])
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """As `LinearCost.seconds_of_steps`: the time of the slowest group in each step."""
+        """See `LinearCost`: the time of the slowest group in each step."""
         return np.array(
             [self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts]
         )
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.least_s`: rows of equal length, which need the least attention.
-
-        All ranks share them without an exchange.
-        """
+        """See `LinearCost`. Rows of equal length need the least attention; no rank exchanges any."""
         linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
@@ -355,7 +347,6 @@ class CostModel(Config):
         return value
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Return the ranks of one replica of a group with this configuration."""
         return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)
 
     def pipeline(self, name: str, config: object) -> PipelineCost | None:
@@ -378,3 +369,200 @@ class CostModel(Config):
         """Return the cost of a call that does not generate, or zero cost by default."""
         cost = self.nodes.get(name)
         return cost if isinstance(cost, LinearCost) else LinearCost()
+
+
+def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
+    """Return the seed of the draws for a row, which is the same under every schedule.
+
+    Args:
+        position: position of the source row.
+        turn: number of its group among those made of that source row.
+        path: number of the row among its siblings, after the numbers of its ancestors.
+    """
+    return [seed, zlib.crc32(graph.encode()), position, turn, *path]
+
+
+# A lower bound on the time of a step.
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound on the time of a step."""
+
+    seconds: float
+    """[s] Average time of a step, set by the slowest pool."""
+    pool: str
+    """The slowest pool, whose groups are always busy."""
+    pools: Mapping[str, float]
+    """Pool -> seconds per step that its groups are busy at least."""
+
+
+def bound(
+    costs: CostModel,
+    graph: Graph,
+    placement: Placement | None = None,
+    *,
+    prompts_per_step: int,
+    steps: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+) -> Bound:
+    """Return a lower bound on the time of a step, for any schedule in this placement.
+
+    It counts the work of each pool's groups, perfectly balanced: generation runs at its best batch
+    size, no group waits, and weight transfers and the driver cost nothing.
+
+    Args:
+        costs: the costs of the calls. Filters are assumed to drop nothing.
+        steps: number of steps whose rows are counted, from the first.
+        seed: the driver's seed, for the order of the prompts.
+    """
+    places = resolve(placement, {**graph.handles, FUNCTIONS: None})
+    busy: Counter[str] = Counter()
+    rows, tokens = _load(costs, graph, prompts_per_step * steps, seed, shuffle)
+    for node in graph.nodes:
+        group = node.group or FUNCTIONS
+        config = graph.handles[group].config if group in graph.handles else None
+        replicas = places[group].ranks // costs.replica_ranks(group, config)
+        cost = costs.nodes.get(node.name, LinearCost())
+        if isinstance(cost, Generation):
+            assert node.makes_level is not None
+            # Tokens of a response row include its prompt, which is subtracted here.
+            prompts = tokens[node.level] * rows[node.makes_level] / rows[node.level]
+            made = tokens[node.makes_level] - prompts
+            # seconds per token at the most efficient batch size
+            best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
+            seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
+        else:
+            own = rows[node.level] / replicas, tokens[node.level] / replicas
+            seconds = steps * cost.fixed_s + cost.least_s(*own, OptimizerSteps.of_node(node))
+        busy[places[group].pool.name] += seconds / steps  # pyright: ignore[reportArgumentType]
+    pool = max(busy, key=lambda name: busy[name])
+    return Bound(float(busy[pool]), pool, dict(busy))
+
+
+def _load(
+    costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
+) -> tuple[Counter[int], Counter[int]]:
+    """Return the rows and the tokens of each level, for the first `groups` groups of a run."""
+    batch = Batch.of_table(graph.source.table)
+    lengths = num_tokens(batch)
+    rows: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    makers = [n for n in graph.nodes if n.makes_level is not None]
+    order = itertools.islice(positions(len(batch), seed, shuffle=shuffle), groups)
+    for number, position in enumerate(order):
+        # Level -> (path, tokens) of each row.
+        made: dict[int, list[tuple[list[int], int]]] = {SOURCE: [([], int(lengths[position]))]}
+        for node in makers:
+            n, cost = int(node.arguments.get("n", 1)), costs.nodes.get(node.name)
+            children = made.setdefault(node.makes_level or SOURCE, [])
+            for path, own in made[node.level]:
+                drawn = np.zeros(n, np.int64)
+                if isinstance(cost, Generation):
+                    key = draw_key(costs.seed, "train", position, number // len(batch), path)
+                    drawn = cost.lengths.draw(key, position, n)
+                children += [([*path, k], own + int(length)) for k, length in enumerate(drawn)]
+        for level, own in made.items():
+            rows[level] += len(own)
+            tokens[level] += sum(size for _, size in own)
+    return rows, tokens
+
+
+# Costs of a real run, fitted to its timeline.
+
+
+def calibrate(
+    timeline: pa.Table | Path,
+    *,
+    replicas: Mapping[str, int] | None = None,
+    nodes: Mapping[str, LinearCost | Generation] | None = None,
+    **others: Any,
+) -> CostModel:
+    """Fit a cost model to the timeline of a real run, by least squares with nonnegative costs.
+
+    If several lines fit equally well (for example because all calls had as many rows), the one with
+    the fewest terms wins. For an update that came in parts, the last part carries the constant. A
+    timeline has no response lengths, so give the `Generation` of a generating node in `nodes`.
+
+    Args:
+        timeline: the folder of a run, whose `config.json` has the ranks of each group; or a
+            `timeline.parquet`, or its table, with the columns group, node, worker_s, rows, tokens,
+            and perhaps last.
+        replicas: group -> replicas that shared the rows of a call; 1 by default.
+        nodes: known costs, which are kept as they are.
+        others: further settings of `CostModel`.
+
+    Raises:
+        UserError: the timeline is missing, unreadable or lacks a column, or the `config.json` of
+            the run is damaged.
+    """
+    counts = _ranks(timeline / CONFIG) if isinstance(timeline, Path) and timeline.is_dir() else {}
+    counts |= dict(replicas or {})
+    table = _read(timeline) if isinstance(timeline, Path) else timeline
+    needed = ("group", "node", "worker_s", "rows", "tokens")
+    for column in needed:
+        if column not in table.column_names:
+            raise UserError(
+                f"the timeline has no column {column!r}; calibrate() needs {', '.join(needed)}"
+            )
+    calls: dict[str, list[tuple[float, float, float, float]]] = {}
+    for call in table.to_pylist():
+        group, node = call["group"], call["node"]
+        known = group == FUNCTIONS or node.startswith(f"{group}.")
+        share = counts.get(group, 1)
+        calls.setdefault(node if known else f"{group}.{node}", []).append(
+            (call["worker_s"], call["rows"] / share, call["tokens"] / share, call.get("last", True))
+        )
+    fitted = {name: _fit(np.array(own, float)) for name, own in calls.items()}
+    return CostModel(nodes={**fitted, **(nodes or {})}, **others)
+
+
+def _read(timeline: Path) -> pa.Table:
+    try:
+        table = read_timeline(timeline) if timeline.is_dir() else pq.read_table(timeline)
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+        raise UserError(f"the timeline of {timeline} cannot be read: {error}") from None
+    if table is None:
+        raise UserError(
+            f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run"
+        )
+    return table
+
+
+def _ranks(config: Path) -> dict[str, int]:
+    """Return the ranks of each group of a run, or nothing for a run in one process."""
+    try:
+        described = read_json(config)
+        if described["backend"] == "Local()":
+            return {}
+        return {
+            name: int(place["ranks"])
+            for name, place in described["placement"].items()
+            if isinstance(place, dict)
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{config} lacks the ranks of each group ({error!r}); give the run's timeline.parquet and replicas={{...}}"
+        ) from None
+
+
+def _fit(calls: np.ndarray) -> LinearCost:
+    """Return the closest line with nonnegative slopes and the fewest terms.
+
+    `calls`: [calls, (seconds, rows, tokens, constants)].
+    """
+    seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
+    found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
+    # Fewer terms come first: a later line has to fit clearly better.
+    for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
+        if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
+            continue
+        weights = np.linalg.lstsq(terms[:, chosen], seconds, rcond=None)[0]
+        error = float(((terms[:, chosen] @ weights - seconds) ** 2).sum())
+        if (weights >= 0).all() and error < found[0] * (1 - 1e-6) - 1e-12:
+            line = np.zeros(3)
+            line[chosen] = weights
+            found = error, line
+    per_token, per_row, fixed = found[1].tolist()
+    return LinearCost(fixed_s=fixed, per_row_s=per_row, per_token_s=per_token)

@@ -7,10 +7,9 @@ import pyarrow as pa
 import pytest
 from simulated_runs import costs, run, times
 
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_bound import calibrate
-from weft.controllers.prechecks.simulated_costs import LogNormal
 from weft.controllers.schedule import Synchronous
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import LogNormal, calibrate
 from weft.dataflow.errors import UserError
 
 

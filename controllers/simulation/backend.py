@@ -1,13 +1,11 @@
 """Simulated: a backend without workers, on a virtual clock.
 
-The same graphs, driver, schedules and ledgers run on any number of imaginary devices. A cost model
-gives the time of each call, and the clock jumps from one event to the next.
+A cost model gives the time of each call, and the clock jumps from one event to the next. No rows are
+written: references to columns are invented.
 
     CostModel -> Simulated(costs) -> Driver(..., backend=...)   a run with a log, in virtual seconds
     calibrate(run) -> CostModel                                 from the timeline of a real run
     bound(costs, graph, placement, ...)                         a lower bound on a step's time
-
-No rows are written: references to columns are invented.
 """
 
 from __future__ import annotations
@@ -37,72 +35,15 @@ from ..backends.backend import Backend, Event, Setup
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Reply, Task
-from .simulated_costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost
-from .simulated_replica import Generating, Replica, Work
-
-# Random draws for each row. They depend on its place in the source and among its siblings, so that
-# they are the same under every schedule.
-
-
-class Draws:
-    """The random draws of one run."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._turns: dict[tuple[str, int], dict[int, int]] = {}
-        """(graph, source row) -> group made of it -> its number among these."""
-
-    def lengths(self, cost: Generation, graph: str, row: Row, n: int) -> np.ndarray:
-        """Return the token counts of the responses to a row: [n] int64."""
-        return cost.lengths.draw(self._key(graph, row), row.position, n)
-
-    def passes(self, cost: LinearCost, graph: str, row: Row, node: str, *, whole_groups: bool) -> bool:
-        """Return whether a filter passes a row (or its group)."""
-        if cost.keep == 1:
-            return True
-        # A filter of whole groups draws once for each group.
-        root = row
-        while whole_groups and root.parent is not None:
-            root = root.parent
-        return bool(
-            np.random.default_rng([*self._key(graph, root), zlib.crc32(node.encode())]).random()
-            < cost.keep
-        )
-
-    def _key(self, graph: str, row: Row) -> list[int]:
-        turns = self._turns.setdefault((graph, row.position), {})
-        return draw_key(
-            self._seed, graph, row.position, turns.setdefault(row.group.id, len(turns)), _path(row)
-        )
-
-
-def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
-    """Return the seed of the draws for a row.
-
-    Args:
-        position: position of the source row.
-        turn: number of its group among those made of that source row.
-        path: number of the row among its siblings, after the numbers of its ancestors.
-    """
-    return [seed, zlib.crc32(graph.encode()), position, turn, *path]
-
-
-def _path(row: Row) -> list[int]:
-    path: list[int] = []
-    while row.parent is not None:
-        path.insert(0, row.number)
-        row = row.parent
-    return path
-
-
-# Simulated
+from .costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost, draw_key
+from .replica import Generating, Replica, Work
 
 NODE = "simulated"
 """Node of invented references. None of its files exist."""
 
 
 @dataclass(frozen=True)
-class SimulatedWeights:
+class _Weights:
     """Weights published by a simulated leader: a version without tensors."""
 
     version: int
@@ -112,14 +53,12 @@ class SimulatedWeights:
     def checksum(self) -> str:
         return f"version-{self.version}"
 
-    def __add__(self, other: SimulatedWeights) -> SimulatedWeights:
+    def __add__(self, other: _Weights) -> _Weights:
         return self
 
 
 class Simulated(Backend):
     """Worker groups that only let virtual time pass, on any placement.
-
-    `clock` counts virtual seconds.
 
     Args:
         costs: the time of each call; calls without a cost take no time.
@@ -128,7 +67,8 @@ class Simulated(Backend):
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
         self._now = 0.0
-        self._draws = Draws(costs.seed)
+        self._turns: dict[tuple[str, int], dict[int, int]] = {}
+        """(graph, source row) -> group made of it -> its number among these."""
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._submitted: list[tuple[float, Call, list[tuple[int, Task]]]] = []
         """Calls made since the clock last moved: (time, call, tasks by rank)."""
@@ -148,48 +88,39 @@ class Simulated(Backend):
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that the costs name groups of the graphs and match their ranks.
-
-        Devices are unlimited.
-        """
-        for name in [
-            *(n.partition(".")[0] for n in self.costs.nodes if "." in n),
-            *self.costs.ranks_per_replica,
-        ]:
+        """Check that the costs name groups of the graphs and match their ranks."""
+        costs = self.costs
+        named = [*(n.partition(".")[0] for n in costs.nodes if "." in n), *costs.ranks_per_replica]
+        for name in named:
             if name not in placement:
                 raise UserError(
                     f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}"
                 )
         configs = {name: handle.config for name, handle in handles.items()}
         for name, place in placement.items():
-            each = self.costs.replica_ranks(name, configs.get(name))
+            each = costs.replica_ranks(name, configs.get(name))
             if place.ranks % each:
-                where = (
-                    "CostModel.ranks_per_replica"
-                    if name in self.costs.ranks_per_replica
-                    else f"the configuration of {name!r}"
-                )
+                own = name in costs.ranks_per_replica
+                where = "CostModel.ranks_per_replica" if own else f"the configuration of {name!r}"
                 raise UserError(
                     f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
                 )
-        for node, cost in self.costs.nodes.items():
-            if isinstance(cost, PipelineCost | SequenceParallelCost):
-                name = node.partition(".")[0]
-                self.costs.pipeline(node, configs.get(name))
-                self._check_ranks(node, cost, self.costs.replica_ranks(name, configs.get(name)))
-
-    def _check_ranks(self, node: str, cost: PipelineCost | SequenceParallelCost, ranks: int) -> None:
-        """Check that a cost has as many ranks as a replica, which its share of the rows is based on."""
-        if isinstance(cost, PipelineCost):
-            fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
-        else:
-            fits, wanted = ranks == cost.ranks, f"{cost.ranks} ranks"
-        if not fits:
-            group = node.partition(".")[0]
-            raise UserError(
-                f"the cost of node {node!r} is for {wanted}, but a replica of {group!r} has {ranks} ranks; "
-                f"set CostModel.ranks_per_replica"
-            )
+        for node, cost in costs.nodes.items():
+            name = node.partition(".")[0]
+            ranks = costs.replica_ranks(name, configs.get(name))
+            # A cost has as many ranks as a replica, which its share of the rows is based on.
+            if isinstance(cost, PipelineCost):
+                costs.pipeline(node, configs.get(name))
+                fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
+            elif isinstance(cost, SequenceParallelCost):
+                fits, wanted = ranks == cost.ranks, f"{cost.ranks} ranks"
+            else:
+                continue
+            if not fits:
+                raise UserError(
+                    f"the cost of node {node!r} is for {wanted}, but a replica of {name!r} has {ranks} ranks; "
+                    f"set CostModel.ranks_per_replica"
+                )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
@@ -198,11 +129,8 @@ class Simulated(Backend):
             place = setup.placement[name]
             mesh = [Coordinates(dp=rank // each, tp=rank % each) for rank in range(place.ranks)]
             groups[name] = WorkerGroup(name, handle, place, mesh, self._submit)
-            generates = [
-                c
-                for n, c in self.costs.nodes.items()
-                if n.startswith(f"{name}.") and isinstance(c, Generation)
-            ]
+            costs = (c for n, c in self.costs.nodes.items() if n.startswith(f"{name}."))
+            generates = [cost for cost in costs if isinstance(cost, Generation)]
             if len(generates) > 1:
                 raise UserError(
                     f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine"
@@ -214,10 +142,7 @@ class Simulated(Backend):
 
     sync_interval_s = math.inf
     """Never sync: a power failure could not destroy any results."""
-
-    @property
-    def nodes(self) -> tuple[str]:
-        return (NODE,)
+    nodes = (NODE,)
 
     def rest(self, seconds: float) -> None:
         self._now += seconds
@@ -239,19 +164,17 @@ class Simulated(Backend):
         self._begin()
         for replica in dict.fromkeys(self._replica(call, rank) for rank in call.ranks):
             replica.run(self._now)
-            replica.cancel(call.number, self._now, parents)
+            replica.cancel_call(call.number, self._now, parents)
             self._note(replica)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return the next replies.
-
-        The clock moves to their time, or by `timeout_s` if none arrives before.
-        """
+        """Return the next replies, and move the clock to their time, or else by `timeout_s`."""
         self._begin()
         end = self._now + timeout_s
-        while self._due and self._due[0][0] <= max(
-            self._now, min(end, self._replies[0][0] if self._replies else end)
-        ):
+        while self._due:
+            first_s = min(end, self._replies[0][0]) if self._replies else end
+            if self._due[0][0] > max(self._now, first_s):
+                break
             time, _, replica = heapq.heappop(self._due)
             # Otherwise this entry is outdated.
             if time == replica.next_s:
@@ -291,9 +214,12 @@ class Simulated(Backend):
             rows = [call.lease.row_of[id] for id in kept.rows.ids.tolist()]
             n = int(kept.arguments.get("n", 1))
             assert replica.cost is not None
-            lengths = [self._draws.lengths(replica.cost, call.ledger.name, row, n) for row in rows]
+            lengths = [
+                replica.cost.lengths.draw(self._key(call.ledger.name, row), row.position, n)
+                for row in rows
+            ]
             replica.run(at)
-            replica.add(Generating(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
+            replica.add_call(Generating(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
             self._note(replica)
 
     def _work(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]], cost: LinearCost) -> None:
@@ -316,15 +242,12 @@ class Simulated(Backend):
         if done:  # in each optimizer step, the ranks of one program wait for the slowest
             seconds += float(np.max(list(done.values()), axis=0).sum())
         for replica, own in self._by_replica(call, tasks):
-            replies = [
-                (rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own
-            ]
-            weights = own[0][1].arguments.get("weights")
-            version = (
-                weights.version if call.method == "receive_weights" and weights is not None else None
-            )
+            about = versions, cost, seconds
+            replies = [(rank, self._result(call, rank, task, *about)) for rank, task in own]
+            weights = own[0][1].arguments.get("weights") if call.method == "receive_weights" else None
+            version = None if weights is None else weights.version
             replica.run(at)
-            replica.add(Work(call, seconds, replies, version), at)
+            replica.add_call(Work(call, seconds, replies, version), at)
             self._note(replica)
 
     def _result(
@@ -336,19 +259,14 @@ class Simulated(Backend):
         cost: LinearCost,
         seconds: float,
     ) -> Reply:
+        """Return the reply of a rank. Subclasses may depend on the rank."""
         if task.rows is None:
-            return Reply(value=_value(task, rank) if task.keep else None, done=True, seconds=seconds)
+            return Reply(value=_value(task) if task.keep else None, done=True, seconds=seconds)
         published = self._published(call, task, cost) if task.keep and len(task.rows.ids) else None
         wrote = published is not None and task.rows.writes
-        return Reply(
-            published,
-            self._invent(8 * len(task.rows.ids)) if wrote else None,
-            _trained(call, [versions[i] for i in task.rows.ids.tolist()])
-            if task.keep and versions
-            else {},
-            done=True,
-            seconds=seconds,
-        )
+        segment = self._invent(8 * len(task.rows.ids)) if wrote else None
+        trained = [versions[i] for i in task.rows.ids.tolist()] if task.keep and versions else []
+        return Reply(published, segment, _trained(call, trained), done=True, seconds=seconds)
 
     def _published(self, call: Call, task: Task, cost: LinearCost) -> Published | None:
         """Return the report of a simulated call to the ledger."""
@@ -361,13 +279,7 @@ class Simulated(Backend):
                 f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes"
             )
         if operation.shape is Shape.FILTER:
-            assert call.ledger is not None and call.node is not None and call.lease is not None
-            rows = call.lease.row_of
-            graph, node = call.ledger.name, call.node.name
-            whole = operation.whole_groups
-            ids = ids[
-                [self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]
-            ]
+            ids = ids[[self._passes(call, cost, id) for id in ids.tolist()]]
         elif operation.shape is Shape.EXPAND:
             assert share.first_children is not None
             n = int(task.arguments.get("n", 1))
@@ -381,6 +293,28 @@ class Simulated(Backend):
         elif not share.writes:
             return None  # for example an update
         return Published(ids, np.zeros(len(ids), np.int64))
+
+    def _passes(self, call: Call, cost: LinearCost, sample_id: int) -> bool:
+        """Return whether a filter passes a row, or its group."""
+        assert call.ledger is not None and call.node is not None and call.lease is not None
+        if cost.keep == 1:
+            return True
+        row = call.lease.row_of[sample_id]
+        # A filter of whole groups draws once for each group.
+        while call.node.operation.whole_groups and row.parent is not None:
+            row = row.parent
+        key = [*self._key(call.ledger.name, row), zlib.crc32(call.node.name.encode())]
+        return bool(np.random.default_rng(key).random() < cost.keep)
+
+    def _key(self, graph: str, row: Row) -> list[int]:
+        """Return the seed of the draws for a row."""
+        turns = self._turns.setdefault((graph, row.position), {})
+        turn = turns.setdefault(row.group.id, len(turns))
+        path: list[int] = []
+        while row.parent is not None:
+            path.insert(0, row.number)
+            row = row.parent
+        return draw_key(self.costs.seed, graph, row.position, turn, path)
 
     def _replica(self, call: Call, rank: int) -> Replica:
         own = self._replicas.get((call.group.name, call.group.mesh[rank].dp))
@@ -408,17 +342,17 @@ class Simulated(Backend):
         return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
 
 
-def _value(task: Task, rank: int) -> Any:
+def _value(task: Task) -> Any:
     """Return the result of a method that belongs to no node."""
     if task.method in ("publish_weights", "finish_publishing"):
-        return SimulatedWeights(task.arguments["version"])
+        return _Weights(task.arguments["version"])
     if task.method == "receive_weights":
         return task.arguments["weights"].checksum
     return {"save_checkpoint": 0.0, "checkpoint_written": True}.get(task.method)
 
 
 def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
-    """Return the staleness metrics of an update: the largest and the mean lag of its rows."""
+    """Return the staleness metrics of an update."""
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}

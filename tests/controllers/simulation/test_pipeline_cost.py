@@ -13,16 +13,16 @@ from simulated_runs import run as simulated
 from toy import centred, prompts
 
 from weft.controllers.prechecks.plan_sizes import UpdateSizes, pipeline_plan
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.ranks.row_io import num_tokens
+from weft.controllers.schedule import Synchronous
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     LinearCost,
     PipelineCost,
     SequenceParallelCost,
 )
-from weft.controllers.ranks.row_io import num_tokens
-from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group

@@ -29,17 +29,17 @@ from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import MANY_RANKS, Call
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_bound import bound
-from weft.controllers.prechecks.simulated_costs import (
+from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.controllers.simulation.backend import Simulated
+from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
+    bound,
 )
-from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
-from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.graph import group

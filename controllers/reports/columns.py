@@ -1,28 +1,20 @@
-"""Records for displays: a step, an evaluation, the end of a run. Each display formats them."""
+"""What a display shows: the columns of a step, the score of an evaluation, the end of a run."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ...algorithms.evaluation import interval
 from ...dataflow.metric_names import SCORES, metric_of, score_label
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One number of a step, formatted."""
-
-    label: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of number that a step may have."""
+class _Column(NamedTuple):
+    """A number that a step may have."""
 
     label: str
     metric: str
@@ -31,21 +23,21 @@ class Kind:
     spread: str = ""
     """Name of the metric with the standard deviation, in the same group."""
     instead_of: str = ""
-    """Show this one only if the step has no figure with this label."""
+    """Show this one only if the step has no column with this label."""
 
 
-KINDS = (
-    Kind("reward", "mean", ".3f", spread="std"),
-    Kind("loss", "loss", ".4f", instead_of="reward"),
-    Kind("preference accuracy", "preference_accuracy", ".0%"),
-    Kind("no signal", "groups_without_signal", ".0%"),
-    Kind("length", "response_length", ",.1f"),
-    Kind("truncated", "truncation_rate", ".0%"),
-    Kind("entropy", "entropy", ".2f"),
-    Kind("gap", "mean_logprob_gap", ".0e"),
-    Kind("tokens/s", "tokens_per_s", ",.0f"),
+_COLUMNS = (
+    _Column("reward", "mean", ".3f", spread="std"),
+    _Column("loss", "loss", ".4f", instead_of="reward"),
+    _Column("preference accuracy", "preference_accuracy", ".0%"),
+    _Column("no signal", "groups_without_signal", ".0%"),
+    _Column("length", "response_length", ",.1f"),
+    _Column("truncated", "truncation_rate", ".0%"),
+    _Column("entropy", "entropy", ".2f"),
+    _Column("gap", "mean_logprob_gap", ".0e"),
+    _Column("tokens/s", "tokens_per_s", ",.0f"),
 )
-"""Figures of a step, in display order. Figures that were not measured are left out."""
+"""In display order. Columns that were not measured are left out."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +52,33 @@ class Step:
     """Estimated seconds to the last step, at the pace so far."""
 
     @property
-    def figures(self) -> tuple[Figure, ...]:
-        """The measured figures among `KINDS`, without NaN.
+    def numbers(self) -> dict[str, str]:
+        """Label -> number of the measured columns, without NaN.
 
-        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).figures
-        (Figure(label='reward', text='0.500 ±0.250'), Figure(label='truncated', text='100%'))
+        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).numbers
+        {'reward': '0.500 ±0.250', 'truncated': '100%'}
         """
-        found: list[Figure] = []
-        for kind in KINDS:
-            name = metric_of(self.metrics, kind.metric)
-            if name is None or any(figure.label == kind.instead_of for figure in found):
+        found: dict[str, str] = {}
+        for column in _COLUMNS:
+            name = metric_of(self.metrics, column.metric)
+            if name is None or column.instead_of in found:
                 continue
-            text = format(self.metrics[name], kind.form)
-            spread = self.metrics.get(f"{name.removesuffix(kind.metric)}{kind.spread}", math.nan)
-            if kind.spread and math.isfinite(spread):
-                text += f" ±{spread:{kind.form}}"
-            found.append(Figure(kind.label, text))
-        return tuple(found)
+            text = format(self.metrics[name], column.form)
+            spread = self.metrics.get(f"{name.removesuffix(column.metric)}{column.spread}", math.nan)
+            if column.spread and math.isfinite(spread):
+                text += f" ±{spread:{column.form}}"
+            found[column.label] = text
+        return found
+
+    @property
+    def line(self) -> str:
+        """
+        >>> Step(3, 9, {"reward/mean": 0.5, "tokens_per_s": 1234.0}, left_s=61).line
+        'step 3/9  reward 0.500  tokens/s 1,234  1:01 left'
+        """
+        numbers = [f"{label} {text}" for label, text in self.numbers.items()]
+        left = [] if self.left_s is None else [f"{clock(self.left_s)} left"]
+        return "  ".join([f"step {self.number}/{self.of}", *numbers, *left])
 
 
 @dataclass(frozen=True)
@@ -111,33 +113,36 @@ class EvaluationScore:
         lost = f"; {self.asked - self.lost} of {self.asked} prompts: the others have no scored response"
         return f"{self.label} {self.value:.3f}{between}{mean}{lost * bool(self.lost)}".strip()
 
+    @property
+    def line(self) -> str:
+        """
+        >>> EvaluationScore("eval", 0, 0.25, label="pass@1").line
+        'eval before the first step: pass@1 0.250'
+        """
+        when = f"of step {self.step}" if self.step else "before the first step"
+        return f"{self.evaluation} {when}: {self.text}"
+
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
-    """Return the score of an evaluation, or None without metrics.
+    """Return the score of an evaluation from its metrics, named `EVALUATION/...`; None without any.
 
     The score is a metric in `SCORES`, or else the first metric, whose better direction is unknown.
-
-    Args:
-        metrics: metrics named `EVALUATION/...`; others are ignored.
     """
-    own = {
-        n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")
-    }
+    start = f"{evaluation}/"
+    own = {n.removeprefix(start): value for n, value in metrics.items() if n.startswith(start)}
     lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
     name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
     label = next(iter(own), None) if name is None else score_label(name)
     if label is None:  # nothing was measured, or every prompt was lost
         return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
     if name is None:
-        return EvaluationScore(
-            evaluation, step, own[label], label=label, lost=lost, asked=asked, larger_is_better=False
-        )
+        unknown = EvaluationScore(evaluation, step, own[label], label=label, lost=lost, asked=asked)
+        return replace(unknown, larger_is_better=False)
     reward = next((v for n, v in own.items() if re.fullmatch(r"avg@\d+", n)), None)
     differs = reward is not None and not math.isclose(reward, own[name], abs_tol=1e-6)
     mean_reward = reward if differs and not math.isnan(own[name]) else None
-    return EvaluationScore(
-        evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked
-    )
+    between = _interval_of(name, own)
+    return EvaluationScore(evaluation, step, own[name], between, label, mean_reward, lost, asked)
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
@@ -167,20 +172,15 @@ class Ending:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """The lines of the summary: (label, text)."""
+        """(label, text) of each line."""
         several = len({score.evaluation for score in self.last}) > 1
         named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
-        told = [
-            (
-                f"{word} {score.evaluation if several else 'evaluation'}",
-                f"{score.text} at step {score.step}",
-            )
-            for word, score in named
+        lines = [
+            (f"{word} {s.evaluation if several else 'evaluation'}", f"{s.text} at step {s.step}")
+            for word, s in named
         ]
-        places = {what: str(where) for what, where in self.places.items()}
-        if self.best_checkpoint:
-            places["best checkpoint"] = self.best_checkpoint
-        return [*told, *places.items()]
+        lines += [(what, str(where)) for what, where in self.places.items()]
+        return lines + [("best checkpoint", self.best_checkpoint)] * bool(self.best_checkpoint)
 
 
 def ending_of(
@@ -190,16 +190,10 @@ def ending_of(
     seconds: float,
     places: Mapping[str, Path],
 ) -> Ending:
-    """Make the summary of a finished run.
-
-    Args:
-        places: result -> its path.
-    """
+    """Make the summary of a finished run."""
     rows = list(rows)
-    scores = {
-        name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations
-    }
-    known = [of for of in scores.values() if of]
+    scores = ([score_of(name, int(row["step"]), row) for row in rows] for name in evaluations)
+    known = [found for of in scores if (found := [score for score in of if score is not None])]
     best = (max(of, key=_rank) for of in known if of[0].larger_is_better)
     steps = max((int(row["step"]) for row in rows), default=0)
     return Ending(run, steps, seconds, tuple(best), tuple(of[-1] for of in known), places)

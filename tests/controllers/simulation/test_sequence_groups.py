@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.controllers.prechecks.sequence_groups import (
+from weft.controllers.simulation.sequence_groups import (
     SequenceCost,
     SequenceGroups,
     equal_groups,

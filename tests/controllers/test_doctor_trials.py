@@ -1,4 +1,4 @@
-"""The doctor: each check has its process, deadline and record."""
+"""Trials of the doctor: each has its process, deadline and record."""
 
 import os
 import sys
@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from weft.__main__ import main
-from weft.commands import trials
-from weft.commands.trials import Check, table_of, try_check
+from weft.controllers import doctor_trials
+from weft.controllers.doctor_trials import Trial, run_trial, run_trials, table_of
 
 sys.path.append(str(Path(__file__).parent))
 import doctored
 
 
-def check(run: Callable[..., object], deadline_s: float = 60) -> Check:
-    return Check(run.__name__, "a claim (docs/gpu.md)", run, deadline_s)  # pyright: ignore[reportArgumentType]
+def check(run: Callable[..., object], deadline_s: float = 60) -> Trial:
+    return Trial(run.__name__, "a claim (docs/gpu.md)", run, deadline_s)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixture[str]):
     skipped = replace(check(doctored.hangs), name="skips", skipped_on_cpu="needs a GPU")
     tried = [check(doctored.fails), check(doctored.crashes), skipped, check(doctored.passes)]
-    records = trials.examine(False, tried)
+    records = run_trials(False, tried)
     assert [record.outcome for record in records] == ["failed", "failed", "skipped", "passed"]
     assert records[0].why == "AssertionError: two is not three"
     assert records[1].why == "its process ended with exit code 7"
@@ -39,7 +39,7 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
 def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
     for deadline_s in (3, 12, 60):  # retry until the check has had time to begin
-        record = try_check(check(doctored.hangs, deadline_s), False)
+        record = run_trial(check(doctored.hangs, deadline_s), False)
         assert (record.outcome, record.why) == ("failed", f"it did not end in {deadline_s} s")
         if (tmp_path / "child").exists():
             break
@@ -61,15 +61,15 @@ def test_without_a_gpu_the_command_reports_it(
 
 
 def test_all_deadlines_are_ten_minutes_and_each_claim_names_a_page_that_exists():
-    assert sum(one.deadline_s for one in trials.CHECKS) <= 600
-    for one in trials.CHECKS:
+    assert sum(one.deadline_s for one in doctor_trials.TRIALS) <= 600
+    for one in doctor_trials.TRIALS:
         page = one.claim.rpartition("(")[2].partition(".md")[0]
-        assert (Path(__file__).parents[3] / f"{page}.md").is_file()
+        assert (Path(__file__).parents[2] / f"{page}.md").is_file()
 
 
 @pytest.mark.slow
 def test_the_checks_pass_on_a_cpu():
-    outcomes = {one.name: try_check(one, False).outcome for one in trials.CHECKS}
+    outcomes = {one.name: run_trial(one, False).outcome for one in doctor_trials.TRIALS}
     assert outcomes.pop("colocated") == "skipped"
     assert set(outcomes.values()) == {"passed"}
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] != ""
