@@ -24,7 +24,7 @@ from ...dataflow.errors import Cancelled, Ended, Planned, Silent
 from ...dataflow.graph import declared
 from ...dataflow.metrics import Max, Metrics
 from ...dataflow.runs.files import is_full
-from ...workers.worker import Children, Worker, peak_device_bytes
+from ...workers.worker import Worker, peak_device_bytes
 from .row_io import DataAccess, Gathered, Publisher, Replies, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 
