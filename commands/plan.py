@@ -17,7 +17,7 @@ from .command import Answer, ScriptCommand
 from .run import run_script, script_file
 
 if TYPE_CHECKING:
-    from ..controllers.placement import OtherMachine
+    from ..controllers.node_layout import OtherMachine
     from ..controllers.prechecks.dry_run import Planning
     from ..controllers.prechecks.plan import Plan
     from ..controllers.prechecks.plan_memory import GroupMemory
@@ -67,7 +67,7 @@ def _other(machine: str) -> OtherMachine:
     >>> _other("8x80")
     OtherMachine(gpus=8, gpu_bytes=85899345920)
     """
-    from ..controllers.placement import OtherMachine
+    from ..controllers.node_layout import OtherMachine
 
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):

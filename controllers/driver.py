@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +25,7 @@ from .backends.jobs import resume_of, root_of
 from .backends.local import Local
 from .group import WorkerGroup
 from .loop.run import Run
-from .loop.start import start
+from .loop.start import collected_seldom, start
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
 from .prechecks.checks import (
@@ -78,10 +79,8 @@ def versions() -> dict[str, str]:
     are left out."""
     found: dict[str, str] = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -244,15 +243,11 @@ class Driver:
             self.directory.notes.append(
                 f"the run's directory is {self.directory.path}: this is a job of a cluster"
             )
-        shown = Progress(schedule.steps, self.directory.path, display)
-        following = TrackerThreads(
-            trackers,
-            self.directory.path,
-            self._spec.backend.report,
-            partial(shown.alert, "tracker"),
-            samples=tracker_samples,
-        )
-        self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
+        path, report = self.directory.path, self._spec.backend.report
+        shown = Progress(schedule.steps, path, display)
+        alert = partial(shown.alert, "tracker")
+        following = TrackerThreads(trackers, path, report, alert, samples=tracker_samples)
+        self._history = RunHistory(shown, FullDisk(path, shown), following)
         self._described = {
             "settings": settings,
             "buffer": dict(buffer),
@@ -282,7 +277,10 @@ class Driver:
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
         if self._with_dashboard:
-            self._open_dashboard()
+            try:
+                self.say(f"dashboard: {start_dashboard(self.directory.path)}")
+            except OSError as error:  # the run continues without it
+                self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
         for mistake in mistakes(self._spec.graphs[TRAIN], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
         try:
@@ -295,13 +293,6 @@ class Driver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _open_dashboard(self) -> None:
-        """Start a dashboard in another process. The run continues if the dashboard cannot start."""
-        try:
-            self.say(f"dashboard: {start_dashboard(self.directory.path)}")
-        except OSError as error:
-            self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
 
     def _note(self, error: BaseException) -> None:
         """Add the error that ends the run to the run's alerts."""
@@ -347,7 +338,8 @@ class Driver:
         run = self._usable()
         try:
             saves = self._spec.checkpoint.writes
-            with can_be_ended(saves), signals_end_runs(saves=saves):
+            seldom = collected_seldom(not self._spec.backend.in_process)
+            with can_be_ended(saves), signals_end_runs(saves=saves), seldom:
                 while True:
                     try:
                         run.to_the_end()
@@ -394,11 +386,7 @@ class Driver:
         self._start()
 
     def say(self, text: str) -> None:
-        """Print a line on the run's display.
-
-        Args:
-            text: The line.
-        """
+        """Print a line on the run's display."""
         self._history.progress.say(text)
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
@@ -408,7 +396,6 @@ class Driver:
         Args:
             handle: The group, as `weft.group` returned it.
             method: Name of a remote method of its workers.
-            arguments: Arguments of the method.
 
         Raises:
             UserError: The run does not have this group, or its workers do not have this method.
@@ -418,7 +405,7 @@ class Driver:
             raise UserError(
                 f"{handle!r} is not a group of this run; its groups: {', '.join(self._spec.handles)}"
             )
-        return self._usable().call(group, method, **arguments)
+        return self._usable().call_group(group, method, **arguments)
 
     def _usable(self) -> Run:
         if self._run is None or self._run.closed:

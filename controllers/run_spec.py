@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph, Handle, ParameterEdge
+from ..dataflow.graph import TRAIN, Graph, Handle, ParameterEdge
 from ..dataflow.operation import names_arguments
 from .backends.backend import Backend
 from .placement import Place
 from .recovery.changed_settings import Rule, recorded_settings
 from .recovery.checkpoints import CheckpointConfig
-from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
 from .reports.progress import Progress
 from .reports.symptoms import Watch
@@ -59,11 +59,7 @@ class Evaluation:
             raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
 
     def is_due(self, step: int, *, over: bool) -> bool:
-        """Whether a step is evaluated.
-
-        Args:
-            step: The finished step; 0 is the start of the run.
-            over: Whether it is the last step.
+        """Whether a finished step is evaluated; 0 is the start of the run. The last step is `over`.
 
         >>> graph: Any = None
         >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
@@ -116,19 +112,36 @@ class RunSpec:
         return BESIDE if self.stop is None or isinstance(self.stop, StopOnSignal) else BETWEEN
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
-        """Whether a step is evaluated for the metric that selects the best checkpoint.
-
-        Args:
-            step: The finished step.
-            over: Whether it is the last step.
-        """
+        """Whether a finished step is evaluated for the metric that selects the best checkpoint."""
         source = self.evaluations.get(self.checkpoint.best_source)
         return source is not None and source.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """Parameter edges of all graphs."""
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
+
+
+@dataclass
+class FailureCounts:
+    """Failures of a run, over all of its starts."""
+
+    at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    """(node, sample), or call outside the graph -> failures."""
+    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(graph, node) -> rows that succeeded."""
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(graph, node) -> rows that were dropped because the node failed on them."""
+    replaced: int = 0
+    """Processes that were replaced."""
+    requeued: int = 0
+    """Rows that were requeued because a rank failed."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the nonzero counts as metrics."""
+        counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
+        for (graph, _), rows in self.dropped.items():
+            counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
+        return {name: float(count) for name, count in counts.items() if count}
 
 
 @dataclass(frozen=True)

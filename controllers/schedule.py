@@ -3,7 +3,7 @@
 
 The loop asks the schedule of the training graph three questions: how many groups to issue
 (`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
-issues its whole source when it begins, so `OnePass` only has a `share`.
+issues its whole source when it begins, so it only needs a share (`share_of_evaluation`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ class Stepwise(Config):
         The buffer may allow fewer."""
         if not train.open:
             return self.prompts_per_step
-        arrived = all(
-            train.ledger.readiness.settled(n) or train.ledger.readiness.exhausted(n)
-            for n in train.updates
-        )
+        ready = train.ledger.readiness
+        arrived = all(ready.settled(n) or ready.exhausted(n) for n in train.updates)
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
@@ -107,11 +105,9 @@ class Stepwise(Config):
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
         """Claim everything of the step at once. An update waits until its batch is complete."""
-        return (
-            Share()
-            if train.ledger.readiness.settled(node) and not (node.operation.updates and self.lacks(train))
-            else None
-        )
+        if not train.ledger.readiness.settled(node) or (node.operation.updates and self.lacks(train)):
+            return None
+        return Share()
 
     def _when_ready(
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
@@ -136,11 +132,8 @@ class Stepwise(Config):
         if number == left > 0:
             return Share(number)
         number = min(number, left - replicas)  # leave rows for every replica in the last part
-        return (
-            Share(number, last=False)
-            if node.operation.accumulates and number >= max(part, replicas)
-            else None
-        )
+        enough = node.operation.accumulates and number >= max(part, replicas)
+        return Share(number, last=False) if enough else None
 
 
 class Synchronous(Stepwise):
@@ -222,8 +215,7 @@ class Asynchronous(InParts):
             return self._when_settled(train, node)
         reserved = 0
         if node.operation.updates and train.ledger.readiness.ready_groups(node):
-            # Each later batch must keep room for the groups that reach their staleness limit by
-            # then.
+            # Each later batch must keep room for the groups that reach their staleness limit then.
             for began, due in train.ledger.readiness.not_offered_until(node):
                 later = max(0, began + self.max_staleness - version)
                 if later > self.max_staleness:
@@ -242,32 +234,24 @@ class Asynchronous(InParts):
 Training = Synchronous | Pipelined | Asynchronous
 
 
-@dataclass(frozen=True)
-class OnePass:
-    """Schedule of an evaluation graph: one pass over its source, in order."""
-
-    overlaps: bool = False
-    """Whether evaluation rows are mixed with training rows, and evaluations of several steps may
-    overlap. Otherwise each node gets all rows of a step at once, when its group is idle."""
-
-    def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
-        """Return what a node may claim now, or None. All rows of a call belong to the evaluation of
-        one step."""
-        if not self.overlaps:
-            return Share() if evaluation.ledger.readiness.settled(node) else None
-        step, number = evaluation.ledger.live.ready_in_step(node)
-        takes_groups = node.operation.takes_groups
-        partial = (
-            evaluation.observes(node)
-            and takes_groups
-            and number != evaluation.ledger.live.groups_of_step[step]
-        )
-        if not number or partial:
-            return None
-        return Share(max_groups=number) if takes_groups else Share(max_rows=number)
+# Evaluations
 
 
-# Evaluation rules
+def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool) -> Share | None:
+    """Return what a node of an evaluation may claim now, or None. All rows of a call belong to the
+    evaluation of one step.
+
+    Args:
+        overlaps: Whether evaluation rows are mixed with training rows, and evaluations of several
+            steps may overlap. Otherwise each node gets all rows of a step at once.
+    """
+    if not overlaps:
+        return Share() if evaluation.ledger.readiness.settled(node) else None
+    step, number = evaluation.ledger.live.ready_in_step(node)
+    if not node.operation.takes_groups:
+        return Share(max_rows=number) if number else None
+    partial = evaluation.observes(node) and number != evaluation.ledger.live.groups_of_step[step]
+    return Share(max_groups=number) if number and not partial else None
 
 
 @dataclass(frozen=True)

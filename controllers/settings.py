@@ -27,16 +27,16 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 
 @dataclass(frozen=True)
-class Placed:
+class _Placed:
     """A value in a settings file."""
 
     value: Any
-    """A plain value, or a mapping from names to `Placed` values."""
+    """A plain value, or a mapping from names to `_Placed` values."""
     place: str
     """File and line, as `FILE:LINE`."""
 
 
-def read_settings_file(path: Path) -> dict[str, Placed]:
+def read_settings_file(path: Path) -> dict[str, _Placed]:
     """Read the settings of a file, by name.
 
     Raises:
@@ -60,7 +60,7 @@ def read_settings_file(path: Path) -> dict[str, Placed]:
 # YAML
 
 
-def _yaml(path: Path, text: str) -> dict[str, Placed]:
+def _yaml(path: Path, text: str) -> dict[str, _Placed]:
     import yaml
 
     try:
@@ -81,24 +81,24 @@ def _yaml(path: Path, text: str) -> dict[str, Placed]:
         raise UserError(f"{path}: it is not YAML: {error}") from None
 
 
-def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, Placed]:
+def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, _Placed]:
     import yaml
 
-    found: dict[str, Placed] = {}
+    found: dict[str, _Placed] = {}
     for key, value in node.value:
         name, place = str(loader.construct_object(key, deep=True)), f"{path}:{key.start_mark.line + 1}"
         if name in found:
             raise UserError(f"{place}: {name} is given twice, the first time in {found[name].place}")
         inner = isinstance(value, yaml.MappingNode)
         made = _yaml_mapping(path, value, loader) if inner else loader.construct_object(value, deep=True)
-        found[name] = Placed(made, place)
+        found[name] = _Placed(made, place)
     return found
 
 
 # TOML
 
 
-def _toml(path: Path, text: str) -> dict[str, Placed]:
+def _toml(path: Path, text: str) -> dict[str, _Placed]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -110,8 +110,8 @@ def _toml(path: Path, text: str) -> dict[str, Placed]:
 
 def _toml_mapping(
     path: Path, values: Mapping[str, Any], above: str, lines: Mapping[str, int]
-) -> dict[str, Placed]:
-    found: dict[str, Placed] = {}
+) -> dict[str, _Placed]:
+    found: dict[str, _Placed] = {}
     for name, value in values.items():
         full = f"{above}.{name}" if above else name
         line = lines.get(full) or next(
@@ -119,7 +119,7 @@ def _toml_mapping(
         )
         place = f"{path}:{line}" if line else str(path)
         made = _toml_mapping(path, value, full, lines) if isinstance(value, Mapping) else value
-        found[name] = Placed(made, place)
+        found[name] = _Placed(made, place)
     return found
 
 
@@ -251,7 +251,7 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
             and values[0] != "None"
         ):
             try:
-                _valid("", field, Placed(values[0], said))
+                _valid("", field, _Placed(values[0], said))
             except UserError as error:
                 wrong.append(str(error))
     if wrong:
@@ -275,8 +275,8 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 
 
 def check(
-    settings_class: type[Config], found: Mapping[str, Placed], above: str = ""
-) -> dict[str, Placed]:
+    settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
+) -> dict[str, _Placed]:
     """Check the name and the type of each value of a file.
 
     Args:
@@ -290,7 +290,7 @@ def check(
     Raises:
         UserError: Something is wrong; the message has one line per problem.
     """
-    checked: dict[str, Placed] = {}
+    checked: dict[str, _Placed] = {}
     wrong: list[str] = []
     for name, placed in found.items():
         field = settings_class.model_fields.get(name)
@@ -301,7 +301,7 @@ def check(
             if isinstance(placed.value, Mapping) and inner is not None:
                 checked |= check(inner, placed.value, f"{above}{name}.")
             else:
-                checked[f"{above}{name}"] = Placed(_valid(f"{above}{name}", field, placed), placed.place)
+                checked[f"{above}{name}"] = _Placed(_valid(f"{above}{name}", field, placed), placed.place)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -317,7 +317,7 @@ def config_of(annotation: Any) -> type[Config] | None:
     return None
 
 
-def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
+def _unknown(settings_class: type[Config], name: str, placed: _Placed) -> str:
     value = _plain(placed.value)
     for inner in flattened(value, name) if isinstance(value, Mapping) else ():
         if hint := peer_hint(inner, settings_class.model_fields):
@@ -328,7 +328,7 @@ def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
     return f"{placed.place}: there is no setting {name!r} (value {value!r}){hint}"
 
 
-def _valid(name: str, field: Any, placed: Placed) -> Any:
+def _valid(name: str, field: Any, placed: _Placed) -> Any:
     value = _plain(placed.value)
     try:
         made: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
@@ -376,7 +376,7 @@ def _without_config(
     return rest, Path(files[0]) if files else None
 
 
-def _default(settings_class: type[Config], given: Mapping[str, Placed], above: str = "") -> Config:
+def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
     """Settings before flags are read. They are not validated as a whole, because a flag may still
     fix them."""
     import tyro
@@ -427,7 +427,7 @@ def _flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _origins(
-    settings: Config, given: Mapping[str, Placed], arguments: Sequence[str], above: str = ""
+    settings: Config, given: Mapping[str, _Placed], arguments: Sequence[str], above: str = ""
 ) -> Iterator[tuple[str, Origin]]:
     flags = _flags(arguments)
     for name in type(settings).model_fields:
@@ -451,7 +451,7 @@ def _at(settings: Any, name: str) -> Any:
 def _placed(
     settings_class: type[Config],
     error: SettingError,
-    given: Mapping[str, Placed],
+    given: Mapping[str, _Placed],
     arguments: Sequence[str],
 ) -> Iterator[str]:
     """Problems that a settings class found, each with its place."""

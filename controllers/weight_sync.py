@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
 from ..dataflow.graph import ParameterEdge
-from .group import REGISTER, Call, WorkerGroup
-from .request import CallRequest
+from ..dataflow.metrics import merge
+from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
@@ -110,7 +110,7 @@ class WeightSync:
         """Whether a group may not start new calls because weights wait for it to finish."""
         return group.name in self._waiting
 
-    def reads(self, group: WorkerGroup) -> bool:
+    def is_read(self, group: WorkerGroup) -> bool:
         """Whether a group's weights must not change because followers are reading them."""
         return group.name in self._owing
 
@@ -181,16 +181,11 @@ class WeightSync:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers are reading its weights
             return False
-        if (
-            self._keeps is not None
-            and not follower.lacking
-            and self._keeps(follower.name, follower.version)
-        ):
+        if self._keeps and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
-        finishes = self._partial_rollouts == "finish"
-        return not (
-            finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls)
+        return self._partial_rollouts != "finish" or not any(
+            c.interruptible and ranks.intersection(c.ranks) for c in follower.calls
         )
 
     def _published(
@@ -199,11 +194,8 @@ class WeightSync:
         weights = reduce(add, call.results)  # each rank publishes a part
         requests: list[CallRequest] = []
         if call.group.handle.vllm_backend:
-            requests.append(
-                CallRequest(
-                    call.group, "send_weights", {"version": weights.version}, on_device=not shared
-                )
-            )
+            version = {"version": weights.version}
+            requests.append(CallRequest(call.group, "send_weights", version, on_device=not shared))
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights.version)
@@ -211,9 +203,8 @@ class WeightSync:
                 if other.interruptible and ranks.intersection(other.ranks):
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
-            if self._partial_rollouts == "recompute" and any(
-                other.interruptible for other in follower.calls
-            ):
+            recomputes = self._partial_rollouts == "recompute"
+            if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
             requests.append(
@@ -260,15 +251,12 @@ class WeightSync:
         if not canaries:
             return self._arrived(received, leader, weights)
         arguments = {"canaries": canaries, "version": weights.version}
-        return [
-            CallRequest(
-                self._groups[leader],
-                "compare_canaries",
-                arguments,
-                then=lambda _: self._arrived(received, leader, weights),
-                on_device=True,
-            )
-        ]
+        group, method = self._groups[leader], "compare_canaries"
+
+        def then(_: Call) -> Iterable[CallRequest]:
+            return self._arrived(received, leader, weights)
+
+        return [CallRequest(group, method, arguments, then=then, on_device=True)]
 
     def _arrived(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         group = call.group
@@ -283,17 +271,13 @@ class WeightSync:
         self._owing[leader].discard(group.name)
         requests = self.publish(group.name)  # for the follower's own followers
         if not self._owing[leader]:
-            then = partial(self._finished, leader=leader)
-            requests.append(
-                CallRequest(
-                    self._groups[leader], "finish_publishing", {"version": weights.version}, then=then
-                )
-            )
+            then, version = partial(self._finished, leader=leader), {"version": weights.version}
+            requests.append(CallRequest(self._groups[leader], "finish_publishing", version, then=then))
         return requests
 
     def _note_times(self, call: Call) -> None:
         transfer_s = max(call.seconds.values(), default=0.0)
-        pause = call.merged_metrics().get("weights_pause_s")
+        pause = merge(call.metrics).get("weights_pause_s")
         pause_s = transfer_s if pause is None else pause.value
         for name, seconds in (("weights_transfer_s", transfer_s), ("weights_pause_s", pause_s)):
             key = f"{call.group.name}/{name}"

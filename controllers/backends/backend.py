@@ -21,7 +21,8 @@ from ...dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
 from ..group import Call, WorkerGroup
-from ..placement import Place, machine_gpus
+from ..node_layout import machine_gpus
+from ..placement import Place
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
 from .witness import Memory

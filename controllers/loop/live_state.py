@@ -32,9 +32,8 @@ from ...dataflow.runs.requests import StacksRequests
 from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
 from ..backends.witness import Memory
-from ..graph_run import GraphRun
+from ..graph_run import GraphRun, GraphRuns
 from ..group import WorkerGroup
-from .calls import RunParts
 
 EVERY_S = 1.0
 """[s] Time between two updates."""
@@ -52,15 +51,22 @@ class LiveState:
     """Writes the state of the run.
 
     Args:
-        run: Directory of the run.
-        parts: Parts of the run.
-        backend: Provides processes and their memory.
-        started: Start of the run on the backend's clock.
+        started: [s] Start of the run on the backend's clock.
         epoch: Number of the driver's start.
     """
 
-    def __init__(self, run: Path, parts: RunParts, backend: Backend, started: float, epoch: int) -> None:
-        self._path, self._parts, self._backend, self._started = run / LIVE, parts, backend, started
+    def __init__(
+        self,
+        run: Path,
+        backend: Backend,
+        graph_runs: GraphRuns,
+        groups: Mapping[str, WorkerGroup],
+        started: float,
+        epoch: int,
+    ) -> None:
+        self._path, self._backend, self._started = run / LIVE, backend, started
+        self._graph_runs = graph_runs
+        self._groups = groups
         self._requests = StacksRequests(run, epoch)
         self._looked = -EVERY_S
         self._begun: dict[tuple[str, int], float] = {}
@@ -87,7 +93,10 @@ class LiveState:
         # Replace the whole dict: the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
-            self._keep_readings()
+            with suppress(OSError):  # continue the readings of an earlier start, without a torn end
+                path = self._readings.path
+                if path.is_file():
+                    begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
             self._thread.start()
         self._wanted.set()
 
@@ -102,17 +111,15 @@ class LiveState:
     # On the loop
 
     def _state(self) -> dict[str, Any]:
-        parts = self._parts
         now = self._backend.clock()
-        graphs = {run.name: self._graph(run) for run in parts.graph_runs}
         return {
             "at": time.time(),
             "time_s": now - self._started,
-            "step": parts.train.step_under_way,
+            "step": self._graph_runs.train.step_under_way,
             "over": False,
-            "graphs": graphs,
-            "groups": {name: self._group(group, now) for name, group in parts.groups.items()},
-            "segment_bytes": sum(ledger.parts.num_bytes for ledger in parts.buffer.ledgers.values()),
+            "graphs": {run.name: self._graph(run) for run in self._graph_runs},
+            "groups": {name: _group(group, now) for name, group in self._groups.items()},
+            "segment_bytes": sum(run.ledger.parts.num_bytes for run in self._graph_runs),
         }
 
     def _graph(self, run: GraphRun) -> dict[str, Any]:
@@ -184,14 +191,14 @@ class LiveState:
                 break
         else:
             return {}
-        seconds = now - then
-        return {
-            name: {
-                "rate_in": max(0, counts[f"{graph} {name}"][0] - before[f"{graph} {name}"][0]) / seconds,
-                "rate_out": max(0, counts[f"{graph} {name}"][1] - before[f"{graph} {name}"][1]) / seconds,
-            }
-            for name in nodes
-        }
+        rates: dict[str, dict[str, float]] = {}
+        for name in nodes:
+            key = f"{graph} {name}"
+            came, left = (
+                max(0, n - m) / (now - then) for n, m in zip(counts[key], before[key], strict=True)
+            )
+            rates[name] = {"rate_in": came, "rate_out": left}
+        return rates
 
     def _leases(self, ledger: Ledger) -> list[dict[str, Any]]:
         now, known = time.time(), set[tuple[str, int]]()
@@ -201,14 +208,13 @@ class LiveState:
             known.add(key)
             begun = self._begun.setdefault(key, now)
             if len(found) < MOST_LEASES:
-                left = len(lease.open)
                 found.append(
                     {
                         "lease": lease.token,
                         "node": lease.node.name,
                         "holder": lease.holder,
                         "rows": lease.num_rows,
-                        "left": left,
+                        "left": len(lease.open),
                         "age_s": now - begun,
                     }
                 )
@@ -216,33 +222,14 @@ class LiveState:
             del self._begun[key]
         return found
 
-    def _group(self, group: WorkerGroup, now: float) -> dict[str, Any]:
-        return {
-            "version": group.version,
-            "ranks": len(group.mesh),
-            "absent": sorted(group.absent),
-            "starting": sorted(group.starting),
-            "lacking": sorted(group.lacking),
-            "calls": [
-                {
-                    "what": call.node.name if call.node else call.method,
-                    "rows": call.lease.num_rows if call.lease else 0,
-                    "waits_for": sorted(call.waiting),
-                    "since_s": now - call.started,
-                }
-                for call in group.calls
-            ],
-        }
-
     # In the thread
 
     def _write_all(self) -> None:
         while not self._over:
             self._wanted.wait()
             self._wanted.clear()
-            with suppress(
-                OSError, RuntimeError
-            ):  # a full disk; a dict that the loop changed while it was read
+            # A full disk; a dict that the loop changed while it was read.
+            with suppress(OSError, RuntimeError):
                 self._write()
 
     def _write(self) -> None:
@@ -266,7 +253,7 @@ class LiveState:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""
         name, _, rank = worker.removesuffix("]").rpartition("[")
-        group = self._parts.groups.get(name)
+        group = self._groups.get(name)
         if group is None or not rank.isdecimal() or int(rank) >= len(group.mesh):
             return "there is no such rank"
         return self._backend.stacks(group, [int(rank)]).get(int(rank)) or "the worker did not answer"
@@ -287,12 +274,24 @@ class LiveState:
                 )
         self._readings.flush()
 
-    def _keep_readings(self) -> None:
-        """Continue the readings of an earlier start, without a torn end."""
-        with suppress(OSError):
-            path = self._readings.path
-            if path.is_file():
-                begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
+
+def _group(group: WorkerGroup, now: float) -> dict[str, Any]:
+    return {
+        "version": group.version,
+        "ranks": len(group.mesh),
+        "absent": sorted(group.absent),
+        "starting": sorted(group.starting),
+        "lacking": sorted(group.lacking),
+        "calls": [
+            {
+                "what": call.node.name if call.node else call.method,
+                "rows": call.lease.num_rows if call.lease else 0,
+                "waits_for": sorted(call.waiting),
+                "since_s": now - call.started,
+            }
+            for call in group.calls
+        ],
+    }
 
 
 def _host(memory: Memory) -> dict[str, Any]:

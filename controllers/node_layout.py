@@ -1,4 +1,4 @@
-"""Bundles: map pools to nodes of a cluster, and ranks to nodes and devices. Pure arithmetic.
+"""Node layout: the devices of a machine or cluster, and which nodes and devices pools and ranks get.
 
     pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
@@ -15,9 +15,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Handle, ParameterEdge
@@ -59,24 +64,21 @@ class Bundle:
     bundles."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """Node and local rank of a rank."""
-
+class RankPosition(NamedTuple):
     node_rank: int
     """Index of its node among the nodes of its group, and of the bundle in its pool."""
     local_rank: int
     nodes: int
 
 
-def position(place: Place, rank: int) -> Position:
+def position(place: Place, rank: int) -> RankPosition:
     """Return the position of a rank of a group.
 
     >>> position(Place(ResourcePool("train", nodes=2, gpus_per_node=8), ranks=16), 11)
-    Position(node_rank=1, local_rank=3, nodes=2)
+    RankPosition(node_rank=1, local_rank=3, nodes=2)
     """
     nodes = place.pool.nodes or 1
-    return Position(*divmod(rank, place.ranks // nodes), nodes)
+    return RankPosition(*divmod(rank, place.ranks // nodes), nodes)
 
 
 def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
@@ -323,3 +325,44 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
             f"{nodes} nodes, so some replicas would be split across nodes; choose a multiple or a divisor of {each} "
             "for tensor_parallel, sequence_parallel or pipeline_parallel"
         )
+
+
+# The machine
+
+
+@dataclass(frozen=True)
+class OtherMachine:
+    """A machine other than this one, to plan a run for."""
+
+    gpus: int
+    gpu_bytes: int
+    """[bytes] Memory of each GPU."""
+
+    @contextmanager
+    def assumed(self) -> Iterator[None]:
+        """Pretend that this machine has these GPUs and at least four CPUs for each."""
+        before = OTHER.set(self)
+        try:
+            yield
+        finally:
+            OTHER.reset(before)
+
+
+OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
+"""The machine to plan for; None for this machine."""
+
+
+def machine_cpus() -> int:
+    """CPUs that this process may use; when planning for another machine, at least four per GPU."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
+
+
+def machine_gpus() -> int:
+    """NVIDIA GPUs that this process may use, counted without loading CUDA; when planning, the GPUs
+    of the other machine."""
+    if (other := OTHER.get()) is not None:
+        return other.gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))
