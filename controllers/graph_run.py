@@ -67,8 +67,7 @@ class GraphRun(ABC):
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether a node only reads rows: it writes no column, drops no rows and updates
-        nothing."""
+        """Whether a node only reads rows: it writes no column, drops no rows and updates nothing."""
         operation = node.operation
         return _writes_nothing(node) and not operation.updates and not operation.behind
 
@@ -78,11 +77,7 @@ class GraphRun(ABC):
         return len(chosen)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. A node that writes no columns publishes empty results.
-
-        Args:
-            step: Step that trained on the rows; None if the node does not update weights.
-        """
+        """Finish the rows of a lease. A node that writes no columns publishes empty results."""
         if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
@@ -234,14 +229,12 @@ class EvaluationRun(GraphRun):
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether a group must keep its version until an evaluation that is due or running is
-        over."""
+        """Whether a group must keep its version until an evaluation that is due or running is over."""
         due = any(version >= wanted.get(group, 0) for wanted in self.due.values())
         return group in self.graph.handles and (bool(self.under_way) or due)
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation when groups have these versions, unless it has been
-        evaluated."""
+        """Queue a step for evaluation when groups have these versions, unless it has been evaluated."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 

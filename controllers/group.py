@@ -8,7 +8,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,8 @@ from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
-and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
-(`loop/calls.py`)."""
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`) and on
+the driver (`loop/dispatcher.py`). The driver also rests between two turns (`loop/calls.py`)."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -261,10 +259,8 @@ class Loads:
         return some
 
     def spread(self, rows: int) -> dict[int, int]:
-        """Split rows so that all replicas have about equally many unfinished ones.
-
-        The loads do not change, and replicas without new rows are left out.
-        """
+        """Split rows so that all replicas have about equally many unfinished ones. The loads do not
+        change, and replicas without new rows are left out."""
         given: Counter[int] = Counter()
         for _ in range(rows if self._rows else 0):
             while self._heap[0][0] != self._rows[self._heap[0][1]]:
@@ -278,8 +274,7 @@ class Loads:
 
 
 class WorkerGroup:
-    """The running side of a handle: its ranks with their mesh coordinates, and methods to call
-    them."""
+    """The running side of a handle: its ranks with their mesh coordinates, and methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -310,14 +305,11 @@ class WorkerGroup:
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
         self._loads = Loads(self._replicas)
+        worker = handle.worker_class
+        self._row_cost = worker.row_cost(handle.config) if issubclass(worker, Worker) else RowCost()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
-
-    @cached_property
-    def _row_cost(self) -> RowCost:
-        worker = self.handle.worker_class
-        return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
     @property
     def busy(self) -> bool:
@@ -391,23 +383,14 @@ class WorkerGroup:
 
     def least_loaded(self, rows: int) -> dict[int, int]:
         """Assign rows to data-parallel replicas so that all have about equally many unfinished
-        ones.
-
-        Replicas with long responses get fewer. Return replica -> number of rows, without zeros.
-        """
+        ones. Return replica -> number of rows, without zeros."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
         self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
     ) -> Call:
         """Call a node's method on the rows of a lease, without waiting. The dispatch protocol
-        distributes the rows.
-
-        Args:
-            by_load: Replica -> number of rows that it gets, in order. None gives rows to all
-                replicas.
-            extra: Arguments in addition to the recorded ones.
-        """
+        distributes the rows."""
         node = lease.node
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
@@ -439,11 +422,9 @@ class WorkerGroup:
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
-        arguments = (
-            {**node.arguments, **extra}
-            if node.group
-            else {"function": node.function, "arguments": dict(node.arguments)}
-        )
+        arguments = {**node.arguments, **extra}
+        if not node.group:
+            arguments = {"function": node.function, "arguments": dict(node.arguments)}
         # Only generating calls yield rows one by one.
         waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
         own = {rank: tuple(share) for rank, share in shares.items()}

@@ -63,11 +63,8 @@ class ResourcePool:
     ) -> None:
         who = f"resource pool {name!r}"
         given = {"cpus": cpus, "gpus": gpus, "nodes": nodes}
-        for field, value in {
-            **given,
-            "cpus_per_node": cpus_per_node,
-            "gpus_per_node": gpus_per_node,
-        }.items():
+        given |= {"cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}
+        for field, value in given.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{who}: {field} is a whole number, not {value!r}")
         if nodes is not None and nodes < 1:
@@ -201,10 +198,6 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
     """Return group name -> place for every group.
 
     A group that is not in the placement gets one rank on a separate pool.
-
-    Args:
-        placement: The user's placement.
-        groups: The groups of the run, by name.
 
     Raises:
         UserError: The placement names an unknown group, two pools share a name, or a pool cannot

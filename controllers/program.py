@@ -82,8 +82,7 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Statements that define these names, and their dependencies, in the order of the
-        script."""
+        """Statements that define these names, and their dependencies, in the order of the script."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -188,11 +187,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
     """Return the text of a function (an expression for a lambda, else its `def`), and the names
-    that it encloses.
-
-    Raises:
-        UserError: Python cannot find its source text.
-    """
+    that it encloses."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):
@@ -291,11 +286,7 @@ class Program:
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call_text(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
-        """Return a call as text.
-
-        Raises:
-            UserError: An argument cannot be written as text.
-        """
+        """Return a call as text."""
         given = [
             *map(self.expression, positional),
             *(f"{n}={self.expression(v)}" for n, v in arguments.items()),
@@ -308,11 +299,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The whole program, with its imports and the script's definitions.
-
-        Raises:
-            UserError: A value cannot be written as text.
-        """
+        """The whole program, with its imports and the script's definitions."""
         self._renamed = set()
         lines = [write() for write in self._statements]
         own = {name for _, name in self._made} | {"driver", "metrics"}
@@ -525,11 +512,7 @@ def _literal(value: Any) -> str:
 
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
-    """Constructor arguments of an object whose class stores each one as an attribute.
-
-    Raises:
-        AttributeError, TypeError, ValueError: The attributes do not give the arguments.
-    """
+    """Constructor arguments of an object whose class stores each one as an attribute."""
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
         construct is not object.__init__ or getattr(value, "__dict__", None) is None

@@ -19,7 +19,7 @@ from .recovery.full_disk import FullDisk
 from .reports.progress import Progress
 from .reports.symptoms import Watch
 from .reports.tracker_threads import TrackerThreads
-from .schedule import AMONG, BESIDE, BETWEEN, EvaluationRules, Training
+from .schedule import Training
 from .signals import StopOnSignal
 
 
@@ -104,12 +104,11 @@ class RunSpec:
         return recorded_settings(self.graphs, of_graphs, self.schedule)
 
     @property
-    def evaluation_rules(self) -> EvaluationRules:
-        """How evaluations and training wait for each other. With a `stop` function, the next step
-        waits for the metrics; `Asynchronous` has begun the next step anyway."""
-        if self.schedule.overlaps:
-            return AMONG
-        return BESIDE if self.stop is None or isinstance(self.stop, StopOnSignal) else BETWEEN
+    def evaluations_hold_training(self) -> bool:
+        """Whether the next step waits for evaluations, because `stop` reads their metrics. A schedule
+        that overlaps has begun the next step anyway."""
+        reads = self.stop is not None and not isinstance(self.stop, StopOnSignal)
+        return reads and not self.schedule.overlaps
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
         """Whether a finished step is evaluated for the metric that selects the best checkpoint."""
@@ -122,7 +121,7 @@ class RunSpec:
 
 
 @dataclass
-class FailureCounts:
+class _FailureCounts:
     """Failures of a run, over all of its starts."""
 
     at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
@@ -152,4 +151,4 @@ class RunHistory:
     disk: FullDisk
     trackers: TrackerThreads
     watch: Watch = field(default_factory=Watch)
-    failures: FailureCounts = field(default_factory=FailureCounts)
+    failures: _FailureCounts = field(default_factory=_FailureCounts)

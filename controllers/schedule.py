@@ -1,9 +1,18 @@
-"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in
-`loop/run.py`.
+"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in `loop/run.py`.
 
 The loop asks the schedule of the training graph three questions: how many groups to issue
 (`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
 issues its whole source when it begins, so it only needs a share (`share_of_evaluation`).
+
+Evaluations and training wait for each other:
+
+- If the schedule `overlaps`, evaluation rows are mixed with training rows and go first, because they
+  are few.
+- Otherwise an evaluation uses the groups that the next step leaves idle. Groups keep the evaluated
+  weights until it is over. Until then the next step cannot end, and the evaluation of a later step
+  cannot begin.
+- If also a `stop` function reads the metrics, no step begins while an evaluation is due or running,
+  and an evaluation begins only when nothing else runs (`RunSpec.evaluations_hold_training`).
 """
 
 from __future__ import annotations
@@ -40,8 +49,7 @@ class Stepwise(Config):
     """Settings of all training schedules: the number of steps and the groups per step."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] Number of updates that the run makes. Raise it while the evaluation still
-    improves."""
+    """[updates] Number of updates that the run makes. Raise it while the evaluation still improves."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
     """[groups] Groups in a training batch. Raise it if the gradient is noisy or devices are idle,
     lower it if steps take too long."""
@@ -51,9 +59,8 @@ class Stepwise(Config):
 
     short_steps: Literal["train", "stop"] = "train"
     """What to do if a step has issued more prompts 10 times and filters still leave fewer than
-    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends
-    the run. If no group passes, the run always ends. Set it to "stop" if small batches would do
-    harm."""
+    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends the
+    run. If no group passes, the run always ends. Set it to "stop" if small batches would do harm."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -113,12 +120,7 @@ class Stepwise(Config):
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
     ) -> Share | None:
         """Claim whatever is ready. An update takes at least `part` groups and one per replica, or
-        the rest of its batch.
-
-        Args:
-            replicas: Data-parallel replicas of an update's worker group; each must get rows.
-            reserved: Groups of the batch that are kept for rows which are not ready yet.
-        """
+        the rest of its batch."""
         # An observer gets the whole batch at once, because its metrics are about a step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
@@ -137,20 +139,14 @@ class Stepwise(Config):
 
 
 class Synchronous(Stepwise):
-    """Each step generates all responses, scores all, then updates. Training is exactly
-    on-policy."""
+    """Each step generates all responses, scores all, then updates. Training is exactly on-policy."""
 
     @property
     def max_staleness(self) -> int:
         return 0
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
-        """Return what a node may claim now, or None.
-
-        Args:
-            version: Policy version of the node's worker group.
-            replicas: Data-parallel replicas of that group.
-        """
+        """Return what a node may claim now, or None."""
         return self._when_settled(train, node)
 
 
@@ -164,9 +160,8 @@ class InParts(Stepwise):
 
 
 class Pipelined(InParts):
-    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it.
-    Rewards, references, advantages and gradients are computed while other responses are still
-    generated."""
+    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it. Rewards,
+    references, advantages and gradients are computed while other responses are still generated."""
 
     @property
     def max_staleness(self) -> int:
@@ -238,12 +233,10 @@ Training = Synchronous | Pipelined | Asynchronous
 
 
 def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool) -> Share | None:
-    """Return what a node of an evaluation may claim now, or None. All rows of a call belong to the
-    evaluation of one step.
+    """Return what a node of an evaluation may claim now, or None.
 
-    Args:
-        overlaps: Whether evaluation rows are mixed with training rows, and evaluations of several
-            steps may overlap. Otherwise each node gets all rows of a step at once.
+    All rows of a call belong to the evaluation of one step. Unless the evaluation `overlaps` training
+    and other evaluations, each node gets all rows of a step at once.
     """
     if not overlaps:
         return Share() if evaluation.ledger.readiness.settled(node) else None
@@ -252,28 +245,3 @@ def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool
         return Share(max_rows=number) if number else None
     partial = evaluation.observes(node) and number != evaluation.ledger.live.groups_of_step[step]
     return Share(max_groups=number) if number and not partial else None
-
-
-@dataclass(frozen=True)
-class EvaluationRules:
-    """How evaluations and training wait for each other. There are three kinds:
-
-    BESIDE     `Synchronous` and `Pipelined`: an evaluation uses the groups that the next step leaves idle
-    BETWEEN    same schedules with `Driver(stop=...)`: the next step waits, because `stop` reads the metrics
-    AMONG      `Asynchronous`: evaluation rows are mixed with training rows
-    """
-
-    comes_first: bool
-    """Evaluation rows are claimed before training rows, as they become ready. Otherwise they are
-    claimed after training rows, and a node gets all rows of a step at once."""
-    keeps_weights: bool
-    """Groups keep the evaluated weights until the evaluation is over. Until then the next step
-    cannot end, and the evaluation of a later step cannot begin."""
-    holds_training: bool
-    """No step begins while an evaluation is due or running, and an evaluation begins only when
-    nothing else runs."""
-
-
-BESIDE = EvaluationRules(comes_first=False, keeps_weights=True, holds_training=False)
-BETWEEN = EvaluationRules(comes_first=False, keeps_weights=True, holds_training=True)
-AMONG = EvaluationRules(comes_first=True, keeps_weights=False, holds_training=False)

@@ -1,9 +1,8 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
 the keyboard.
 
-A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
-`launch` sets handlers for a whole script. Otherwise each run sets them, unless the script has
-handlers.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends. `launch`
+sets handlers for a whole script. Otherwise each run sets them, unless the script has handlers.
 
 Signals are deferred while a cluster starts, because an interrupted start leaves processes behind
 and libraries install handlers.
@@ -144,11 +143,7 @@ def signals_end_script() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred(until: str) -> Iterator[None]:
-    """Defer ending signals until the block ends; a second one is delivered at once.
-
-    Args:
-        until: Description of the end of the block, for the printed line.
-    """
+    """Defer ending signals until the block ends; a second one is delivered at once."""
     noted: list[int] = []
     handlers = ExitStack()
 

@@ -26,12 +26,9 @@ from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
-    """Decide who publishes and who receives which version. The calls to make are returned as
-    requests.
+    """Decide who publishes and who receives which version. The calls to make are returned as requests.
 
     Args:
-        edges: Leaders and their followers.
-        groups: Worker groups of the run, by name.
         partial_rollouts: How to treat unfinished responses when weights arrive (see
             `Asynchronous`).
         cancel: Ends a call on all of its ranks.
@@ -55,8 +52,7 @@ class WeightSync:
         self._owing: dict[str, set[str]] = {}
         """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Publishing leader -> ranks that received the weights, each with the checksum of its
-        copy."""
+        """Publishing leader -> ranks that received the weights, each with the checksum of its copy."""
         self._sent: dict[str, int] = {}
         """Follower -> the last version that it received."""
         self._compared: dict[str, set[int]] = {}
@@ -68,12 +64,7 @@ class WeightSync:
         """Metrics of transfers since the last `take_metrics`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and reset the metrics of transfers.
-
-        `FOLLOWER/weights_transfer_s` is the longest transfer, and `FOLLOWER/weights_pause_s` the
-        part of it during which the group could not do other work. `LEADER/weights_bytes` is the
-        size of a version.
-        """
+        """Return and reset the metrics of transfers (docs/metrics.md)."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -84,12 +75,8 @@ class WeightSync:
 
     def lag(self, generating: Sequence[str]) -> int:
         """Largest number of versions that one of these groups is behind its leader."""
-        behind = (
-            self._groups[e.leader].version - self._groups[e.follower].version
-            for e in self._edges
-            if e.follower in generating
-        )
-        return max(behind, default=0)
+        groups, edges = self._groups, [e for e in self._edges if e.follower in generating]
+        return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
         """Follower in these groups -> the version that it will hold once its leader's current
@@ -124,11 +111,8 @@ class WeightSync:
         late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
         self._waiting = self._waiting - {e.follower for e in edges} | late
         ready = [e for e in edges if e.follower not in late]
-        shared = [
-            e
-            for e in ready
-            if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool
-        ]
+        pool = group.place.pool
+        shared = [e for e in ready if pool.gpus and self._groups[e.follower].place.pool == pool]
         if shared:  # followers on the leader's devices take turns
             ready = shared[:1]
         if not ready:
@@ -151,11 +135,8 @@ class WeightSync:
 
     def publish_all(self) -> list[CallRequest]:
         """Send the current weights of every leader."""
-        return [
-            request
-            for leader in dict.fromkeys(e.leader for e in self._edges)
-            for request in self.publish(leader)
-        ]
+        leaders = dict.fromkeys(e.leader for e in self._edges)
+        return [request for leader in leaders for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """Send weights to a replaced rank, if its group follows another. It gets no rows until it
@@ -234,18 +215,16 @@ class WeightSync:
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again
         fresh = sorted(set(call.ranks) - call.lost - compared)
-        if not fresh or not _compares(self._groups[leader], group):
+        publisher, receiver = self._groups[leader].handle.worker_class, group.handle.worker_class
+        if not (fresh and hasattr(publisher, "compare_canaries") and hasattr(receiver, "canary")):
             return self._arrived(call, leader, weights)
         then = partial(self._sampled, received=call, leader=leader, weights=weights)
         return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         received.lost |= call.lost
-        found = {
-            rank: canary
-            for rank, canary in sorted(call.values.items())
-            if rank not in call.lost and canary
-        }
+        values = sorted(call.values.items())
+        found = {rank: canary for rank, canary in values if rank not in call.lost and canary}
         self._compared[call.group.name] |= found.keys()
         canaries = {f"{call.group.name}[{rank}]": canary for rank, canary in found.items()}
         if not canaries:
@@ -300,9 +279,3 @@ class WeightSync:
         # may also be a follower.
         leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
         return [request for each in leaders for request in self.publish(each)]
-
-
-def _compares(leader: WorkerGroup, follower: WorkerGroup) -> bool:
-    """Whether these groups can compare log-probabilities."""
-    classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
-    return all(hasattr(worker_class, method) for worker_class, method in classes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ...dataflow.buffer.ledger import Capacity
 from ...dataflow.buffer.sample_buffer import SampleBuffer
@@ -10,11 +10,10 @@ from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun, GraphRuns
 from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, NO_SIGNAL, all_filtered, rewards_of
-from ..run_spec import RunSpec
+from ..run_spec import RunHistory, RunSpec
 from ..schedule import MAX_REFILLS
 from ..weight_sync import WeightSync
 from .calls import Calls
-from .recording import Recording
 
 FEW_PASS = (
     "Try easier prompts if the rewards are low, harder ones if they are high, more responses per prompt (n), a higher temperature, "
@@ -23,31 +22,26 @@ FEW_PASS = (
 
 
 class Admission:
-    """Issue rows, as the schedule wants and the buffer allows.
-
-    Args:
-        alert: Receives the name and the text of a warning.
-    """
+    """Issue rows, as the schedule wants and the buffer allows."""
 
     def __init__(
         self,
         spec: RunSpec,
+        history: RunHistory,
         buffer: SampleBuffer,
         graph_runs: GraphRuns,
         weights: WeightSync,
         calls: Calls,
-        recording: Recording,
-        alert: Callable[[str, str], None],
     ) -> None:
-        self._schedule, self._rules = spec.schedule, spec.evaluation_rules
+        self._schedule = spec.schedule
+        self._holds_training = spec.evaluations_hold_training
         self._stop_without_signal = NO_SIGNAL in spec.stop_on
         self._buffer = buffer
         self._train, self._evaluations = graph_runs.train, graph_runs.evaluations.values()
         self._graph_runs = graph_runs
         self._weights = weights
         self._calls = calls
-        self._recording = recording
-        self._alert = alert
+        self._alert = history.progress.alert
         self._has_alerted = False
 
     @property
@@ -68,17 +62,15 @@ class Admission:
         """
         for evaluation in self._evaluations:
             for step, versions in list(evaluation.due.items()):
-                if self._may_begin(evaluation, versions) and not self._recording.is_full(evaluation):
+                behind = evaluation.ledger.live.groups_behind
+                if self._may_begin(evaluation, versions) and not behind:
                     evaluation.begin_evaluation(step)
         if self._train.over:
             return
+        waits = self._holds_training and self._graph_runs.evaluating
         if self._schedule.overlaps:
             self._admit_ahead()
-        elif not (
-            (self._rules.holds_training and self._graph_runs.evaluating)
-            or self._calls.beside_the_graph
-            or self._weights.under_way
-        ):
+        elif not (waits or self._calls.beside_the_graph or self._weights.under_way):
             self._admit_step()
 
     def _admit_ahead(self) -> None:
@@ -117,16 +109,7 @@ class Admission:
 
     def _shorten(self, most: int) -> None:
         """End the current step with the groups that have passed the filters, if the schedule allows
-        it.
-
-        Args:
-            most: Maximum number of prompts to issue for one last group, if updates have begun with
-                all that passed.
-
-        Raises:
-            StalledError: The schedule does not allow it, no group has passed, or `most` prompts
-                were not enough.
-        """
+        it."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
@@ -138,10 +121,9 @@ class Admission:
             f"have passed the filters{rewards_of(train.measured)}; rows dropped in the run: {dropped or 'none'}"
         )
         if schedule.short_steps == "stop" or exhausted or not schedule.shorten(train):
-            fewer = ". short_steps='train' in the schedule trains on the groups that pass" * (
-                schedule.short_steps == "stop"
-            )
-            raise StalledError(f"{found}. {FEW_PASS}{fewer}")
+            fewer = ". short_steps='train' in the schedule trains on the groups that pass"
+            stops = schedule.short_steps == "stop"
+            raise StalledError(f"{found}. {FEW_PASS}{fewer if stops else ''}")
         if schedule.size(train) < each and not self._has_alerted:  # warn once
             self._has_alerted = True
             self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
@@ -149,11 +131,11 @@ class Admission:
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
         """Whether an evaluation may begin: the groups must have these versions."""
         # Training waits for the evaluation, and the evaluation for everything that runs.
-        if self._rules.holds_training:
+        if self._holds_training:
             idle = all(call.behind for call in self._calls.at_work) and not self._calls.beside_the_graph
             return idle and not self._weights.under_way
         # Groups keep the weights of the previous evaluation until it is over.
-        if evaluation.under_way and self._rules.keeps_weights:
+        if evaluation.under_way and not self._schedule.overlaps:
             return False
         return all(self._calls.groups[name].version >= version for name, version in versions.items())
 
@@ -161,9 +143,8 @@ class Admission:
         each, train = self._schedule.prompts_per_step, self._train
         if not self._schedule.overlaps:
             return self._buffer.capacity(train.name, groups_per_update=each)
-        generating = [
-            n.group for n in train.graph.nodes if n.group and str(RESPONSE_VERSIONS) in n.writes
-        ]
+        nodes = train.graph.nodes
+        generating = [n.group for n in nodes if n.group and str(RESPONSE_VERSIONS) in n.writes]
         return self._buffer.capacity(
             train.name,
             groups_per_update=each,
@@ -173,8 +154,7 @@ class Admission:
         )
 
     def _check_signal(self) -> None:
-        """Before issuing more prompts in the first step, check that some group passed the
-        filters."""
+        """Before issuing more prompts in the first step, check that some group passed the filters."""
         train, each = self._train, self._schedule.prompts_per_step
         if not self._stop_without_signal or train.step or train.issued < FIRST_WITHOUT_SIGNAL * each:
             return

@@ -96,11 +96,7 @@ MOST_RANKS = 64
 
 
 class Calls:
-    """Queued requests and running calls, with their replies.
-
-    Args:
-        started: [s] Start of the run on the backend's clock.
-    """
+    """Queued requests and running calls, with their replies."""
 
     def __init__(
         self,
@@ -175,11 +171,7 @@ class Calls:
         self._queue.extend(requests)
 
     def make_calls(self) -> None:
-        """Make every queued call that need not wait for devices.
-
-        Raises:
-            UserError: A worker does not have the method, or rejects the arguments.
-        """
+        """Make every queued call that need not wait for devices."""
         self._committed = False
         while self._queue:
             for request in self._devices.ask(self._queue.popleft()):

@@ -10,7 +10,7 @@ from ...dataflow.errors import nearest
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import StopRequests
-from ..backends.witness import Memory
+from ..backends.witness import Memory, ProcessMemory
 from ..graph_run import EvaluationRun, GraphRuns
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
@@ -28,14 +28,12 @@ READ_S = 1.0
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
     """Return the memory of groups, driver, segments and Ray's object store, and the free memory of
     the fullest node."""
-    processes = [
-        (who.partition("[")[0], memory)
-        for node in nodes.values()
-        for who, memory in node.processes.items()
-    ]
+    by_group: dict[str, list[ProcessMemory]] = {}
+    for node in nodes.values():
+        for who, memory in node.processes.items():
+            by_group.setdefault(who.partition("[")[0], []).append(memory)
     metrics: dict[str, float] = {}
-    for group in dict.fromkeys(group for group, _ in processes):
-        own = [memory for name, memory in processes if name == group]
+    for group, own in by_group.items():
         # Ranks on one node share the same memory, so a sum would count it several times.
         metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
         metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
@@ -50,12 +48,7 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
 
 
 class Closing:
-    """Ends steps and evaluations.
-
-    Args:
-        started: Start of the run on the backend's clock; for a resumed run, of its first start.
-        stop: Whether a user has asked the run to end.
-    """
+    """Ends steps and evaluations."""
 
     def __init__(
         self,
@@ -99,7 +92,7 @@ class Closing:
     def step_is_over(self) -> bool:
         # If groups keep the evaluated weights, wait until these have arrived and the previous step's
         # evaluations have finished. So a checkpoint never contains a running evaluation.
-        if self._spec.evaluation_rules.keeps_weights and (
+        if not self._spec.schedule.overlaps and (
             self._calls.beside_the_graph or self._weights.under_way or self._graph_runs.evaluating
         ):
             return False
@@ -113,14 +106,15 @@ class Closing:
         if train.step:
             seconds = now - self._closed_at
             tokens = max(train.tokens.values(), default=0)
-            row |= {
-                "samples": float(max(train.samples.values(), default=0)),
-                "step_s": seconds,
-                "tokens_per_s": tokens / seconds if seconds else 0.0,
-            }
+            row["samples"] = float(max(train.samples.values(), default=0))
+            row["step_s"] = seconds
+            row["tokens_per_s"] = tokens / seconds if seconds else 0.0
             shares = self._calls.take_idle_shares(self._closed_at, now)
             row |= {f"{name}/idle_share": shares[name] for name in shares if name not in RESERVED}
-        row |= self._memory_metrics()
+        if time.monotonic() - self._memory_read_at >= READ_S:
+            self._memory_read_at, self._memory = time.monotonic(), self._spec.backend.memory()
+        if self._memory:
+            row |= memory_metrics(self._memory, sum(r.ledger.parts.num_bytes for r in self._graph_runs))
         row |= self._history.failures.metrics()
         elastic = [group for group in self._calls.groups.values() if group.place.is_elastic]
         row |= {f"{group.name}/ranks": float(len(group.up)) for group in elastic}
@@ -140,14 +134,6 @@ class Closing:
             self.ended_by = seen if ends else self.ended_by
         self._ask_to_stop(row)
         self._mark_evaluations()
-
-    def _memory_metrics(self) -> dict[str, float]:
-        """Return the latest readings; empty if the backend has none."""
-        now = time.monotonic()
-        if now - self._memory_read_at >= READ_S:
-            self._memory_read_at, self._memory = now, self._spec.backend.memory()
-        segment_bytes = sum(run.ledger.parts.num_bytes for run in self._graph_runs)
-        return memory_metrics(self._memory, segment_bytes) if self._memory else {}
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
         """End the run after this step, if `stop` wants it or a user has asked. A run with
@@ -173,7 +159,7 @@ class Closing:
         # Rows are finished, but the last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
-        metrics = evaluation.close(step, overlaps=not self._spec.evaluation_rules.keeps_weights)
+        metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
         row = self._directory.add_metrics(
             {"step": float(step), **metrics, **self._history.failures.metrics()}
         )
@@ -206,12 +192,11 @@ class Closing:
     def ending(self, seconds: float) -> Ending:
         """Return the summary of a finished run that took this many seconds."""
         path = self._directory.path
-        found = {
-            "samples": path / SAMPLES,
-            "checkpoint": next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS),
-        }
+        latest = next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS)
         places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}
-        places |= {what: where for what, where in found.items() if where.exists()}
+        for what, where in (("samples", path / SAMPLES), ("checkpoint", latest)):
+            if where.exists():
+                places[what] = where
         best = self._saving.folder.best(self._directory.values)
         places |= {"best checkpoint": best.path} if best else {}
         ending = ending_of(path.name, self._directory.metrics, self._spec.evaluations, seconds, places)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...dataflow.buffer.leases import Staleness
@@ -26,14 +27,15 @@ from ...dataflow.graph import Node
 from ...dataflow.metric_names import written_name
 from ...dataflow.metrics import merge
 from ...dataflow.operation import Shape
+from ...dataflow.runs.samples import sample_file_name
 from ..graph_run import EvaluationRun, GraphRun, GraphRuns
 from ..group import MANY_RANKS, Call, CallRequest, UnderWay, WorkerGroup, gather_s, publishes_as_it_goes
 from ..own_groups import RECORDER, group_of
-from ..run_spec import RunSpec
+from ..run_spec import RunHistory, RunSpec
 from ..schedule import Share, share_of_evaluation
 from ..weight_sync import WeightSync
 from .calls import Calls
-from .recording import Recording
+from .recording import MAX_BEHIND, is_due, recorded_steps
 
 # Gathering: batching delay of rows that arrive one by one
 
@@ -114,22 +116,23 @@ class Dispatcher:
     def __init__(
         self,
         spec: RunSpec,
+        history: RunHistory,
         buffer: SampleBuffer,
         graph_runs: GraphRuns,
         weights: WeightSync,
         calls: Calls,
-        recording: Recording,
-        say: Callable[[str], None],
+        samples: Path,
     ) -> None:
-        self._schedule, self._rules = spec.schedule, spec.evaluation_rules
+        self._schedule, self._record_every = spec.schedule, spec.record_every
+        self._progress = history.progress
+        self._samples = samples
+        """Folder for recorded samples."""
         self._buffer = buffer
         self._graph_runs, self._train = graph_runs, graph_runs.train
         self._evaluations = graph_runs.evaluations.values()
         self._groups = calls.groups
         self._weights = weights
         self._calls = calls
-        self._recording = recording
-        self._say = say
         self._gathering = Gathering(spec.backend.clock)
         self._seen = self._ready_rows()
         """Graph -> number of ready rows of each node after the last dispatch."""
@@ -144,12 +147,13 @@ class Dispatcher:
 
     @property
     def possible(self) -> bool:
-        hurry = self._train.over
-        return any(
-            self._share(run, n, self._groups[group_of(n)]) for run in self._graph_runs for n in run.nodes
-        ) or any(
-            self._recording.is_due(run, n, hurry=hurry) for run in self._graph_runs for n in run.recorders
-        )
+        each, hurry = self._schedule.prompts_per_step, self._train.over
+        for run in self._graph_runs:
+            if any(self._share(run, node, self._groups[group_of(node)]) for node in run.nodes):
+                return True
+            if any(is_due(run, node, each, hurry=hurry) for node in run.recorders):
+                return True
+        return False
 
     def dispatch(self) -> None:
         """Start every node that can start now.
@@ -159,7 +163,7 @@ class Dispatcher:
         """
         self.record(hurry=self._train.over)
         train, under_way = self._train, self._calls.under_way
-        first = self._rules.comes_first
+        first = self._schedule.overlaps
         for graph_run in (*self._evaluations, train) if first else (train, *self._evaluations):
             for node in graph_run.nodes:
                 group = self._groups[group_of(node)]
@@ -199,10 +203,42 @@ class Dispatcher:
     def record(self, *, hurry: bool) -> None:
         """Let the recorder write finished rows if it is idle; in a hurry, also less than a step's
         worth."""
-        recorder = self._groups.get(RECORDER)
-        if recorder is None or not (recorder.busy or self._pool_is_taken(recorder)):
-            self._calls.queue(self._recording.requests(self._graph_runs, recorder, hurry=hurry))
+        recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
+        idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
+        for graph_run in self._graph_runs if idle else ():
+            for node in graph_run.recorders:
+                if is_due(graph_run, node, each, hurry=hurry) and self._record(graph_run, node, recorder):
+                    return self._calls.make_calls()
         self._calls.make_calls()
+
+    def _record(self, graph_run: GraphRun, node: Node, recorder: WorkerGroup | None) -> bool:
+        """Claim rows and request a call that writes them. Return False if none need to be written,
+        so that they are finished already."""
+        ledger = graph_run.ledger
+        deadline_s = self._buffer.config.lease_deadline_s if recorder else None
+        lease = ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
+        if lease is None:
+            return False
+        steps = recorded_steps(graph_run, lease, self._record_every)
+        if recorder is None or not steps:
+            graph_run.finish_rows(lease)
+            return False
+
+        def written(call: Call) -> Iterable[CallRequest]:
+            if ledger.leases.holds(lease):
+                graph_run.finish_rows(lease)
+                if graph_run is self._train:
+                    step, ranks = max(steps.values()), range(len(recorder.mesh))
+                    names = (sample_file_name(graph_run.name, step, lease.token, r) for r in ranks)
+                    self._progress.recorded(step, [self._samples / name for name in names])
+            return ()
+
+        where = {"folder": self._samples, "graph": graph_run.name, "token": lease.token, "steps": steps}
+        request = CallRequest(
+            recorder, node.name, where, then=written, on_device=True, ledger=ledger, lease=lease
+        )
+        self._calls.queue([request])
+        return True
 
     def _joins(self, node: Node) -> bool:
         """Whether several calls of a node may run at the same time."""
@@ -215,18 +251,20 @@ class Dispatcher:
         if not group.is_free(to_join=self._joins(node)):
             return None
         # An evaluation must not wait for new weights that wait for the evaluation.
-        waits_for_it = isinstance(graph_run, EvaluationRun) and self._rules.keeps_weights
+        waits_for_it = isinstance(graph_run, EvaluationRun) and not self._schedule.overlaps
         if self._weights.holds_back(group) and not waits_for_it:
             return None
         # Without replicas, all ranks are starting or have no weights yet.
         if self._pool_is_taken(group) or not group.replicas:
             return None
         if isinstance(graph_run, EvaluationRun):
-            return share_of_evaluation(graph_run, node, overlaps=self._rules.comes_first)
+            return share_of_evaluation(graph_run, node, overlaps=self._schedule.overlaps)
         train = self._train
         if train.over:  # rows that were trained on are still observed
             return Share() if train.observes(node) else None
-        if node.operation.updates and (self._is_evaluated(group) or self._recording.is_full(train)):
+        most_behind = MAX_BEHIND * self._schedule.prompts_per_step
+        is_behind = train.ledger.live.groups_behind >= most_behind
+        if node.operation.updates and (is_behind or self._is_evaluated(group)):
             return None
         share = self._schedule.share(train, node, group.version, len(group.replicas))
         if share is not None and share.last and node.operation.updates and self._weights.is_read(group):
@@ -295,7 +333,7 @@ class Dispatcher:
             return
         number = ledger.set_too_old_aside(node, staleness)
         if number and staleness.bound and self._buffer.config.on_stale == "wait":
-            self._say(
+            self._progress.say(
                 f"{number} groups are too old for {node.name!r} (version {group.version}, max_staleness={staleness.bound}): "
                 "their prompts are issued again"
             )
@@ -307,8 +345,7 @@ class Dispatcher:
             )
 
     def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[CallRequest]:
-        """Finish the rows of a node's call; an update whose batch is complete publishes its
-        weights."""
+        """Finish the rows of a node's call; an update whose batch is complete publishes its weights."""
         node, lease, group = call.node, call.lease, call.group
         assert node is not None and lease is not None
         completes = node.operation.updates and call.last

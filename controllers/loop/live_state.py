@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -48,12 +48,7 @@ LEAVE_S = 2.0
 
 
 class LiveState:
-    """Writes the state of the run.
-
-    Args:
-        started: [s] Start of the run on the backend's clock.
-        epoch: Number of the driver's start.
-    """
+    """Writes the state of the run."""
 
     def __init__(
         self,
@@ -69,12 +64,11 @@ class LiveState:
         self._groups = groups
         self._requests = StacksRequests(run, epoch)
         self._looked = -EVERY_S
-        self._begun: dict[tuple[str, int], float] = {}
-        """Graph and number of a lease -> wall-clock time when it was first seen."""
-        self._issued: dict[tuple[str, int], float] = {}
-        """Graph and step -> time when its groups were first seen."""
-        self._past: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
-        """Past times, each with the number of rows that had arrived at and left each node."""
+        self._seen: dict[str, dict[int, float]] = {}
+        """Kind of thing -> its number -> time when it was first seen."""
+        self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
+        self._past = defaultdict(deque)
+        """Graph -> past times, each with the number of rows that had arrived at and left each node."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None
@@ -84,8 +78,7 @@ class LiveState:
         self._thread = threading.Thread(target=self._write_all, name="live state", daemon=True)
 
     def note(self) -> None:
-        """Copy the state of the run if the last copy is old enough. Called at each turn of the
-        loop."""
+        """Copy the state of the run if the last copy is old enough. Called at each turn of the loop."""
         now = time.monotonic()
         if now - self._looked < EVERY_S:
             return
@@ -124,7 +117,7 @@ class LiveState:
 
     def _graph(self, run: GraphRun) -> dict[str, Any]:
         ledger = run.ledger
-        live, readiness, wiring = ledger.live, ledger.readiness, ledger.live.wiring
+        live, readiness = ledger.live, ledger.readiness
         held: dict[str, int] = {}
         for lease in ledger.leases:
             held[lease.node.name] = held.get(lease.node.name, 0) + (len(lease.open) or lease.num_rows)
@@ -140,7 +133,10 @@ class LiveState:
         }
         for name, rates in self._rates(run.name, nodes).items():
             nodes[name] |= rates
-        update = next(iter(wiring.updates), None)
+        update = next(iter(live.wiring.updates), None)
+        versions = {} if update is None else readiness.unclaimed_of[update]
+        at_work = islice((id for id, group in live.groups.items() if not group.rested), MOST_GROUPS)
+        ages = self._ages(f"steps of {run.name}", live.groups_of_step)
         return {
             "nodes": nodes,
             "issued": live.issued,
@@ -150,10 +146,8 @@ class LiveState:
             "stale": dict(ledger.claims.stale),
             "groups": len(live.groups),
             "groups_behind": live.groups_behind,
-            "steps": self._ages(run.name, live.groups_of_step),
-            "versions": {}
-            if update is None
-            else {str(v): n for v, n in readiness.unclaimed_of[update].items()},
+            "steps": {str(step): [groups, ages[step]] for step, groups in live.groups_of_step.items()},
+            "versions": {str(version): groups for version, groups in versions.items()},
             "leases": self._leases(ledger),
             "oldest": [
                 {
@@ -161,66 +155,44 @@ class LiveState:
                     "step": live.groups[id].issued_in,
                     "waits": waits_for(ledger, id).splitlines(),
                 }
-                for id in islice(
-                    (id for id, group in live.groups.items() if not group.rested), MOST_GROUPS
-                )
+                for id in at_work
             ],
         }
 
-    def _ages(self, graph: str, groups_of_step: Mapping[int, int]) -> dict[str, list[float]]:
-        """Step -> its groups in flight, and seconds since the first was issued."""
-        now = time.time()
-        for key in [key for key in self._issued if key[0] == graph and key[1] not in groups_of_step]:
-            del self._issued[key]
-        return {
-            str(step): [number, now - self._issued.setdefault((graph, step), now)]
-            for step, number in groups_of_step.items()
-        }
+    def _ages(self, what: str, numbers: Iterable[int]) -> dict[int, float]:
+        """[s] How long ago each of these things was first seen."""
+        now, before = time.time(), self._seen.get(what, {})
+        self._seen[what] = {number: before.get(number, now) for number in numbers}
+        return {number: now - at for number, at in self._seen[what].items()}
 
     def _rates(self, graph: str, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Rows per second that arrive at each node and leave it."""
-        now = time.monotonic()
-        counts = {
-            f"{graph} {name}": (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()
-        }
-        self._past.append((now, counts))
-        while now - self._past[0][0] > RATE_S:
-            self._past.popleft()
-        for then, before in self._past:
-            if now > then and before.keys() >= counts.keys():
-                break
-        else:
-            return {}
+        now, past = time.monotonic(), self._past[graph]
+        counts = {name: (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()}
+        past.append((now, counts))
+        while now - past[0][0] > RATE_S:
+            past.popleft()
+        seconds, before = now - past[0][0], past[0][1]
         rates: dict[str, dict[str, float]] = {}
-        for name in nodes:
-            key = f"{graph} {name}"
-            came, left = (
-                max(0, n - m) / (now - then) for n, m in zip(counts[key], before[key], strict=True)
-            )
-            rates[name] = {"rate_in": came, "rate_out": left}
+        for name, (came, left) in counts.items() if seconds else ():
+            came_before, left_before = before[name]
+            rate_in, rate_out = max(0, came - came_before) / seconds, max(0, left - left_before) / seconds
+            rates[name] = {"rate_in": rate_in, "rate_out": rate_out}
         return rates
 
     def _leases(self, ledger: Ledger) -> list[dict[str, Any]]:
-        now, known = time.time(), set[tuple[str, int]]()
-        found: list[dict[str, Any]] = []
-        for lease in ledger.leases:
-            key = ledger.name, lease.token
-            known.add(key)
-            begun = self._begun.setdefault(key, now)
-            if len(found) < MOST_LEASES:
-                found.append(
-                    {
-                        "lease": lease.token,
-                        "node": lease.node.name,
-                        "holder": lease.holder,
-                        "rows": lease.num_rows,
-                        "left": len(lease.open),
-                        "age_s": now - begun,
-                    }
-                )
-        for key in [key for key in self._begun if key[0] == ledger.name and key not in known]:
-            del self._begun[key]
-        return found
+        ages = self._ages(f"leases of {ledger.name}", [lease.token for lease in ledger.leases])
+        return [
+            {
+                "lease": lease.token,
+                "node": lease.node.name,
+                "holder": lease.holder,
+                "rows": lease.num_rows,
+                "left": len(lease.open),
+                "age_s": ages[lease.token],
+            }
+            for lease in islice(ledger.leases, MOST_LEASES)
+        ]
 
     # In the thread
 
@@ -265,13 +237,8 @@ class LiveState:
         self._read_at = now
         for name, one in memory.items():
             for who, own in one.processes.items():
-                self._readings.add(
-                    time_s=time_s,
-                    host=name,
-                    worker=who,
-                    resident_bytes=own.resident_bytes,
-                    shared_bytes=own.shared_bytes,
-                )
+                sizes = {"resident_bytes": own.resident_bytes, "shared_bytes": own.shared_bytes}
+                self._readings.add(time_s=time_s, host=name, worker=who, **sizes)
         self._readings.flush()
 
 
@@ -295,12 +262,10 @@ def _group(group: WorkerGroup, now: float) -> dict[str, Any]:
 
 
 def _host(memory: Memory) -> dict[str, Any]:
-    node = memory.node
+    node, processes = memory.node, memory.processes.items()
     return {
         "used_bytes": node.used_bytes if node else None,
         "limit_bytes": node.limit_bytes if node else None,
         "object_store_bytes": memory.object_store_bytes,
-        "processes": {
-            who: [one.resident_bytes, one.shared_bytes] for who, one in memory.processes.items()
-        },
+        "processes": {who: [one.resident_bytes, one.shared_bytes] for who, one in processes},
     }

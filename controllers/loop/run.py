@@ -50,6 +50,7 @@ from ..recovery.resume import ResumePoint
 from ..recovery.saving import ASK_S, Saving
 from ..reports.symptoms import GOES_ON, NO_SIGNAL, Seen
 from ..run_spec import RunHistory, RunSpec
+from ..schedule import Asynchronous
 from ..signals import asked_to_end
 from ..weight_sync import WeightSync
 from .admission import Admission
@@ -57,7 +58,6 @@ from .calls import Calls
 from .closing import Closing
 from .dispatcher import Dispatcher
 from .live_state import LiveState
-from .recording import Recording
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
 """Advice after a failed call in a process."""
@@ -65,12 +65,7 @@ DEBUGGER = "To step through it under a debugger, run the same script with backen
 
 class Run:
     """One start of a run, from open buffer and running worker groups to the end. A restart makes a
-    new `Run`.
-
-    Args:
-        history: State that is shared by all starts of the run.
-        point: Checkpoint to resume from; None for a new run.
-    """
+    new `Run`."""
 
     def __init__(
         self,
@@ -92,8 +87,9 @@ class Run:
         self._train = graph_runs.train
         self._started = started = self._backend.clock() - (point.state.time_s if point else 0.0)
         path, epoch = directory.path, directory.starts + 1
-        keeps = graph_runs.needs_weights if spec.evaluation_rules.keeps_weights else None
-        partial = getattr(spec.schedule, "partial_rollouts", "continue")
+        keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
+        schedule = spec.schedule
+        partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
         self._weights = weights = WeightSync(spec.follows, groups, partial, self._backend.cancel, keeps)
         self._failures = Failures(spec, history, buffer, groups, weights)
         self._copies = Copies.of(path, spec.checkpoint)
@@ -103,10 +99,9 @@ class Run:
         self._calls = calls = Calls(
             spec, history, directory, buffer, groups, graph_runs, self._failures, saving, started
         )
-        recording = Recording(spec, path / SAMPLES, self._progress.recorded)
-        parts = spec, buffer, graph_runs, weights, calls, recording
-        self._admission = Admission(*parts, self._progress.alert)
-        self._dispatcher = Dispatcher(*parts, self._progress.say)
+        parts = spec, history, buffer, graph_runs, weights, calls
+        self._admission = Admission(*parts)
+        self._dispatcher = Dispatcher(*parts, path / SAMPLES)
         self._stop = StopRequests(path, epoch)
         self._closing = Closing(
             spec, history, directory, graph_runs, weights, calls, saving, started, self._stop
@@ -255,22 +250,17 @@ class Run:
     @property
     def _can_move(self) -> bool:
         ended = any(evaluation.ended for evaluation in self.graph_runs.evaluations.values())
-        return (
-            ended
-            or self._spec.schedule.over(self._train)
-            or self._admission.possible
-            or self._dispatcher.possible
-        )
+        over = self._spec.schedule.over(self._train)
+        return ended or over or self._admission.possible or self._dispatcher.possible
 
     @property
     def _patience_s(self) -> float:
         """[s] Longest wait for replies: until a lease, a quorum or a batching delay ends, at most a
         second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
+        due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
-        return max(
-            0.0, min([1.0, *(d - now for d in (*due, self._dispatcher.next_due_s) if d is not None)])
-        )
+        return max(0.0, min([1.0, *(d - now for d in due if d is not None)]))
 
     def _why_stalled(self) -> str:
         lines = [
@@ -349,9 +339,8 @@ class Run:
         """Whether a checkpoint can be made: no update is running or has part of its batch, and
         training does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
-        return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(
-            self._train.taken.values()
-        )
+        waits = evaluating and self._spec.evaluations_hold_training
+        return not waits and not any(self._train.taken.values())
 
     def _leave(self) -> NoReturn:
         number = asked_to_end()

@@ -34,13 +34,7 @@ from .run import Run
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
-    """Start a run, or resume it from a checkpoint. On return, followers have their leaders'
-    weights.
-
-    Args:
-        history: State that is shared by all starts of the run.
-        directory: Directory of the run, locked by this process.
-        point: Checkpoint to resume from; None for a new run.
+    """Start a run, or resume it from a checkpoint. On return, followers have their leaders' weights.
 
     Raises:
         UserError: A worker cannot be made, or the buffer belongs to other graphs.

@@ -189,10 +189,6 @@ class CheckpointFolder:
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
         """Write the manifest of a checkpoint whose files are on the disk, rename it, and prune.
 
-        Args:
-            values: Metric -> step -> value, for the best checkpoint.
-            advance: Called after each piece of a file that is read for the manifest.
-
         Raises:
             TakenOverError: Another driver has taken over the run.
             OSError: For example because the disk is full.
@@ -257,14 +253,7 @@ class CheckpointFolder:
             self.later.rmdir()
 
     def prune(self, values: Values) -> None:
-        """Remove the checkpoints that need not be kept.
-
-        Args:
-            values: Metric -> step -> value.
-
-        Raises:
-            TakenOverError: Another driver has taken over the run.
-        """
+        """Remove the checkpoints that need not be kept."""
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
         of_step = values((self._config.best or "").removeprefix("-"))

@@ -78,11 +78,7 @@ class RemoteRun:
 
     @classmethod
     def at(cls, address: str, name: str) -> RemoteRun:
-        """Open the copy of a run below an address, such as `s3://bucket/folder` or a path.
-
-        Raises:
-            UserError: The address is invalid (see `check_address`) or cannot be opened.
-        """
+        """Open the copy of a run below an address, such as `s3://bucket/folder` or a path."""
         check_address(address)
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
@@ -324,12 +320,7 @@ SAY_S = 30.0
 
 
 class Copies:
-    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits.
-
-    Args:
-        remote: The copy of the run; None makes no copies.
-        first_pause_s: [s] Time before the first retry of a failed copy.
-    """
+    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits."""
 
     def __init__(
         self, run: Path, remote: RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
@@ -351,11 +342,7 @@ class Copies:
 
     @classmethod
     def of(cls, run: Path, config: CheckpointConfig) -> Copies:
-        """Return the copies that the settings of a run ask for.
-
-        Raises:
-            UserError: The address cannot be used.
-        """
+        """Return the copies that the settings of a run ask for."""
         return cls(run, None if config.copy_to is None else RemoteRun.at(config.copy_to, run.name))
 
     def resume(self) -> None:

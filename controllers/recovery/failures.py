@@ -304,11 +304,7 @@ class Failures:
         return rows
 
     def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
-        """Count a failure. Return the samples that failed MAX_FAILURES times.
-
-        Raises:
-            WorkerError: A call outside the graph failed MAX_FAILURES times.
-        """
+        """Count a failure. Return the samples that failed MAX_FAILURES times."""
         if call.lease is None and (call.lost or call.group.place.is_elastic):
             # counted with another rank already, or left to the deadline of the elastic group
             return []
@@ -323,12 +319,7 @@ class Failures:
         return [id for _, id in repeated if id is not None]
 
     def _drop_rows(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
-        """Drop samples that made a node fail MAX_FAILURES times each.
-
-        Raises:
-            WorkerError (or UserError, for an error that the user can fix): There are more of them
-                than `max_failed` of the group allows.
-        """
+        """Drop samples that made a node fail MAX_FAILURES times each."""
         if not samples or call.ledger is None or call.lease is None:
             return
         node, ledger = call.lease.node, call.ledger
@@ -356,12 +347,7 @@ class Failures:
 
     def _replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
         """Release the rows of a dead or silent rank. Start another process, or let it leave an
-        elastic group. Other ranks continue.
-
-        Raises:
-            WorkerError: The same call outside the graph, or too many samples, failed MAX_FAILURES
-                times.
-        """
+        elastic group. Other ranks continue."""
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
         at = self._backend.sample_at(group, rank)
@@ -438,9 +424,6 @@ class Failures:
         Returns:
             Requests that start replacements, or None if a rank cannot be replaced, so that the run
             has to go back to its last checkpoint.
-
-        Raises:
-            WorkerError: As in `_replace`.
         """
         gone = [
             (group, rank, node)

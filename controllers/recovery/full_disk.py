@@ -64,11 +64,7 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before.
-
-        Raises:
-            RunError: As in `write`.
-        """
+        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before."""
         began, enough = time.monotonic(), shutil.disk_usage(self._folder).free + SOME_BYTES
         while shutil.disk_usage(self._folder).free < enough and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)

@@ -125,11 +125,9 @@ def _lost_rows(path: Path) -> str:
         history = restore(buffer, at=position)
     except (UserError, RuntimeError, OSError) as error:
         return f"its rows cannot be restored: {error}"
-    return (
-        ""
-        if history.end == position
-        else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
-    )
+    if history.end == position:
+        return ""
+    return "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
@@ -152,15 +150,15 @@ def open_run(
         resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
             default, the newest run with a checkpoint); "weights" for the same without rows in
             flight; or the folder of a run or of one of its checkpoints.
-        accept: returns the point to resume from, or raises UserError if the driver cannot use it.
-        copy_to: the address of copies. If the run `name` is to be resumed and has no checkpoint
+        accept: Returns the point to resume from, or raises UserError if the driver cannot use it.
+        copy_to: The address of copies. If the run `name` is to be resumed and has no checkpoint
             here, it is fetched from there.
 
     Returns:
         The run's directory, and the point that it resumes from, or None for a new run.
 
     Raises:
-        UserError: another driver holds the run, the folder does not exist, or it is damaged.
+        UserError: Another driver holds the run, the folder does not exist, or it is damaged.
     """
     if name is not None:
         check_run_name(name, "name")
@@ -171,10 +169,8 @@ def open_run(
         check_rights(run)
         lock = hold(run)
         try:
-            at = Path(resume)
-            point = (
-                _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
-            )
+            with_rows, at = resume != "weights", Path(resume)
+            point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=with_rows)
             point = accept(point)
             if point is not None:
                 directory = point.reopen(lock)
@@ -227,20 +223,16 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     run = root / name
     if has_checkpoints(run):
         return run, ""
-    others = ", ".join(
-        f"{p.name!r} (step {step_of(complete_checkpoints(p / CHECKPOINTS)[0])})" for p in there[:5]
-    )
+    latest = [(p.name, step_of(complete_checkpoints(p / CHECKPOINTS)[0])) for p in there[:5]]
+    others = ", ".join(f"{run!r} (step {step})" for run, step in latest)
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
-    if (run / CHECKPOINTS).exists() and not (run / CHECKPOINTS).is_dir():
-        return (
-            None,
-            f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so there is nothing to resume from{known}",
-        )
+    folder = run / CHECKPOINTS
+    if folder.exists() and not folder.is_dir():
+        looked = f"{folder} is not a folder, so there is nothing to resume from{known}"
+        return None, f"damaged: resume={resume!r}: {looked}"
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
-    return (
-        None,
-        f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}",
-    )
+    near = nearest(name, [p.name for p in there])
+    return None, f"resume={resume!r}: {what} {name!r} in {root}{near}{known}"
 
 
 def _checkpointed(root: Path) -> list[Path]:
