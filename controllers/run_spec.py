@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.errors import UserError
-from ..dataflow.graph import TRAIN, Graph, Handle, ParameterEdge
+from ..dataflow.graph import Graph, Handle, ParameterEdge
 from ..dataflow.operation import names_arguments
 from .backends.backend import Backend
 from .placement import Place
 from .recovery.changed_settings import Rule, recorded_settings
 from .recovery.checkpoints import CheckpointConfig
+from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
 from .reports.progress import Progress
 from .reports.symptoms import Watch
@@ -120,29 +120,6 @@ class RunSpec:
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 
-@dataclass
-class _FailureCounts:
-    """Failures of a run, over all of its starts."""
-
-    at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
-    """(node, sample), or call outside the graph -> failures."""
-    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(graph, node) -> rows that succeeded."""
-    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(graph, node) -> rows that were dropped because the node failed on them."""
-    replaced: int = 0
-    """Processes that were replaced."""
-    requeued: int = 0
-    """Rows that were requeued because a rank failed."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the nonzero counts as metrics."""
-        counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
-        for (graph, _), rows in self.dropped.items():
-            counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
-        return {name: float(count) for name, count in counts.items() if count}
-
-
 @dataclass(frozen=True)
 class RunHistory:
     """Progress, trackers and counts that are kept over restarts of a run."""
@@ -151,4 +128,4 @@ class RunHistory:
     disk: FullDisk
     trackers: TrackerThreads
     watch: Watch = field(default_factory=Watch)
-    failures: _FailureCounts = field(default_factory=_FailureCounts)
+    failures: FailureCounts = field(default_factory=FailureCounts)

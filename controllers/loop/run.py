@@ -91,7 +91,9 @@ class Run:
         schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
         self._weights = weights = WeightSync(spec.follows, groups, partial, self._backend.cancel, keeps)
-        self._failures = Failures(spec, history, buffer, groups, weights)
+        timeouts_s = spec.start_timeout_s, spec.call_timeout_s
+        shared = self._progress, self._disk, history.failures
+        self._failures = Failures(self._backend, buffer, groups, weights, *shared, *timeouts_s)
         self._copies = Copies.of(path, spec.checkpoint)
         folder = CheckpointFolder(directory, spec.checkpoint, self._copies.queue)
         saved = [group for group in groups.values() if has_state(group.handle)]

@@ -15,18 +15,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
+from ...dataflow.graph import TRAIN
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import Backend, Event
 from ..group import REGISTER, Call, CallRequest, WorkerGroup, publishes_as_it_goes
 from ..ranks.tasks import Failure, FailureKind
-from ..run_spec import RunHistory, RunSpec
+from ..reports.progress import Progress
 from ..weight_sync import WeightSync
 from .elastic import Elastic
+from .full_disk import FullDisk
 
 # Error messages for unresponsive ranks: rank, node, rows, and stacks of their processes.
 
@@ -80,27 +82,54 @@ LOOK_S = 1.0
 """[s] Time between two checks for silent ranks."""
 
 
+@dataclass
+class FailureCounts:
+    """Failures of a run, over all of its starts."""
+
+    at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    """(node, sample), or call outside the graph -> failures."""
+    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(graph, node) -> rows that succeeded."""
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(graph, node) -> rows that were dropped because the node failed on them."""
+    replaced: int = 0
+    """Processes that were replaced."""
+    requeued: int = 0
+    """Rows that were requeued because a rank failed."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the nonzero counts as metrics."""
+        counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
+        for (graph, _), rows in self.dropped.items():
+            counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
+        return {name: float(count) for name, count in counts.items() if count}
+
+
 class Failures:
     """Counts failures, releases rows, and replaces processes."""
 
     def __init__(
         self,
-        spec: RunSpec,
-        history: RunHistory,
+        backend: Backend,
         buffer: SampleBuffer,
         groups: Mapping[str, WorkerGroup],
         weights: WeightSync,
+        progress: Progress,
+        disk: FullDisk,
+        counts: FailureCounts,
+        start_timeout_s: float,
+        call_timeout_s: float,
     ) -> None:
-        self._backend = spec.backend
+        self._backend = backend
         self._buffer = buffer
         self._groups = groups
         self._weights = weights
-        self._progress = history.progress
-        self._disk = history.disk
-        self._counts = history.failures
-        self._elastic = Elastic(spec.backend, groups.values(), history.progress.say, spec.start_timeout_s)
-        self._start_timeout_s = spec.start_timeout_s
-        self._call_timeout_s = spec.call_timeout_s
+        self._progress = progress
+        self._disk = disk
+        self._counts = counts
+        self._elastic = Elastic(backend, groups.values(), progress.say, start_timeout_s)
+        self._start_timeout_s = start_timeout_s
+        self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
         """Running call -> rows that were requeued."""
         self._heard: dict[tuple[str, int], float] = {}
