@@ -83,7 +83,7 @@ class RemoteRun:
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
             files, base = pf.FileSystem.from_uri(given)
-        except (*FAILURES, RuntimeError) as error:  # RuntimeError: there is no home folder
+        except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has none
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
         return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
 
@@ -241,7 +241,7 @@ class RemoteRun:
             tell_damage: Called with a line about each damaged copy that was skipped.
 
         Returns:
-            The step of its checkpoint, or None if there is no intact copy.
+            The step of its checkpoint, or None if every copy is damaged.
 
         Raises:
             OSError, pyarrow.ArrowException: The copy cannot be read.
@@ -432,7 +432,7 @@ class Copies:
     def _copy(self, remote: RemoteRun, step: int) -> str:
         """Copy a checkpoint. Return the error, or an empty string."""
         began = time.monotonic()
-        # Whatever fails, even reading the checkpoint, the thread must go on with the next one.
+        # Even if the checkpoint cannot be read, the thread must continue with the next one.
         try:
             if remote.has(self._run, step):
                 return ""

@@ -49,8 +49,8 @@ class Progressed(NamedTuple):
 
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """Of a checkpoint that the full disk had no room for: its position in the buffer's log, which
-    need not be kept any longer, and the error."""
+    """A checkpoint that the full disk had no room for: its position in the buffer's log, which need
+    not be kept any longer, and the error."""
 
 
 class Saving:
