@@ -73,13 +73,13 @@ if (
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
     from .controllers.prechecks.dry_run import prepared as prepared
-    from .controllers.simulation.backend import Simulated as Simulated
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.run_spec import Evaluation as Evaluation
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
+    from .controllers.simulation.backend import Simulated as Simulated
     from .controllers.train import train as train
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig

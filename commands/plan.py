@@ -19,7 +19,7 @@ from .command_line import Answer, Script, ScriptArguments, find_run
 from .run import run_script, script_file
 
 if TYPE_CHECKING:
-    from ..controllers.placement import OtherMachine
+    from ..controllers.node_layout import OtherMachine
     from ..controllers.prechecks.dry_run import Planning
     from ..controllers.prechecks.plan import Plan
     from ..controllers.prechecks.plan_memory import GroupMemory
@@ -71,7 +71,7 @@ def _other(machine: str) -> OtherMachine:
     >>> _other("8x80")
     OtherMachine(gpus=8, gpu_bytes=85899345920)
     """
-    from ..controllers.placement import OtherMachine
+    from ..controllers.node_layout import OtherMachine
 
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):

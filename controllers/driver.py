@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +25,7 @@ from .backends.jobs import resume_of, root_of
 from .backends.local import Local
 from .group import WorkerGroup
 from .loop.run import Run
-from .loop.start import start
+from .loop.start import collected_seldom, start
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
 from .prechecks.checks import (
@@ -77,10 +78,8 @@ def versions() -> dict[str, str]:
     are left out."""
     found: dict[str, str] = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -243,15 +242,12 @@ class Driver:
             self.directory.notes.append(
                 f"the run's directory is {self.directory.path}: this is a job of a cluster"
             )
-        shown = Progress(schedule.steps, self.directory.path, display)
-        following = TrackerThreads(
-            trackers,
-            self.directory.path,
-            cluster.report if (cluster := self._spec.backend.cluster) else None,
-            partial(shown.alert, "tracker"),
-            samples=tracker_samples,
-        )
-        self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
+        path, cluster = self.directory.path, self._spec.backend.cluster
+        report = cluster.report if cluster is not None else None
+        shown = Progress(schedule.steps, path, display)
+        alert = partial(shown.alert, "tracker")
+        following = TrackerThreads(trackers, path, report, alert, samples=tracker_samples)
+        self._history = RunHistory(shown, FullDisk(path, shown), following)
         self._described = {
             "settings": settings,
             "buffer": dict(buffer),
@@ -281,7 +277,10 @@ class Driver:
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
         if self._with_dashboard:
-            self._open_dashboard()
+            try:
+                self.say(f"dashboard: {start_dashboard(self.directory.path)}")
+            except OSError as error:  # the run continues without it
+                self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
         for mistake in mistakes(self._spec.graphs[TRAIN], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
         try:
@@ -295,13 +294,6 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_dashboard(self) -> None:
-        """Start a dashboard in another process. The run continues if the dashboard cannot start."""
-        try:
-            self.say(f"dashboard: {start_dashboard(self.directory.path)}")
-        except OSError as error:
-            self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
-
     def _note(self, error: BaseException) -> None:
         """Add the error that ends the run to the run's alerts."""
         if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
@@ -313,8 +305,7 @@ class Driver:
         self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
-        """End every process of the run and release its directory. Another driver can then resume
-        it."""
+        """End every process of the run and release its directory. Another driver can then resume it."""
         try:
             self._end()
         finally:
@@ -346,7 +337,8 @@ class Driver:
         run = self._usable()
         try:
             saves = self._spec.checkpoint.writes
-            with can_be_ended(saves), signals_end_runs(saves=saves):
+            seldom = collected_seldom(not self._spec.backend.in_process)
+            with can_be_ended(saves), signals_end_runs(saves=saves), seldom:
                 while True:
                     try:
                         run.to_the_end()
@@ -393,11 +385,7 @@ class Driver:
         self._start()
 
     def say(self, text: str) -> None:
-        """Print a line on the run's display.
-
-        Args:
-            text: The line.
-        """
+        """Print a line on the run's display."""
         self._history.progress.say(text)
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
@@ -407,7 +395,6 @@ class Driver:
         Args:
             handle: The group, as `weft.group` returned it.
             method: Name of a remote method of its workers.
-            arguments: Arguments of the method.
 
         Raises:
             UserError: The run does not have this group, or its workers do not have this method.
@@ -417,7 +404,7 @@ class Driver:
             raise UserError(
                 f"{handle!r} is not a group of this run; its groups: {', '.join(self._spec.handles)}"
             )
-        return self._usable().call(group, method, **arguments)
+        return self._usable().call_group(group, method, **arguments)
 
     def _usable(self) -> Run:
         if self._run is None or self._run.closed:

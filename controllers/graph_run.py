@@ -37,6 +37,10 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return values
 
 
+def _writes_nothing(node: Node) -> bool:
+    return not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP)
+
+
 @dataclass
 class GraphRun(ABC):
     """A graph with its ledger and its position in the source."""
@@ -63,35 +67,23 @@ class GraphRun(ABC):
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether a node only reads rows: it writes no column, drops no rows and updates
-        nothing."""
-        if node.operation.behind:
-            return False
-        return (
-            not node.writes
-            and not node.operation.updates
-            and node.operation.shape in (Shape.MAP, Shape.GROUP)
-        )
+        """Whether a node only reads rows: it writes no column, drops no rows and updates nothing."""
+        operation = node.operation
+        return _writes_nothing(node) and not operation.updates and not operation.behind
 
     def issue(self, number: int, step: int) -> int:
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
         return len(chosen)
 
-    def finish(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. A node that writes no columns publishes empty results.
-
-        Args:
-            lease: Lease of the node.
-            step: Step that trained on the rows; None if the node does not update weights.
-        """
-        node = lease.node
-        if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
+    def finish_rows(self, lease: Lease, step: int | None = None) -> None:
+        """Finish the rows of a lease. A node that writes no columns publishes empty results."""
+        if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
 
     @abstractmethod
-    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+    def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         """Record the metrics of a call."""
 
     @abstractmethod
@@ -161,17 +153,17 @@ class TrainingRun(GraphRun):
     def measured(self) -> dict[str, float]:
         return values_of(merge(self.metrics))
 
-    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+    def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.metrics.append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
         self.generated.append(published.num_tokens)
 
-    def finish(self, lease: Lease, step: int | None = None) -> None:
+    def finish_rows(self, lease: Lease, step: int | None = None) -> None:
         if lease.node.operation.updates:
             self.trains(lease)  # before the ledger forgets the rows
             step = self.step_under_way
-        super().finish(lease, step)
+        super().finish_rows(lease, step)
 
     def trains(self, lease: Lease) -> None:
         name = lease.node.name
@@ -207,7 +199,7 @@ class TrainingRun(GraphRun):
 
 
 @dataclass
-class EvaluationUnderWay:
+class _EvaluationUnderWay:
     """Metrics and weight versions of one running evaluation."""
 
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
@@ -223,7 +215,7 @@ class EvaluationRun(GraphRun):
 
     due: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """Step whose evaluation has not begun -> group -> version that the group must have first."""
-    under_way: dict[int, EvaluationUnderWay] = field(default_factory=dict)
+    under_way: dict[int, _EvaluationUnderWay] = field(default_factory=dict)
     closed_at: int = -1
     """Latest step with a closed evaluation."""
 
@@ -237,32 +229,27 @@ class EvaluationRun(GraphRun):
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether a group must keep its version until an evaluation that is due or running is
-        over."""
-        if group not in self.graph.handles:
-            return False
-        return bool(self.under_way) or any(
-            version >= wanted.get(group, 0) for wanted in self.due.values()
-        )
+        """Whether a group must keep its version until an evaluation that is due or running is over."""
+        due = any(version >= wanted.get(group, 0) for wanted in self.due.values())
+        return group in self.graph.handles and (bool(self.under_way) or due)
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation when groups have these versions, unless it has been
-        evaluated."""
+        """Queue a step for evaluation when groups have these versions, unless it has been evaluated."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
-    def begin(self, step: int) -> None:
+    def begin_evaluation(self, step: int) -> None:
         del self.due[step]
-        self.under_way[step] = EvaluationUnderWay()
+        self.under_way[step] = _EvaluationUnderWay()
         self.under_way[step].asked = self.issue(len(self.num_tokens), step)
 
-    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+    def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.under_way[lease.step].metrics.append(measured)
 
-    def finish(self, lease: Lease, step: int | None = None) -> None:
+    def finish_rows(self, lease: Lease, step: int | None = None) -> None:
         if lease.node is self.nodes[-1]:
             self.under_way[lease.step].answered.update(group.id for group in lease.groups)
-        super().finish(lease, step)
+        super().finish_rows(lease, step)
 
     def generates(self, lease: Lease, published: Published) -> None:
         if published.versions is not None and len(published.versions):
@@ -280,14 +267,10 @@ class EvaluationRun(GraphRun):
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))
         if (overlaps and ended.versions) or len(ended.versions) > 1:
-            metrics |= {
-                "oldest_version": float(min(ended.versions)),
-                "newest_version": float(max(ended.versions)),
-            }
-        metrics |= {
-            "prompts_lost": float(ended.asked - len(ended.answered)),
-            "prompts_asked": float(ended.asked),
-        }
+            metrics["oldest_version"] = float(min(ended.versions))
+            metrics["newest_version"] = float(max(ended.versions))
+        metrics["prompts_lost"] = float(ended.asked - len(ended.answered))
+        metrics["prompts_asked"] = float(ended.asked)
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 

@@ -1,4 +1,5 @@
-"""WorkerGroup: the ranks of one worker class, called as one object."""
+"""WorkerGroup: the ranks of one worker class, called as one object; Call: a call on a group, and
+CallRequest: a call to make on a later turn of the loop."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Handle, Node
-from ..dataflow.metrics import Metric, Metrics, merge
+from ..dataflow.metrics import Metrics
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowCost, RowSizes
 from ..workers.worker import Worker, dispatch_of
@@ -29,9 +29,8 @@ from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
-and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
-(`loop/calls.py`)."""
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`) and on
+the driver (`loop/dispatcher.py`). The driver also rests between two turns (`loop/calls.py`)."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -105,14 +104,8 @@ class Call:
         """Results of a method without rows, in rank order, without lost ranks."""
         return [self.values[r] for r in self.ranks if r not in self.lost]
 
-    def merged_metrics(self) -> dict[str, Metric]:
-        return merge(self.metrics)
-
-    def take(self, rank: int, reply: Reply, now: float) -> None:
-        """Record a reply of a rank.
-
-        Args:
-            now: [s] Time on the backend's clock.
+    def take_reply(self, rank: int, reply: Reply, now: float) -> None:
+        """Record a reply of a rank that came at this time on the backend's clock.
 
         Raises:
             WorkerError: The rank failed; a UserError if the user can fix it.
@@ -132,19 +125,20 @@ class Call:
         self.lost.add(rank)
         self.waiting.discard(rank)
 
+    @property
+    def holds_lease(self) -> bool:
+        return self.ledger is not None and self.lease is not None and self.ledger.leases.holds(self.lease)
+
     def held_by(self, rank: int) -> set[int]:
         """Unfinished samples of a rank; empty if the call's lease has ended."""
-        if self.ledger is None or self.lease is None or not self.ledger.leases.holds(self.lease):
+        if self.lease is None or not self.holds_lease:
             return set()
         return self.lease.open.keys() & set(self.shares.get(rank, ()))
 
     def describe(self, rank: int | None = None) -> str:
         who = f"{self.group.name}[{rank}]" if rank is not None else self.group.name
-        return (
-            f"worker {who}, node {self.node.name!r}"
-            if self.node
-            else f"worker {who}, call {self.method!r}"
-        )
+        what = f"node {self.node.name!r}" if self.node else f"call {self.method!r}"
+        return f"worker {who}, {what}"
 
     def _error(self, rank: int, failure: Failure) -> Exception:
         ids = failure.sample_ids or self.shares.get(rank, ())[:4]
@@ -165,6 +159,38 @@ def publishes_as_it_goes(node: Node) -> bool:
     return (
         bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
     )
+
+
+Then = Callable[[Call], "Iterable[CallRequest]"]
+"""Returns the requests that follow the last reply of a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallRequest:
+    """Request to call a method on some ranks, or on all that its dispatch protocol names; with a
+    lease, on its rows."""
+
+    group: WorkerGroup
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Sequence[int] | None = None
+    then: Then = lambda call: ()
+    on_device: bool = False
+    """The call needs the devices of the group's pool, so other groups must give them up."""
+    ledger: Ledger | None = None
+    lease: Lease | None = None
+    by_load: Mapping[int, int] | None = None
+    """Data-parallel replica -> number of rows; None lets the dispatch protocol spread them over all
+    replicas."""
+    last: bool = True
+    """These rows complete the batch of an update."""
+
+    def make(self) -> Call:
+        if self.ledger is None or self.lease is None:
+            return self.group.call(self.method, ranks=self.ranks, **self.arguments)
+        call = self.group.call_node(self.ledger, self.lease, by_load=self.by_load, **self.arguments)
+        call.last = self.last
+        return call
 
 
 class UnderWay:
@@ -206,7 +232,7 @@ class Loads:
     """Unfinished rows of each replica of a group, to balance load.
 
     >>> loads = Loads([0, 1, 2])
-    >>> loads.add(0, 4)
+    >>> loads.add_rows(0, 4)
     >>> loads.spread(5)
     {1: 3, 2: 2}
     """
@@ -216,7 +242,7 @@ class Loads:
         self._heap = [(0, replica) for replica in self._rows]
         """Pairs (rows, replica). Outdated pairs stay until they reach the top."""
 
-    def add(self, replica: int, rows: int) -> None:
+    def add_rows(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
         heapq.heappush(self._heap, (self._rows[replica], replica))
         # Rebuild the heap when most of its pairs are outdated.
@@ -229,29 +255,26 @@ class Loads:
         some = Loads(())
         for replica in replicas:
             some._rows[replica] = 0
-            some.add(replica, self._rows[replica])
+            some.add_rows(replica, self._rows[replica])
         return some
 
     def spread(self, rows: int) -> dict[int, int]:
-        """Split rows so that all replicas have about equally many unfinished ones.
-
-        The loads do not change, and replicas without new rows are left out.
-        """
+        """Split rows so that all replicas have about equally many unfinished ones. The loads do not
+        change, and replicas without new rows are left out."""
         given: Counter[int] = Counter()
         for _ in range(rows if self._rows else 0):
             while self._heap[0][0] != self._rows[self._heap[0][1]]:
                 heapq.heappop(self._heap)
             replica = self._heap[0][1]
             given[replica] += 1
-            self.add(replica, 1)
+            self.add_rows(replica, 1)
         for replica, number in given.items():
-            self.add(replica, -number)
+            self.add_rows(replica, -number)
         return dict(sorted(given.items()))
 
 
 class WorkerGroup:
-    """The running side of a handle: its ranks with their mesh coordinates, and methods to call
-    them."""
+    """The running side of a handle: its ranks with their mesh coordinates, and methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -282,14 +305,11 @@ class WorkerGroup:
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
         self._loads = Loads(self._replicas)
+        worker = handle.worker_class
+        self._row_cost = worker.row_cost(handle.config) if issubclass(worker, Worker) else RowCost()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
-
-    @cached_property
-    def _row_cost(self) -> RowCost:
-        worker = self.handle.worker_class
-        return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
     @property
     def busy(self) -> bool:
@@ -299,19 +319,19 @@ class WorkerGroup:
         self.calls.add(call)
         for replica, ids in call.by_load.items():
             call.left[replica] = len(ids)
-            self._loads.add(replica, len(ids))
+            self._loads.add_rows(replica, len(ids))
 
     def forget(self, call: Call) -> None:
         self.calls.remove(call)
         for replica, left in call.left.items():
-            self._loads.add(replica, -left)
+            self._loads.add_rows(replica, -left)
 
     def weigh(self, call: Call, ranks: Iterable[int]) -> None:
         """Update the number of unfinished rows for the replicas of these ranks."""
         for replica in {self.mesh[rank].dp for rank in ranks} if call.by_load else ():
             assert call.lease is not None
             left = len([id for id in call.by_load[replica] if id in call.lease.open])
-            self._loads.add(replica, left - call.left[replica])
+            self._loads.add_rows(replica, left - call.left[replica])
             call.left[replica] = left
 
     @property
@@ -320,11 +340,7 @@ class WorkerGroup:
 
     @property
     def up(self) -> list[int]:
-        return [
-            rank
-            for rank in range(len(self.mesh))
-            if rank not in self.absent and rank not in self.starting
-        ]
+        return [r for r in range(len(self.mesh)) if r not in self.absent and r not in self.starting]
 
     @property
     def replicas(self) -> Sequence[int]:
@@ -334,11 +350,9 @@ class WorkerGroup:
 
     @property
     def at_work(self) -> UnderWay:
-        return (
-            UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
-            if self.out
-            else self.calls
-        )
+        if not self.out:
+            return self.calls
+        return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
 
     def is_free(self, *, to_join: bool) -> bool:
         """Whether a new call can begin; with `to_join`, also while all running calls are
@@ -352,7 +366,6 @@ class WorkerGroup:
         Args:
             method: A remote method, or REGISTER, which a new process answers when it is up.
             ranks: Ranks to call; by default all, and for an elastic group all that are up.
-            arguments: Arguments of the method.
 
         Raises:
             UserError: The worker does not have this remote method.
@@ -370,34 +383,22 @@ class WorkerGroup:
 
     def least_loaded(self, rows: int) -> dict[int, int]:
         """Assign rows to data-parallel replicas so that all have about equally many unfinished
-        ones.
-
-        Replicas with long responses get fewer. Return replica -> number of rows, without zeros.
-        """
+        ones. Return replica -> number of rows, without zeros."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
         self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
     ) -> Call:
         """Call a node's method on the rows of a lease, without waiting. The dispatch protocol
-        distributes the rows.
-
-        Args:
-            ledger: Ledger of the rows.
-            lease: Lease of the node.
-            by_load: Replica -> number of rows that it gets, in order. None gives rows to all
-                replicas.
-            extra: Arguments in addition to the recorded ones.
-        """
+        distributes the rows."""
         node = lease.node
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
         for replica, number in [(None, lease.num_rows)] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
-            if (
-                replica is not None and len(self._ranks_of[replica]) == 1
-            ):  # a replica with one rank gets all rows, whatever the protocol
+            # A replica with one rank gets all rows, whatever the protocol.
+            if replica is not None and len(self._ranks_of[replica]) == 1:
                 shares[self._ranks_of[replica][0]] = range(begin, begin + number)
                 keep.add(self._ranks_of[replica][0])
                 begin += number
@@ -412,15 +413,18 @@ class WorkerGroup:
             keep |= kept
             begin += number
         # A wrong dispatch protocol would lose rows or train on them twice.
-        self._check_shares(self._dispatch(method), shares, keep, lease.num_rows)
+        kept_rows = sorted(i for rank in keep for i in shares.get(rank, ()))
+        if kept_rows != list(range(lease.num_rows)):
+            raise UserError(
+                f"{self._dispatch(method)!r} on {self.name!r}: the collected ranks hold {len(kept_rows)} rows of {lease.num_rows}; "
+                "each must be held exactly once"
+            )
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
-        arguments = (
-            {**node.arguments, **extra}
-            if node.group
-            else {"function": node.function, "arguments": dict(node.arguments)}
-        )
+        arguments = {**node.arguments, **extra}
+        if not node.group:
+            arguments = {"function": node.function, "arguments": dict(node.arguments)}
         # Only generating calls yield rows one by one.
         waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
         own = {rank: tuple(share) for rank, share in shares.items()}
@@ -478,15 +482,6 @@ class WorkerGroup:
             raise UserError(f"{worker_class.__name__} has no remote method {method!r}{hint}")
         return dispatch
 
-    def _check_shares(
-        self, dispatch: Dispatch, shares: Mapping[int, Sequence[int]], keep: set[int], num_rows: int
-    ) -> None:
-        kept = sorted(i for rank in keep for i in shares.get(rank, ()))
-        if kept != list(range(num_rows)):
-            raise UserError(
-                f"{dispatch!r} on {self.name!r}: the collected ranks hold {len(kept)} rows of {num_rows}; each must be held exactly once"
-            )
-
 
 class _Rows:
     """The rows of a lease, for cutting into shares."""
@@ -495,13 +490,12 @@ class _Rows:
         node, self._lease = lease.node, lease
         self.ids, self.group_ids, self.parent_ids = lease.ids, lease.group_ids, lease.parent_ids
         self.num_tokens = lease.num_tokens
-        self._expands = node.operation.shape is Shape.EXPAND
-        self._first_children = lease.first_children if self._expands else None
-        self._is_drawn = node.makes_level is not None and str(DRAW_PATH) in (
-            *node.operation.reads,
-            *node.operation.may_read,
-        )
-        self._draws, self._made = self._drawn(), self._made_before() if self._expands else None
+        expands = node.operation.shape is Shape.EXPAND
+        self._first_children = lease.first_children if expands else None
+        level, self._draws = node.makes_level, None
+        if level is not None and str(DRAW_PATH) in (*node.operation.reads, *node.operation.may_read):
+            self._draws = [row.draw(level) for row in lease.rows]
+        self._made = self._made_before() if expands else None
         self._pieces = Pieces(ledger.graph, ledger.source, lease)
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
@@ -531,12 +525,6 @@ class _Rows:
                 )
             )
         return tasks
-
-    def _drawn(self) -> Sequence[Sequence[int]] | None:
-        level = self._lease.node.makes_level
-        if level is None or not self._is_drawn:
-            return None
-        return [row.draw(level) for row in self._lease.rows]
 
     def _made_before(self) -> Sequence[Sequence[int]] | None:
         """Numbers of the rows made earlier from each row, or None if there are none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import signal
 import sys
 import typing
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from ..dataflow.errors import UserError, WeftError
 from ..dataflow.untrusted_text import show
 from .prechecks.dry_run import note_settings
 from .settings import compose
-from .signals import end_run, terminals
+from .signals import signals_end_script
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
@@ -39,20 +38,8 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
         words = sys.argv[1:] if arguments is None else arguments
         composed = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
         note_settings(composed)
-        settings = composed.settings
-        # An ignored signal stays ignored, as under `nohup`.
-        heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        standing = terminals()
-
-        def end(number: int, frame: object) -> None:
-            end_run(number, standing)
-
-        previous = {number: signal.signal(number, end) for number in heeded}
-        try:
-            main(settings)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with signals_end_script():
+            main(composed.settings)
         return 0
     except UserError as error:
         show(f"error: {error}")

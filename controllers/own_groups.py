@@ -22,11 +22,7 @@ def group_of(node: Node) -> str:
 def own_groups(
     graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int
 ) -> dict[str, Handle]:
-    """Return the added groups, by name.
-
-    Raises:
-        UserError: A group of the graphs has a reserved name.
-    """
+    """Return the added groups, by name."""
     for name, what in RESERVED.items():
         if name in handles:
             raise UserError(

@@ -6,12 +6,8 @@ time.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Handle
@@ -67,11 +63,8 @@ class ResourcePool:
     ) -> None:
         who = f"resource pool {name!r}"
         given = {"cpus": cpus, "gpus": gpus, "nodes": nodes}
-        for field, value in {
-            **given,
-            "cpus_per_node": cpus_per_node,
-            "gpus_per_node": gpus_per_node,
-        }.items():
+        given |= {"cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}
+        for field, value in given.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{who}: {field} is a whole number, not {value!r}")
         if nodes is not None and nodes < 1:
@@ -206,10 +199,6 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
 
     A group that is not in the placement gets one rank on a separate pool.
 
-    Args:
-        placement: The user's placement.
-        groups: The groups of the run, by name.
-
     Raises:
         UserError: The placement names an unknown group, two pools share a name, or a pool cannot
             share the nodes of another (see `check_beside`).
@@ -290,41 +279,3 @@ def check_beside(pools: Mapping[str, ResourcePool]) -> None:
             raise UserError(
                 f"resource pool {pool.name!r} has nodes={pool.nodes}, more than the {other.nodes} nodes of {other.name!r}, which it shares"
             )
-
-
-@dataclass(frozen=True)
-class OtherMachine:
-    """A machine other than this one, to plan a run for."""
-
-    gpus: int
-    gpu_bytes: int
-    """[bytes] Memory of each GPU."""
-
-    @contextmanager
-    def assumed(self) -> Iterator[None]:
-        """Pretend that this machine has these GPUs and at least four CPUs for each."""
-        before = OTHER.set(self)
-        try:
-            yield
-        finally:
-            OTHER.reset(before)
-
-
-OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
-"""The machine to plan for; None for this machine."""
-
-
-def machine_cpus() -> int:
-    """CPUs that this process may use; when planning for another machine, at least four per GPU."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
-
-
-def machine_gpus() -> int:
-    """NVIDIA GPUs that this process may use, counted without loading CUDA; when planning, the GPUs
-    of the other machine."""
-    if (other := OTHER.get()) is not None:
-        return other.gpus
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))

@@ -40,8 +40,7 @@ def precompute(
     rows_per_step: int = 4096,
     progress: bool = True,
 ) -> TableSource:
-    """Run a graph once over its source, and return the source with the columns that its nodes
-    write.
+    """Run a graph once over its source, and return the source with the columns that its nodes write.
 
         known = weft.precompute(reference_of_pairs(pairs, reference=reference))
         training = dpo(known, actor=actor)    # any number of epochs, without a reference model
@@ -113,12 +112,8 @@ def _writers(graph: Graph) -> dict[str, str]:
         raise UserError(
             f"precompute: node {updating!r} of graph {graph.name!r} updates weights, so its results are not constant; leave it out"
         )
-    writers = {
-        column: n.name
-        for n in graph.nodes
-        if n.level == SOURCE and n.makes_level is None
-        for column in n.writes
-    }
+    nodes = [n for n in graph.nodes if n.level == SOURCE and n.makes_level is None]
+    writers = {column: n.name for n in nodes for column in n.writes}
     if not writers:
         raise UserError(
             f"precompute: no node of graph {graph.name!r} writes a column for the rows of {graph.source.name!r}"

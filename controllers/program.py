@@ -25,18 +25,20 @@ from typing import Any, TypeVar
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 
-# Definitions: source text of the functions, classes and objects of a script. `Script` finds the
+# Definitions: source text of the functions, classes and objects of a script. `_Script` finds the
 # top-level statements that define a name, and their dependencies. `factory` returns the text of a
 # closure and the names that it encloses.
 
 
 MAIN = "__main__"
-_BLOCKS = (ast.If, ast.With, ast.Try, ast.For, ast.While)
-_PRINTS = {"print"}
+PACKAGE = __name__.split(".")[0]
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """A top-level statement of a script."""
 
     place: tuple[int, int]
@@ -51,21 +53,17 @@ class Part:
     """The module of a `from module import *`."""
 
 
-class Script:
+class _Script:
     """The running script: its top-level statements up to the current one."""
 
     def __init__(self) -> None:
         self.module: ModuleType = sys.modules[MAIN]
         frame = _frame_of(self.module)
         self._line = frame.f_lineno if frame is not None else sys.maxsize
-        self._file = (
-            frame.f_code.co_filename
-            if frame is not None
-            else getattr(self.module, "__file__", None) or ""
-        )
+        self._file = frame.f_code.co_filename if frame else getattr(self.module, "__file__", None) or ""
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[_Part]:
         """Statements of the script. Empty if Python has no source text, as in an interactive
         session or `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
@@ -80,16 +78,11 @@ class Script:
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
-        found = (
-            name
-            for name, each in vars(self.module).items()
-            if each is value and not name.startswith("__")
-        )
+        found = [n for n, each in vars(self.module).items() if each is value and not n.startswith("__")]
         return next((name for name in found if self.has(name)), None)
 
-    def needed(self, names: set[str]) -> list[Part]:
-        """Statements that define these names, and their dependencies, in the order of the
-        script."""
+    def needed(self, names: set[str]) -> list[_Part]:
+        """Statements that define these names, and their dependencies, in the order of the script."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -103,41 +96,32 @@ class Script:
         if not needed:
             return []
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
-        for path in (
-            part for part in self.parts if part.text.startswith("sys.path.")
-        ):  # imports may depend on sys.path
+        for path in (part for part in self.parts if part.text.startswith("sys.path.")):
+            # imports may depend on it
             wanted |= {path, *(self.needed(set(path.reads)) if not path.reads <= known else ())}
             known |= path.reads
         return sorted(wanted, key=lambda part: part.place)
 
-    def _changes(self, part: Part, names: set[str]) -> bool:
+    def _changes(self, part: _Part, names: set[str]) -> bool:
         """Whether a call with a dropped result may change one of these names: `table.update(...)`,
         `fill(table)`."""
-        if not part.calls or part.calls in _PRINTS or self._is_weft(part.calls):
-            return False
-        containers = {
-            name for name in names if isinstance(vars(self.module).get(name), list | dict | set)
-        }
-        return part.calls in names or bool(part.reads & containers)
-
-    def _is_weft(self, name: str) -> bool:
-        value = vars(self.module).get(name)
+        known = vars(self.module)
+        called = known.get(part.calls)
         owner = (
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+            getattr(called, "__name__" if isinstance(called, ModuleType) else "__module__", None) or ""
         )
-        return owner.split(".")[0] == __name__.split(".")[0]
+        if part.calls in ("", "print") or owner.split(".")[0] == PACKAGE:
+            return False
+        containers = {name for name in names if isinstance(known.get(name), list | dict | set)}
+        return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
         """Index of the `from module import *` that provides this name, if no other statement
         defines it."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
-        stars = [
-            n
-            for n, part in enumerate(self.parts)
-            if part.star and hasattr(sys.modules.get(part.star), name)
-        ]
-        return stars[-1] if stars else None
+        stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
+        return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
         """Statements before the current one. A block that contains the current one is replaced by
@@ -145,16 +129,14 @@ class Script:
         for node in body:
             if node.lineno > self._line:
                 return
-            if node.lineno <= self._line <= (node.end_lineno or node.lineno) and isinstance(
-                node, _BLOCKS
-            ):
+            if (node.end_lineno or node.lineno) < self._line:
+                yield node
+            elif isinstance(node, ast.If | ast.With | ast.Try | ast.For | ast.While):
                 blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
                 blocks += [handler.body for handler in getattr(node, "handlers", [])]
                 yield from (each for block in blocks for each in self._top_level(block))
-            elif not (node.lineno <= self._line <= (node.end_lineno or node.lineno)):
-                yield node
 
-    def _part(self, node: ast.stmt, text: str) -> Part:
+    def _part(self, node: ast.stmt, text: str) -> _Part:
         star = ""
         if isinstance(node, ast.ImportFrom):
             package = getattr(self.module, "__package__", None) or ""
@@ -164,14 +146,10 @@ class Script:
             star = node.module if node.names[0].name == "*" else ""
             source = ast.unparse(node)
         else:
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            if node.col_offset == 0 or isinstance(
-                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            ):
-                lines = text.splitlines()[first - 1 : node.end_lineno]
-                source = textwrap.dedent("\n".join(lines)) if ";" not in lines[-1] else ast.unparse(node)
-            else:
-                source = ast.unparse(node)
+            lines = text.splitlines()[_first_line(node) - 1 : node.end_lineno]
+            is_whole = node.col_offset == 0 or isinstance(node, _DEFINITIONS)
+            written = is_whole and ";" not in lines[-1]
+            source = textwrap.dedent("\n".join(lines)) if written else ast.unparse(node)
         binds, reads = names_of(source)
         roots = {
             _root(each)
@@ -179,22 +157,12 @@ class Script:
             if isinstance(each, ast.Attribute | ast.Subscript)
             and isinstance(each.ctx, ast.Store | ast.Del)
         }
-        calls = (
-            _root(node.value.func)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            else ""
-        )
-        defines = isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
-        )
-        return Part(
-            (node.lineno, node.col_offset),
-            source,
-            frozenset(binds if defines else binds | roots - {""}),
-            frozenset(reads),
-            calls,
-            star,
-        )
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        calls = _root(node.value.func) if is_call else ""  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
+            binds |= roots - {""}
+        place = node.lineno, node.col_offset
+        return _Part(place, source, frozenset(binds), frozenset(reads), calls, star)
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
@@ -206,12 +174,9 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
     if source.startswith("from ") and source.endswith("import *"):
         return set(), set()
     table = symtable.symtable(source, "script", "exec")
-    binds = {
-        s.get_name()
-        for s in table.get_symbols()
-        if s.is_assigned() or s.is_imported() or s.is_namespace()
-    }
-    reads = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+    symbols = table.get_symbols()
+    binds = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    reads = {s.get_name() for s in symbols if s.is_referenced()}
     inner = list(table.get_children())
     while inner:
         each = inner.pop()
@@ -222,11 +187,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
     """Return the text of a function (an expression for a lambda, else its `def`), and the names
-    that it encloses.
-
-    Raises:
-        UserError: Python cannot find its source text.
-    """
+    that it encloses."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):
@@ -243,24 +204,19 @@ def factory(function: FunctionType) -> tuple[str, list[str]]:
 def _node_of(code: CodeType, file: str, names: Mapping[str, Any]) -> ast.AST | None:
     tree = ast.parse("".join(linecache.getlines(file, dict(names))))
     kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, kind) and _first_line(node) == code.co_firstlineno
-    ]
+    found = [n for n in ast.walk(tree) if isinstance(n, kind) and _first_line(n) == code.co_firstlineno]
     if len(found) > 1:  # several lambdas on one line: compare columns
-        spots = {(line, column) for line, _, column, _ in code.co_positions() if column}
-        found = [n for n in found if any(_holds(n, line or 0, column or 0) for line, column in spots)]
-        found = sorted(found, key=lambda n: -(n.col_offset or 0))  # pyright: ignore[reportAttributeAccessIssue]
-    return found[0] if found else None
+        spots = {(line or 0, column) for line, _, column, _ in code.co_positions() if column}
+        found = [n for n in found if any(_holds(n, spot) for spot in spots)]
+    return max(found, key=lambda n: getattr(n, "col_offset", 0), default=None)
 
 
 def _first_line(node: Any) -> int:
     return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
 
 
-def _holds(node: Any, line: int, column: int) -> bool:
-    return (node.lineno, node.col_offset) <= (line, column) < (node.end_lineno, node.end_col_offset)
+def _holds(node: Any, spot: tuple[int, int]) -> bool:
+    return (node.lineno, node.col_offset) <= spot < (node.end_lineno, node.end_col_offset)
 
 
 def _root(node: ast.expr) -> str:
@@ -275,9 +231,7 @@ def _root(node: ast.expr) -> str:
 
 def _frame_of(module: ModuleType) -> FrameType | None:
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)
-    ):
+    while frame and (frame.f_code.co_name != "<module>" or frame.f_globals is not vars(module)):
         frame = frame.f_back
     return frame
 
@@ -285,17 +239,8 @@ def _frame_of(module: ModuleType) -> FrameType | None:
 # Program
 
 T = TypeVar("T")
-PACKAGE = __name__.split(".")[0]
 WIDEST = 120
 """[characters] Maximum width of a call on one line; longer calls have one argument per line."""
-
-
-@dataclass(frozen=True)
-class Statement:
-    name: str
-    function: Any
-    positional: tuple[Any, ...]
-    arguments: Mapping[str, Any]
 
 
 class Program:
@@ -313,9 +258,9 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self._statements: list[Statement | Callable[[], str]] = []
+        self._statements: list[Callable[[], str]] = []
         self._made: list[tuple[Any, str]] = []
-        self._script = Script()
+        self._script = _Script()
         self._imports: dict[str, dict[str, str]] = {}
         """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
@@ -326,11 +271,13 @@ class Program:
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
         made = function(*positional, **arguments)
-        self._statements.append(Statement(name, function, positional, arguments))
         self._made.append((made, name))
+        self.add_statement(
+            lambda: f"{self.named(name)} = {self.call_text(function, *positional, **arguments)}"
+        )
         return made
 
-    def add(self, write: Callable[[], str]) -> None:
+    def add_statement(self, write: Callable[[], str]) -> None:
         """Add another statement; `write` returns its text."""
         self._statements.append(write)
 
@@ -338,12 +285,8 @@ class Program:
         """Name in the text of a result."""
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
-    def call(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
-        """Return a call as text.
-
-        Raises:
-            UserError: An argument cannot be written as text.
-        """
+    def call_text(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
+        """Return a call as text."""
         given = [
             *map(self.expression, positional),
             *(f"{n}={self.expression(v)}" for n, v in arguments.items()),
@@ -356,23 +299,20 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The whole program, with its imports and the script's definitions.
-
-        Raises:
-            UserError: A value cannot be written as text.
-        """
+        """The whole program, with its imports and the script's definitions."""
         self._renamed = set()
-        lines = self._lines()
+        lines = [write() for write in self._statements]
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
         # The script uses some of the program's names: rename the program's, and write it again.
         if own & taken:
             self._renamed = own & taken
-            lines = self._lines()
-        imports = [
-            f"from {module} import {_names(names)}" for module, names in sorted(self._imports.items())
-        ]
+            lines = [write() for write in self._statements]
+        imports: list[str] = []
+        for module, names in sorted(self._imports.items()):
+            pairs = [n if n == own else f"{n} as {own}" for n, own in sorted(names.items())]
+            imports.append(f"from {module} import {', '.join(pairs)}")
         texts = [part.text for part in needed] + list(self._definitions.values())
         future = [text for text in texts if text.startswith("from __future__")]
         weft = [f"import {PACKAGE}"] if any(f"{PACKAGE}." in line for line in [*lines, *texts]) else []
@@ -385,46 +325,37 @@ class Program:
             text += ("\n\n\n" if _is_definition(before) or _is_definition(block) else "\n") + block
         return text + ("\n\n\n" if _is_definition(blocks[-1]) else "\n\n") + body
 
-    def _lines(self) -> list[str]:
-        return [
-            f"{self.named(s.name)} = {self.call(s.function, *s.positional, **s.arguments)}"
-            if isinstance(s, Statement)
-            else s()
-            for s in self._statements
-        ]
-
     def expression(self, value: Any) -> str:
         """Return a value as text; settings with default values are left out."""
+        is_plain = isinstance(value, str | int | float | None)  # equal ones may be the same object
         for made, name in self._made:
-            if made is value and not isinstance(
-                value, str | int | float | None
-            ):  # equal plain values may be the same object
+            if made is value and not is_plain:
                 return self.named(name)
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
         if value is None or isinstance(value, bool | str | bytes | int | float | Path):
             return _literal(value)
         if isinstance(value, re.Pattern):
-            return self.call(re.compile, value.pattern, value.flags)
+            return self.call_text(re.compile, value.pattern, value.flags)
         if isinstance(value, functools.partial):
-            return self.call(functools.partial, value.func, *value.args, **value.keywords)
+            return self.call_text(functools.partial, value.func, *value.args, **value.keywords)
         if inspect.isroutine(value) or isinstance(value, type):
             return self._name_of(value)
         if isinstance(value, Config):
-            return self.call(type(value), **_given_settings(value))
+            names = [name for name in type(value).model_fields if name in value.model_fields_set]
+            return self.call_text(type(value), **{name: getattr(value, name) for name in names})
         if is_dataclass(value):
-            return self.call(type(value), **_given_fields(value))
+            given = {f.name: (getattr(value, f.name), f.default) for f in fields(value) if f.init}
+            changed = {n: v for n, (v, default) in given.items() if default is MISSING or v != default}
+            return self.call_text(type(value), **changed)
         if isinstance(value, Mapping):
-            return (
-                "{"
-                + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items())
-                + "}"
-            )
+            pairs = [f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items()]
+            return "{" + ", ".join(pairs) + "}"
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
-            return self.call(type(value), sorted(value, key=repr))
+            return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
         return self._object(value)
@@ -436,15 +367,10 @@ class Program:
             self._needs.add(name)
             return name
         for module in (sys.modules.get(type(value).__module__), *list(sys.modules.values())):
-            name = next(
-                (n for n, each in list(getattr(module, "__dict__", {}).items()) if each is value), None
-            )
-            if (
-                isinstance(module, ModuleType)
-                and module.__name__ != MAIN
-                and name
-                and not name.startswith("__")
-            ):
+            if not isinstance(module, ModuleType) or module.__name__ == MAIN:
+                continue
+            name = next((n for n, each in list(vars(module).items()) if each is value), None)
+            if name and not name.startswith("__"):
                 return self._import(module.__name__, name, value)
         try:
             arguments = _constructor_arguments(value)
@@ -452,7 +378,7 @@ class Program:
             raise UserError(
                 f"{value!r} cannot be written in a program; give it a name at the top level of the script, such as `reward = ...`"
             ) from None
-        return self.call(type(value), **arguments)
+        return self.call_text(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
         """A function or class by name; a closure as a call that makes it."""
@@ -544,10 +470,10 @@ class Program:
     def _unused(self, name: str, text: str) -> str:
         """A free name for a definition, or the name of an equal definition."""
         number, free = 1, name
-        while self._definitions.get(free, text) not in (
+        while self._script.has(free) or self._definitions.get(free, text) not in (
             text,
             text.replace(name, free, 1),
-        ) or self._script.has(free):
+        ):
             number += 1
             free = f"{name}_{number}"
         return free
@@ -560,18 +486,13 @@ class Program:
         }
         here = vars(self._script.module).get(name, value)
         if name not in names:
+            is_taken = here is not value and self._script.has(name)
             free, number = name, 1
-            while alias and (
-                free in others or (free == name and here is not value and self._script.has(name))
-            ):
+            while alias and (free in others or (free == name and is_taken)):
                 number += 1
                 free = f"{name}_{number}"
             names[name] = free
         return names[name]
-
-
-def _names(names: Mapping[str, str]) -> str:
-    return ", ".join(name if name == own else f"{name} as {own}" for name, own in sorted(names.items()))
 
 
 def _is_definition(text: str) -> bool:
@@ -591,11 +512,7 @@ def _literal(value: Any) -> str:
 
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
-    """Constructor arguments of an object whose class stores each one as an attribute.
-
-    Raises:
-        AttributeError, TypeError, ValueError: The attributes do not give the arguments.
-    """
+    """Constructor arguments of an object whose class stores each one as an attribute."""
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
         construct is not object.__init__ or getattr(value, "__dict__", None) is None
@@ -622,14 +539,3 @@ def _quoted(text: str) -> str:
     """
     single = repr(text)
     return single if single.startswith('"') or '"' in text else f'"{single[1:-1]}"'
-
-
-def _given_settings(value: Config) -> dict[str, Any]:
-    return {
-        name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set
-    }
-
-
-def _given_fields(value: Any) -> dict[str, Any]:
-    given = {f.name: (getattr(value, f.name), f.default) for f in fields(value) if f.init}
-    return {name: now for name, (now, default) in given.items() if default is MISSING or now != default}

@@ -19,7 +19,7 @@ from .recovery.full_disk import FullDisk
 from .reports.progress import Progress
 from .reports.symptoms import Watch
 from .reports.tracker_threads import TrackerThreads
-from .schedule import AMONG, BESIDE, BETWEEN, EvaluationRules, Training
+from .schedule import Training
 from .signals import StopOnSignal
 
 
@@ -59,11 +59,7 @@ class Evaluation:
             raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
 
     def is_due(self, step: int, *, over: bool) -> bool:
-        """Whether a step is evaluated.
-
-        Args:
-            step: The finished step; 0 is the start of the run.
-            over: Whether it is the last step.
+        """Whether a finished step is evaluated; 0 is the start of the run. The last step is `over`.
 
         >>> graph: Any = None
         >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
@@ -108,26 +104,19 @@ class RunSpec:
         return recorded_settings(self.graphs, of_graphs, self.schedule)
 
     @property
-    def evaluation_rules(self) -> EvaluationRules:
-        """How evaluations and training wait for each other. With a `stop` function, the next step
-        waits for the metrics; `Asynchronous` has begun the next step anyway."""
-        if self.schedule.overlaps:
-            return AMONG
-        return BESIDE if self.stop is None or isinstance(self.stop, StopOnSignal) else BETWEEN
+    def evaluations_hold_training(self) -> bool:
+        """Whether the next step waits for evaluations, because `stop` reads their metrics. A schedule
+        that overlaps has begun the next step anyway."""
+        reads = self.stop is not None and not isinstance(self.stop, StopOnSignal)
+        return reads and not self.schedule.overlaps
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
-        """Whether a step is evaluated for the metric that selects the best checkpoint.
-
-        Args:
-            step: The finished step.
-            over: Whether it is the last step.
-        """
+        """Whether a finished step is evaluated for the metric that selects the best checkpoint."""
         source = self.evaluations.get(self.checkpoint.best_source)
         return source is not None and source.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """Parameter edges of all graphs."""
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 

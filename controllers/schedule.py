@@ -1,9 +1,18 @@
-"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in
-`loop/run.py`.
+"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in `loop/run.py`.
 
 The loop asks the schedule of the training graph three questions: how many groups to issue
 (`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
-issues its whole source when it begins, so `OnePass` only has a `share`.
+issues its whole source when it begins, so it only needs a share (`share_of_evaluation`).
+
+Evaluations and training wait for each other:
+
+- If the schedule `overlaps`, evaluation rows are mixed with training rows and go first, because they
+  are few.
+- Otherwise an evaluation uses the groups that the next step leaves idle. Groups keep the evaluated
+  weights until it is over. Until then the next step cannot end, and the evaluation of a later step
+  cannot begin.
+- If also a `stop` function reads the metrics, no step begins while an evaluation is due or running,
+  and an evaluation begins only when nothing else runs (`RunSpec.evaluations_hold_training`).
 """
 
 from __future__ import annotations
@@ -40,8 +49,7 @@ class Stepwise(Config):
     """Settings of all training schedules: the number of steps and the groups per step."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] Number of updates that the run makes. Raise it while the evaluation still
-    improves."""
+    """[updates] Number of updates that the run makes. Raise it while the evaluation still improves."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
     """[groups] Groups in a training batch. Raise it if the gradient is noisy or devices are idle,
     lower it if steps take too long."""
@@ -51,9 +59,8 @@ class Stepwise(Config):
 
     short_steps: Literal["train", "stop"] = "train"
     """What to do if a step has issued more prompts 10 times and filters still leave fewer than
-    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends
-    the run. If no group passes, the run always ends. Set it to "stop" if small batches would do
-    harm."""
+    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends the
+    run. If no group passes, the run always ends. Set it to "stop" if small batches would do harm."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -71,10 +78,8 @@ class Stepwise(Config):
         The buffer may allow fewer."""
         if not train.open:
             return self.prompts_per_step
-        arrived = all(
-            train.ledger.readiness.settled(n) or train.ledger.readiness.exhausted(n)
-            for n in train.updates
-        )
+        ready = train.ledger.readiness
+        arrived = all(ready.settled(n) or ready.exhausted(n) for n in train.updates)
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
@@ -107,22 +112,15 @@ class Stepwise(Config):
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
         """Claim everything of the step at once. An update waits until its batch is complete."""
-        return (
-            Share()
-            if train.ledger.readiness.settled(node) and not (node.operation.updates and self.lacks(train))
-            else None
-        )
+        if not train.ledger.readiness.settled(node) or (node.operation.updates and self.lacks(train)):
+            return None
+        return Share()
 
     def _when_ready(
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
     ) -> Share | None:
         """Claim whatever is ready. An update takes at least `part` groups and one per replica, or
-        the rest of its batch.
-
-        Args:
-            replicas: Data-parallel replicas of an update's worker group; each must get rows.
-            reserved: Groups of the batch that are kept for rows which are not ready yet.
-        """
+        the rest of its batch."""
         # An observer gets the whole batch at once, because its metrics are about a step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
@@ -136,28 +134,19 @@ class Stepwise(Config):
         if number == left > 0:
             return Share(number)
         number = min(number, left - replicas)  # leave rows for every replica in the last part
-        return (
-            Share(number, last=False)
-            if node.operation.accumulates and number >= max(part, replicas)
-            else None
-        )
+        enough = node.operation.accumulates and number >= max(part, replicas)
+        return Share(number, last=False) if enough else None
 
 
 class Synchronous(Stepwise):
-    """Each step generates all responses, scores all, then updates. Training is exactly
-    on-policy."""
+    """Each step generates all responses, scores all, then updates. Training is exactly on-policy."""
 
     @property
     def max_staleness(self) -> int:
         return 0
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
-        """Return what a node may claim now, or None.
-
-        Args:
-            version: Policy version of the node's worker group.
-            replicas: Data-parallel replicas of that group.
-        """
+        """Return what a node may claim now, or None."""
         return self._when_settled(train, node)
 
 
@@ -171,9 +160,8 @@ class InParts(Stepwise):
 
 
 class Pipelined(InParts):
-    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it.
-    Rewards, references, advantages and gradients are computed while other responses are still
-    generated."""
+    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it. Rewards,
+    references, advantages and gradients are computed while other responses are still generated."""
 
     @property
     def max_staleness(self) -> int:
@@ -222,8 +210,7 @@ class Asynchronous(InParts):
             return self._when_settled(train, node)
         reserved = 0
         if node.operation.updates and train.ledger.readiness.ready_groups(node):
-            # Each later batch must keep room for the groups that reach their staleness limit by
-            # then.
+            # Each later batch must keep room for the groups that reach their staleness limit then.
             for began, due in train.ledger.readiness.not_offered_until(node):
                 later = max(0, began + self.max_staleness - version)
                 if later > self.max_staleness:
@@ -242,54 +229,19 @@ class Asynchronous(InParts):
 Training = Synchronous | Pipelined | Asynchronous
 
 
-@dataclass(frozen=True)
-class OnePass:
-    """Schedule of an evaluation graph: one pass over its source, in order."""
-
-    overlaps: bool = False
-    """Whether evaluation rows are mixed with training rows, and evaluations of several steps may
-    overlap. Otherwise each node gets all rows of a step at once, when its group is idle."""
-
-    def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
-        """Return what a node may claim now, or None. All rows of a call belong to the evaluation of
-        one step."""
-        if not self.overlaps:
-            return Share() if evaluation.ledger.readiness.settled(node) else None
-        step, number = evaluation.ledger.live.ready_in_step(node)
-        takes_groups = node.operation.takes_groups
-        partial = (
-            evaluation.observes(node)
-            and takes_groups
-            and number != evaluation.ledger.live.groups_of_step[step]
-        )
-        if not number or partial:
-            return None
-        return Share(max_groups=number) if takes_groups else Share(max_rows=number)
+# Evaluations
 
 
-# Evaluation rules
+def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool) -> Share | None:
+    """Return what a node of an evaluation may claim now, or None.
 
-
-@dataclass(frozen=True)
-class EvaluationRules:
-    """How evaluations and training wait for each other. There are three kinds:
-
-    BESIDE     `Synchronous` and `Pipelined`: an evaluation uses the groups that the next step leaves idle
-    BETWEEN    same schedules with `Driver(stop=...)`: the next step waits, because `stop` reads the metrics
-    AMONG      `Asynchronous`: evaluation rows are mixed with training rows
+    All rows of a call belong to the evaluation of one step. Unless the evaluation `overlaps` training
+    and other evaluations, each node gets all rows of a step at once.
     """
-
-    comes_first: bool
-    """Evaluation rows are claimed before training rows, as they become ready. Otherwise they are
-    claimed after training rows, and a node gets all rows of a step at once."""
-    keeps_weights: bool
-    """Groups keep the evaluated weights until the evaluation is over. Until then the next step
-    cannot end, and the evaluation of a later step cannot begin."""
-    holds_training: bool
-    """No step begins while an evaluation is due or running, and an evaluation begins only when
-    nothing else runs."""
-
-
-BESIDE = EvaluationRules(comes_first=False, keeps_weights=True, holds_training=False)
-BETWEEN = EvaluationRules(comes_first=False, keeps_weights=True, holds_training=True)
-AMONG = EvaluationRules(comes_first=True, keeps_weights=False, holds_training=False)
+    if not overlaps:
+        return Share() if evaluation.ledger.readiness.settled(node) else None
+    step, number = evaluation.ledger.live.ready_in_step(node)
+    if not node.operation.takes_groups:
+        return Share(max_rows=number) if number else None
+    partial = evaluation.observes(node) and number != evaluation.ledger.live.groups_of_step[step]
+    return Share(max_groups=number) if number and not partial else None

@@ -1,5 +1,4 @@
-"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones
-win."""
+"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones win."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -27,22 +27,17 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 
 @dataclass(frozen=True)
-class Placed:
+class _Placed:
     """A value in a settings file."""
 
     value: Any
-    """A plain value, or a mapping from names to `Placed` values."""
+    """A plain value, or a mapping from names to `_Placed` values."""
     place: str
     """File and line, as `FILE:LINE`."""
 
 
-def read_settings_file(path: Path) -> dict[str, Placed]:
-    """Read the settings of a file, by name.
-
-    Raises:
-        UserError: The file cannot be read or is not a mapping; the message has the file and the
-            line.
-    """
+def read_settings_file(path: Path) -> dict[str, _Placed]:
+    """Read the settings of a file, by name. Errors name the file and the line."""
     if path.suffix not in SUFFIXES:
         raise UserError(
             f"--config {path}: settings are read from files ending with {', '.join(SUFFIXES)}"
@@ -57,10 +52,7 @@ def read_settings_file(path: Path) -> dict[str, Placed]:
     return _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
 
 
-# YAML
-
-
-def _yaml(path: Path, text: str) -> dict[str, Placed]:
+def _yaml(path: Path, text: str) -> dict[str, _Placed]:
     import yaml
 
     try:
@@ -81,24 +73,21 @@ def _yaml(path: Path, text: str) -> dict[str, Placed]:
         raise UserError(f"{path}: it is not YAML: {error}") from None
 
 
-def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, Placed]:
+def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, _Placed]:
     import yaml
 
-    found: dict[str, Placed] = {}
+    found: dict[str, _Placed] = {}
     for key, value in node.value:
         name, place = str(loader.construct_object(key, deep=True)), f"{path}:{key.start_mark.line + 1}"
         if name in found:
             raise UserError(f"{place}: {name} is given twice, the first time in {found[name].place}")
         inner = isinstance(value, yaml.MappingNode)
         made = _yaml_mapping(path, value, loader) if inner else loader.construct_object(value, deep=True)
-        found[name] = Placed(made, place)
+        found[name] = _Placed(made, place)
     return found
 
 
-# TOML
-
-
-def _toml(path: Path, text: str) -> dict[str, Placed]:
+def _toml(path: Path, text: str) -> dict[str, _Placed]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -110,8 +99,8 @@ def _toml(path: Path, text: str) -> dict[str, Placed]:
 
 def _toml_mapping(
     path: Path, values: Mapping[str, Any], above: str, lines: Mapping[str, int]
-) -> dict[str, Placed]:
-    found: dict[str, Placed] = {}
+) -> dict[str, _Placed]:
+    found: dict[str, _Placed] = {}
     for name, value in values.items():
         full = f"{above}.{name}" if above else name
         line = lines.get(full) or next(
@@ -119,7 +108,7 @@ def _toml_mapping(
         )
         place = f"{path}:{line}" if line else str(path)
         made = _toml_mapping(path, value, full, lines) if isinstance(value, Mapping) else value
-        found[name] = Placed(made, place)
+        found[name] = _Placed(made, place)
     return found
 
 
@@ -132,18 +121,11 @@ def _toml_lines(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w.\"' -]+?)\s*\]", line):
-            table = _bare(header[1])
-            found.setdefault(table, number)
-        elif key := re.match(r"\s*([\w.\"' -]+?)\s*=", line):
-            name = _bare(key[1])
-            found.setdefault(f"{table}.{name}" if table else name, number)
+        if match := re.match(r"\s*(?:\[\s*([\w.\"' -]+?)\s*\]|([\w.\"' -]+?)\s*=)", line):
+            header, key = (re.sub(r"[\"' ]", "", part or "") for part in match.groups())
+            table = header or table
+            found.setdefault(".".join(filter(None, (table, key))), number)
     return found
-
-
-def _bare(key: str) -> str:
-    """A key without quotes or spaces."""
-    return re.sub(r"[\"' ]", "", key)
 
 
 # Settings
@@ -152,7 +134,7 @@ OPTION = "--config"
 
 
 @dataclass(frozen=True)
-class Origin:
+class _Origin:
     """The source of a value."""
 
     kind: Literal["default", "file", "flag"]
@@ -168,24 +150,19 @@ class Composed:
     """Settings, and the origin of each value."""
 
     settings: Config
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, _Origin]
     """Name (nested names have dots) -> origin."""
 
     @property
     def values(self) -> Mapping[str, Any]:
         """Name -> value."""
-        return {name: _at(self.settings, name) for name in self.origins}
+        return {name: attrgetter(name)(self.settings) for name in self.origins}
 
 
 def compose(
     settings_class: type[Config], arguments: Sequence[str], description: str | None = None
 ) -> Composed:
     """Read settings from the command line, and from a settings file if it names one.
-
-    Args:
-        settings_class: Class that declares the settings.
-        arguments: Arguments of the command line.
-        description: Text for the script's help.
 
     Raises:
         UserError: A value is not allowed; the message has its place (flag, or file and line), the
@@ -206,19 +183,14 @@ def compose(
         with redirect_stderr(said):
             settings = tyro.cli(settings_class, default=default, description=about, args=rest)
     except SystemExit as end:
-        if (refused := _refusal(end)) is not None:
-            raise UserError("\n".join(_placed(settings_class, refused, given, rest))) from None
+        error: BaseException | None = end
+        while error is not None and not isinstance(error, SettingError):
+            error = error.__context__
+        if error is not None:  # a settings class refused a value
+            raise UserError("\n".join(_placed(settings_class, error, given, rest))) from None
         show(said.getvalue(), end="")
         raise
     return Composed(settings, dict(_origins(settings, given, rest)))
-
-
-def _refusal(end: BaseException | None) -> SettingError | None:
-    """The error of a settings class that made tyro exit, or None if tyro exited for another
-    reason."""
-    while end is not None and not isinstance(end, SettingError):
-        end = end.__context__
-    return end
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
@@ -228,30 +200,21 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
         return  # for alternatives, tyro makes subcommands with separate flags
     wrong: list[str] = []
     for word in arguments:  # verl's style: actor.lr=1e-6
-        name, is_override, _ = word.partition("=")
-        if (
-            is_override
-            and not name.startswith("--")
-            and "." in name
-            and (hint := peer_hint(name, leaves))
-        ):
+        name = word.partition("=")[0] if re.match(r"(?!--)[^=]*\.[^=]*=", word) else ""
+        if name and (hint := peer_hint(name, leaves)):
             wrong.append(f"{word}: settings are given as --name value{hint}")
     for flag, values in _given_flags(arguments):
         name = flag.removeprefix("--").replace("-", "_")
         field = leaves.get(name) or leaves.get(re.sub(r"(^|\.)no_", r"\1", name))
         said = " ".join([flag, *values])
+        has_one = len(values) == 1 and values != ["None"]
         if field is None and not name.startswith(("help", "tyro_")):
             flags = [f"--{known.replace('_', '-')}" for known in leaves]
             hint = peer_hint(flag, leaves) or nearest(flag, flags) or f"; there are {', '.join(flags)}"
             wrong.append(f"{said}: there is no such setting{hint}")
-        elif (
-            field is not None
-            and len(values) == 1
-            and _takes_one(field.annotation)
-            and values[0] != "None"
-        ):
+        elif field is not None and has_one and _takes_one(field.annotation):
             try:
-                _valid("", field, Placed(values[0], said))
+                _valid("", field, _Placed(values[0], said))
             except UserError as error:
                 wrong.append(str(error))
     if wrong:
@@ -275,22 +238,15 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 
 
 def check(
-    settings_class: type[Config], found: Mapping[str, Placed], above: str = ""
-) -> dict[str, Placed]:
-    """Check the name and the type of each value of a file.
-
-    Args:
-        settings_class: Class that declares the settings.
-        found: Values of the file, by name.
-        above: Prefix of nested names, with a dot.
-
-    Returns:
-        Full name -> value, converted to the type of its field.
+    settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
+) -> dict[str, _Placed]:
+    """Check the name and the type of each value of a file. Return full name -> value, converted to
+    the type of its field.
 
     Raises:
         UserError: Something is wrong; the message has one line per problem.
     """
-    checked: dict[str, Placed] = {}
+    checked: dict[str, _Placed] = {}
     wrong: list[str] = []
     for name, placed in found.items():
         field = settings_class.model_fields.get(name)
@@ -301,7 +257,7 @@ def check(
             if isinstance(placed.value, Mapping) and inner is not None:
                 checked |= check(inner, placed.value, f"{above}{name}.")
             else:
-                checked[f"{above}{name}"] = Placed(_valid(f"{above}{name}", field, placed), placed.place)
+                checked[f"{above}{name}"] = _Placed(_valid(f"{above}{name}", field, placed), placed.place)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -317,7 +273,7 @@ def config_of(annotation: Any) -> type[Config] | None:
     return None
 
 
-def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
+def _unknown(settings_class: type[Config], name: str, placed: _Placed) -> str:
     value = _plain(placed.value)
     for inner in flattened(value, name) if isinstance(value, Mapping) else ():
         if hint := peer_hint(inner, settings_class.model_fields):
@@ -328,28 +284,24 @@ def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
     return f"{placed.place}: there is no setting {name!r} (value {value!r}){hint}"
 
 
-def _valid(name: str, field: Any, placed: Placed) -> Any:
+def _valid(name: str, field: Any, placed: _Placed) -> Any:
     value = _plain(placed.value)
     try:
         made: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-        return pydantic.TypeAdapter(made, config=_pydantic_config(made)).validate_python(value)
+        # Allow fields of any class; a pydantic model has its own configuration.
+        any_class = pydantic.ConfigDict(arbitrary_types_allowed=True)
+        config = None if config_of(made) is made else any_class
+        return pydantic.TypeAdapter(made, config=config).validate_python(value)
     except pydantic.ValidationError as error:
         what = f"{placed.place}: {name}" if name else placed.place
         raise UserError(f"{what}: {Config.problem(error.errors()[0])}") from None
 
 
-def _pydantic_config(made: Any) -> pydantic.ConfigDict | None:
-    """Allow fields of any class; a pydantic model has its own configuration."""
-    return None if config_of(made) is made else pydantic.ConfigDict(arbitrary_types_allowed=True)
-
-
 def _plain(value: Any) -> Any:
     """The value without places."""
-    return (
-        {name: _plain(each.value) for name, each in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _plain(each.value) for name, each in value.items()}
 
 
 def _without_config(
@@ -376,7 +328,7 @@ def _without_config(
     return rest, Path(files[0]) if files else None
 
 
-def _default(settings_class: type[Config], given: Mapping[str, Placed], above: str = "") -> Config:
+def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
     """Settings before flags are read. They are not validated as a whole, because a flag may still
     fix them."""
     import tyro
@@ -389,12 +341,10 @@ def _default(settings_class: type[Config], given: Mapping[str, Placed], above: s
             values[name] = given[full].value
         elif inner is not None and any(key.startswith(f"{full}.") for key in given):
             values[name] = _default(inner, given, f"{full}.")
+        elif field.is_required():
+            values[name] = tyro.MISSING_NONPROP
         else:
-            values[name] = (
-                tyro.MISSING_NONPROP
-                if field.is_required()
-                else field.get_default(call_default_factory=True)
-            )
+            values[name] = field.get_default(call_default_factory=True)
     return settings_class.model_construct(_fields_set=set(values), **values)
 
 
@@ -427,31 +377,25 @@ def _flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _origins(
-    settings: Config, given: Mapping[str, Placed], arguments: Sequence[str], above: str = ""
-) -> Iterator[tuple[str, Origin]]:
+    settings: Config, given: Mapping[str, _Placed], arguments: Sequence[str], above: str = ""
+) -> Iterator[tuple[str, _Origin]]:
     flags = _flags(arguments)
     for name in type(settings).model_fields:
         full, value = f"{above}{name}", getattr(settings, name)
         if isinstance(value, Config):
             yield from _origins(value, given, arguments, f"{full}.")
         elif full in flags:
-            yield full, Origin("flag", flags[full])
+            yield full, _Origin("flag", flags[full])
         elif full in given:
-            yield full, Origin("file", given[full].place)
+            yield full, _Origin("file", given[full].place)
         else:
-            yield full, Origin("default")
-
-
-def _at(settings: Any, name: str) -> Any:
-    for part in name.split("."):
-        settings = getattr(settings, part)
-    return settings
+            yield full, _Origin("default")
 
 
 def _placed(
     settings_class: type[Config],
     error: SettingError,
-    given: Mapping[str, Placed],
+    given: Mapping[str, _Placed],
     arguments: Sequence[str],
 ) -> Iterator[str]:
     """Problems that a settings class found, each with its place."""

@@ -1,9 +1,8 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
 the keyboard.
 
-A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
-`launch` sets handlers for a whole script. Otherwise each run sets them, unless the script has
-handlers.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends. `launch`
+sets handlers for a whole script. Otherwise each run sets them, unless the script has handlers.
 
 Signals are deferred while a cluster starts, because an interrupted start leaves processes behind
 and libraries install handlers.
@@ -14,15 +13,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 from ..dataflow.errors import Ended
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+OF_SYSTEMS = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (*OF_SYSTEMS, signal.SIGINT)
 STREAMS = (0, 1, 2)
 
 
@@ -47,12 +47,8 @@ class StopOnSignal:
 
 
 def ask_to_end(number: int) -> bool:
-    """Ask the current run to save a checkpoint and end. Return False if no run can, or it was asked
-    already.
-
-    Args:
-        number: Number of the signal.
-    """
+    """Ask the current run to save a checkpoint and end, because of a signal. Return False if no run
+    can, or it was asked already."""
     if _Ending.asked or not _Ending.runs:
         return False
     _Ending.asked = number
@@ -80,10 +76,6 @@ def write_line(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def terminals() -> list[int]:
-    return [stream for stream in STREAMS if os.isatty(stream)]
-
-
 def hold_streams() -> None:
     """Open the null device for closed standard streams. Otherwise the next opened file would
     replace one, and library output would be written into it."""
@@ -106,14 +98,11 @@ def redirect_to_null(streams: list[int]) -> None:
 @contextmanager
 def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]:
     """Note the first ending signal and print a line; the second one ends the process. Signals with
-    another handler are left alone.
+    another handler are left alone. The block gets a function that returns the noted signal, or 0.
 
     Args:
         said: Text of the line, after the name of the signal.
         of_systems: Handle SIGTERM and SIGHUP as well as Ctrl-C.
-
-    Returns:
-        A function that returns the noted signal, or 0.
     """
     noted: list[int] = []
 
@@ -123,7 +112,7 @@ def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]
         noted.append(number)
         write_line(f"{_name(number)}: {said}")
 
-    with _handlers(dict.fromkeys(_UNSET if of_systems else [signal.SIGINT], note)):
+    with _handled(filter(_is_free, ENDING if of_systems else [signal.SIGINT]), note):
         yield lambda: noted[0] if noted else 0
 
 
@@ -135,21 +124,74 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
     Args:
         saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
     """
-    standing = terminals()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        end_run(number, standing)
-
-    with _handlers(dict.fromkeys(_UNSET if saves else [signal.SIGTERM, signal.SIGHUP], end)):
+    standing = _terminals()
+    with _handled(
+        filter(_is_free, ENDING if saves else OF_SYSTEMS), lambda number, _: _end_run(number, standing)
+    ):
         yield
 
 
-def end_run(number: int, terminal: list[int]) -> None:
+@contextmanager
+def signals_end_script() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a script and its runs. An ignored signal stays ignored, as under
+    `nohup`."""
+    standing = _terminals()
+    heeded = [number for number in OF_SYSTEMS if signal.getsignal(number) is not signal.SIG_IGN]
+    with _handled(heeded, lambda number, _: _end_run(number, standing)):
+        yield
+
+
+@contextmanager
+def signals_deferred(until: str) -> Iterator[None]:
+    """Defer ending signals until the block ends; a second one is delivered at once."""
+    noted: list[int] = []
+    handlers = ExitStack()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        if len(noted) == 1:
+            write_line(f"{signal.Signals(number).name}: the run ends when {until}")
+            return
+        handlers.close()
+        signal.raise_signal(number)
+
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers.enter_context(_handled(heeded, note))
+    try:
+        yield
+    finally:
+        handlers.close()
+        if len(noted) == 1:
+            signal.raise_signal(noted[0])
+
+
+@contextmanager
+def _handled(
+    numbers: Iterable[signal.Signals], handle: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Set a handler for the block. Only the main thread can set handlers."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handle) for number in numbers if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether no handler is set, apart from Ray's. Ray leaves its SIGTERM handler behind, and it
+    would end a later run without a checkpoint."""
+    handler = signal.getsignal(number)
+    unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
+
+
+def _end_run(number: int, terminal: list[int]) -> None:
     """Ask the current run to save itself and end, or raise an exception so that every `with` block
     cleans up.
 
     Args:
-        number: Number of the signal.
         terminal: Standard streams that are terminals, which are gone after SIGHUP.
     """
     if number == signal.SIGHUP and terminal:
@@ -173,71 +215,5 @@ def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-_UNSET: Mapping[signal.Signals, object] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
-"""Signal -> Python's default handler."""
-
-
-def _is_free(number: signal.Signals) -> bool:
-    """Whether no handler is set, apart from Ray's. Ray leaves its SIGTERM handler behind, and it
-    would end a later run without a checkpoint."""
-    handler = signal.getsignal(number)
-    return handler is _UNSET[number] or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
-
-
-@contextmanager
-def _handlers(
-    handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]],
-) -> Iterator[None]:
-    """Set handlers for the block, for signals without one. Only the main thread can set
-    handlers."""
-    main = threading.current_thread() is threading.main_thread()
-    # Respect handlers of the script and of `launch`.
-    free = [number for number in handlers if main and _is_free(number)]
-    before = {number: signal.signal(number, handlers[number]) for number in free}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def signals_deferred(until: str) -> Iterator[None]:
-    """Defer ending signals until the block ends; a second one is delivered at once.
-
-    Args:
-        until: Description of the end of the block, for the printed line.
-    """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # handlers can only be set, and only run, in the main thread
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in ENDING}
-    noted: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        if len(noted) == 1:
-            write_line(f"{signal.Signals(number).name}: the run ends when {until}")
-            return
-        restore()
-        signal.raise_signal(number)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
-            signal.signal(number, note)
-    try:
-        yield
-    finally:
-        restore()
-        if len(noted) == 1:
-            signal.raise_signal(noted[0])
+def _terminals() -> list[int]:
+    return [stream for stream in STREAMS if os.isatty(stream)]

@@ -33,9 +33,9 @@ from ..workers.training.lora import Lora, adapter_off
 from .backends.local import Local
 from .backends.ray_backend import RayBackend
 from .backends.ray_cluster import RayCluster
-from .bundles import THIS_MACHINE, Nodes
 from .driver import Driver
-from .placement import OTHER, Place, ResourcePool, machine_cpus, machine_gpus
+from .node_layout import OTHER, THIS_MACHINE, Nodes, machine_cpus, machine_gpus
+from .placement import Place, ResourcePool
 from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .reports.progress import Form
@@ -86,9 +86,8 @@ def train(
     everything runs in this process. In a Ray job, or if `RAY_ADDRESS` is set, the groups share the
     nodes of that cluster.
 
-    Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
-    signal ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end
-    the run.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second signal
+    ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end the run.
 
     Args:
         model: Folder or Hugging Face id of the model.
@@ -119,7 +118,8 @@ def train(
         UserError: An argument is wrong. It is raised before anything starts, and names the argument
             and the nearest correct value.
     """
-    chosen = _checked(method_of(method), method, rewards, held_out)
+    chosen = method_of(method)
+    _check(chosen, method, rewards, held_out)
     # The penalty adds a reference group, so it must come before groups are placed.
     chosen = chosen.with_kl(kl) if kl else chosen
     if lora is not None and not isinstance(lora, Lora):
@@ -133,35 +133,23 @@ def train(
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
     rate = usual if learning_rate is None else learning_rate
     trained = {"learning_rate": rate, **({} if lora is None else {"lora": lora})}
-    groups = _groups(program, chosen, shared, model=model, rewards=rewards, trained=trained)
-    sampled = (
-        {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n})
-        if chosen.samples
-        else {}
-    )
+    groups = _groups(program, chosen, shared, model, rewards, trained)
+    sampled: dict[str, Any] = {}
+    if chosen.samples:
+        sampled = {"sampling": Sampling(max_tokens=max_tokens), **({} if n is None else {"n": n})}
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
-    for number, (each, rows) in enumerate(_held_out_sets(held_out).items(), start=1):
+    sets = held_out if isinstance(held_out, Mapping) else {} if held_out is None else {"eval": held_out}
+    for number, (each, rows) in enumerate(sets.items(), start=1):
         which = f"_{each if each.isidentifier() else number}" if isinstance(held_out, Mapping) else ""
         source = _read(program, f"held_out{which}", rows, model, reading)
         accuracy = _evaluated(program, f"accuracy{which}", chosen, source, groups, max_tokens)
         evaluations.append(Evaluation(accuracy, every=evaluate_every, name=each))
     schedule = Synchronous(steps=steps, prompts_per_step=prompts_per_step)
-    run = {
-        "name": name,
-        "root": root,
-        "seed": seed,
-        "checkpoint": checkpoint,
-        "resume": resume,
-        "progress": progress,
-    }
-    run |= {"trackers": trackers, "dashboard": dashboard}
-    settings = {
-        "schedule": schedule,
-        **({"evaluations": evaluations} if evaluations else {}),
-        **shared.run,
-        **run,
-    }
+    settings: dict[str, Any] = {"schedule": schedule}
+    settings |= {"evaluations": evaluations} if evaluations else {}
+    settings |= {**shared.run, "name": name, "root": root, "seed": seed, "checkpoint": checkpoint}
+    settings |= {"resume": resume, "progress": progress, "trackers": trackers, "dashboard": dashboard}
     if explain:
         _explain(program, training, settings)
         return []
@@ -174,7 +162,7 @@ MODEL = "model"
 """Folder of the trained model, in the run directory."""
 
 
-def _checked(method: Method, name: str, rewards: object, held_out: object) -> Method:
+def _check(method: Method, name: str, rewards: object, held_out: object) -> None:
     if method.samples and rewards is None:
         raise UserError(
             f"method={name!r} needs a reward for its responses; give rewards=..., a function of `response`"
@@ -185,7 +173,6 @@ def _checked(method: Method, name: str, rewards: object, held_out: object) -> Me
         )
     if held_out is not None and not method.samples and not method.compares:
         raise UserError(f"method={name!r} has no evaluation; leave held_out out")
-    return method
 
 
 def _check_responses(method: Method, name: str, prompts: Source) -> None:
@@ -193,16 +180,11 @@ def _check_responses(method: Method, name: str, prompts: Source) -> None:
     if method.samples or not isinstance(prompts, Prompts):
         return
     if method.compares:
-        what, wanted, columns = (
-            "pairs of responses",
-            "pairs have the columns 'prompt', 'chosen' and 'rejected'",
-            (CHOSEN_IDS,),
-        )
+        what, columns = "pairs of responses", (CHOSEN_IDS,)
+        wanted = "pairs have the columns 'prompt', 'chosen' and 'rejected'"
     else:
-        what, columns = (
-            "responses",
-            (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,),
-        )
+        what = "responses"
+        columns = (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,)
         wanted = "responses are in columns such as 'messages', 'completion', 'response' or 'output', or in one that reading= names"
     if not any(str(column) in prompts.columns for column in columns):
         raise UserError(
@@ -214,8 +196,7 @@ def _check_responses(method: Method, name: str, prompts: Source) -> None:
 def _groups(
     program: Program,
     method: Method,
-    shared: SharedDevices,
-    *,
+    shared: _SharedDevices,
     model: str | Path,
     rewards: Rewards | None,
     trained: Mapping[str, Any],
@@ -236,7 +217,7 @@ def _groups(
             groups[each] = program.assign(each, group, workers[each][0], **workers[each][1])
     if method.samples:
         groups["rollout"].follows(groups["actor"])
-        program.add(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")
+        program.add_statement(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")
     return groups
 
 
@@ -247,12 +228,12 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
     def run() -> str:
         driver, metrics, actor = map(program.named, ("driver", "metrics", "actor"))
         return (
-            f"with {program.call(Driver, training, **given)} as {driver}:\n"
+            f"with {program.call_text(Driver, training, **given)} as {driver}:\n"
             f"    {metrics} = {driver}.run()\n"
             f'    {driver}.call({actor}, "save", path={driver}.directory.path / "{MODEL}")'
         )
 
-    program.add(run)
+    program.add_statement(run)
     show(program.text, sys.stdout)
 
 
@@ -262,9 +243,8 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
     )
     checkpoint: CheckpointConfig = settings["checkpoint"]
     with (
-        endings_noted(
-            said, of_systems=not checkpoint.writes
-        ) as noted,  # with checkpoints, the driver handles SIGTERM and SIGHUP
+        # With checkpoints, the driver handles SIGTERM and SIGHUP.
+        endings_noted(said, of_systems=not checkpoint.writes) as noted,
         Driver(training, stop=StopOnSignal(noted), **settings) as driver,
     ):
         path = driver.directory.path / MODEL
@@ -290,7 +270,7 @@ def _read(
 
 
 @dataclass(frozen=True)
-class SharedDevices:
+class _SharedDevices:
     """Settings that let all groups share the devices of a machine or cluster."""
 
     run: Mapping[str, Any]
@@ -300,28 +280,27 @@ class SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this
-    machine."""
+    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()
 
 
-def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> SharedDevices:
+def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
     """Settings that let all groups share the nodes.
 
     Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others.
     A cluster without GPUs gets one rank on each node, a machine without GPUs one process for
     everything. Other groups run on any free CPU.
 
-    >>> from weft.controllers.bundles import Nodes
+    >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
     {'actor': Place(pool=ResourcePool('devices', cpus=32, gpus=16, nodes=2), ranks=16, min_ranks=None)}
     """
     is_cluster = nodes.where != THIS_MACHINE
     cpus, gpus, number = _equal_nodes(nodes.sizes)
     if not gpus and not is_cluster:
-        return SharedDevices({"backend": Local()}, {"engine": "transformers"})
+        return _SharedDevices({"backend": Local()}, {"engine": "transformers"})
     if number == 1:
         sizes = {"cpus": cpus, **({"gpus": gpus} if gpus else {})}
     else:
@@ -330,9 +309,9 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> Sha
     placement = {name: Place(pool, ranks=number * max(1, gpus)) for name in groups if name != "reward"}
     run = {"placement": placement, "backend": RayBackend()}
     if not gpus:
-        return SharedDevices(run, {"engine": "transformers"})
+        return _SharedDevices(run, {"engine": "transformers"})
     model = {"dtype": "bfloat16"}
-    return SharedDevices(
+    return _SharedDevices(
         run,
         rollout={"engine": "vllm", "gpu_memory_utilization": 0.6},
         model=model,
@@ -355,20 +334,12 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     return max(1, min((cpus for cpus, _ in chosen), default=1)), least if kind else 0, max(1, len(chosen))
 
 
-def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, Data]:
-    if held_out is None:
-        return {}
-    return held_out if isinstance(held_out, Mapping) else {"eval": held_out}
-
-
 def _evaluated(
     program: Program, name: str, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int
 ) -> Graph:
     """Evaluate greedy responses, or the share of pairs whose better response is more likely."""
     if not method.samples:
         return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
-    greedy, judges = (
-        Sampling(max_tokens=max_tokens, temperature=0),
-        {n: groups[n] for n in ("rollout", "reward")},
-    )
+    greedy = Sampling(max_tokens=max_tokens, temperature=0)
+    judges = {n: groups[n] for n in ("rollout", "reward")}
     return program.assign(name, evaluate, rows, **judges, sampling=greedy)

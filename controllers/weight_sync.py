@@ -21,17 +21,14 @@ from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
 from ..dataflow.graph import ParameterEdge
-from .group import REGISTER, Call, WorkerGroup
-from .request import CallRequest
+from ..dataflow.metrics import merge
+from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
-    """Decide who publishes and who receives which version. The calls to make are returned as
-    requests.
+    """Decide who publishes and who receives which version. The calls to make are returned as requests.
 
     Args:
-        edges: Leaders and their followers.
-        groups: Worker groups of the run, by name.
         partial_rollouts: How to treat unfinished responses when weights arrive (see
             `Asynchronous`).
         cancel: Ends a call on all of its ranks.
@@ -55,8 +52,7 @@ class WeightSync:
         self._owing: dict[str, set[str]] = {}
         """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Publishing leader -> ranks that received the weights, each with the checksum of its
-        copy."""
+        """Publishing leader -> ranks that received the weights, each with the checksum of its copy."""
         self._sent: dict[str, int] = {}
         """Follower -> the last version that it received."""
         self._compared: dict[str, set[int]] = {}
@@ -68,12 +64,7 @@ class WeightSync:
         """Metrics of transfers since the last `take_metrics`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and reset the metrics of transfers.
-
-        `FOLLOWER/weights_transfer_s` is the longest transfer, and `FOLLOWER/weights_pause_s` the
-        part of it during which the group could not do other work. `LEADER/weights_bytes` is the
-        size of a version.
-        """
+        """Return and reset the metrics of transfers (docs/metrics.md)."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -84,12 +75,8 @@ class WeightSync:
 
     def lag(self, generating: Sequence[str]) -> int:
         """Largest number of versions that one of these groups is behind its leader."""
-        behind = (
-            self._groups[e.leader].version - self._groups[e.follower].version
-            for e in self._edges
-            if e.follower in generating
-        )
-        return max(behind, default=0)
+        groups, edges = self._groups, [e for e in self._edges if e.follower in generating]
+        return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
         """Follower in these groups -> the version that it will hold once its leader's current
@@ -110,7 +97,7 @@ class WeightSync:
         """Whether a group may not start new calls because weights wait for it to finish."""
         return group.name in self._waiting
 
-    def reads(self, group: WorkerGroup) -> bool:
+    def is_read(self, group: WorkerGroup) -> bool:
         """Whether a group's weights must not change because followers are reading them."""
         return group.name in self._owing
 
@@ -124,11 +111,8 @@ class WeightSync:
         late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
         self._waiting = self._waiting - {e.follower for e in edges} | late
         ready = [e for e in edges if e.follower not in late]
-        shared = [
-            e
-            for e in ready
-            if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool
-        ]
+        pool = group.place.pool
+        shared = [e for e in ready if pool.gpus and self._groups[e.follower].place.pool == pool]
         if shared:  # followers on the leader's devices take turns
             ready = shared[:1]
         if not ready:
@@ -151,11 +135,8 @@ class WeightSync:
 
     def publish_all(self) -> list[CallRequest]:
         """Send the current weights of every leader."""
-        return [
-            request
-            for leader in dict.fromkeys(e.leader for e in self._edges)
-            for request in self.publish(leader)
-        ]
+        leaders = dict.fromkeys(e.leader for e in self._edges)
+        return [request for leader in leaders for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """Send weights to a replaced rank, if its group follows another. It gets no rows until it
@@ -181,16 +162,11 @@ class WeightSync:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers are reading its weights
             return False
-        if (
-            self._keeps is not None
-            and not follower.lacking
-            and self._keeps(follower.name, follower.version)
-        ):
+        if self._keeps and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
-        finishes = self._partial_rollouts == "finish"
-        return not (
-            finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls)
+        return self._partial_rollouts != "finish" or not any(
+            c.interruptible and ranks.intersection(c.ranks) for c in follower.calls
         )
 
     def _published(
@@ -199,11 +175,8 @@ class WeightSync:
         weights = reduce(add, call.results)  # each rank publishes a part
         requests: list[CallRequest] = []
         if call.group.handle.vllm_backend:
-            requests.append(
-                CallRequest(
-                    call.group, "send_weights", {"version": weights.version}, on_device=not shared
-                )
-            )
+            version = {"version": weights.version}
+            requests.append(CallRequest(call.group, "send_weights", version, on_device=not shared))
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights.version)
@@ -211,9 +184,8 @@ class WeightSync:
                 if other.interruptible and ranks.intersection(other.ranks):
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
-            if self._partial_rollouts == "recompute" and any(
-                other.interruptible for other in follower.calls
-            ):
+            recomputes = self._partial_rollouts == "recompute"
+            if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
             requests.append(
@@ -243,32 +215,27 @@ class WeightSync:
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again
         fresh = sorted(set(call.ranks) - call.lost - compared)
-        if not fresh or not _compares(self._groups[leader], group):
+        publisher, receiver = self._groups[leader].handle.worker_class, group.handle.worker_class
+        if not (fresh and hasattr(publisher, "compare_canaries") and hasattr(receiver, "canary")):
             return self._arrived(call, leader, weights)
         then = partial(self._sampled, received=call, leader=leader, weights=weights)
         return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         received.lost |= call.lost
-        found = {
-            rank: canary
-            for rank, canary in sorted(call.values.items())
-            if rank not in call.lost and canary
-        }
+        values = sorted(call.values.items())
+        found = {rank: canary for rank, canary in values if rank not in call.lost and canary}
         self._compared[call.group.name] |= found.keys()
         canaries = {f"{call.group.name}[{rank}]": canary for rank, canary in found.items()}
         if not canaries:
             return self._arrived(received, leader, weights)
         arguments = {"canaries": canaries, "version": weights.version}
-        return [
-            CallRequest(
-                self._groups[leader],
-                "compare_canaries",
-                arguments,
-                then=lambda _: self._arrived(received, leader, weights),
-                on_device=True,
-            )
-        ]
+        group, method = self._groups[leader], "compare_canaries"
+
+        def then(_: Call) -> Iterable[CallRequest]:
+            return self._arrived(received, leader, weights)
+
+        return [CallRequest(group, method, arguments, then=then, on_device=True)]
 
     def _arrived(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         group = call.group
@@ -283,17 +250,13 @@ class WeightSync:
         self._owing[leader].discard(group.name)
         requests = self.publish(group.name)  # for the follower's own followers
         if not self._owing[leader]:
-            then = partial(self._finished, leader=leader)
-            requests.append(
-                CallRequest(
-                    self._groups[leader], "finish_publishing", {"version": weights.version}, then=then
-                )
-            )
+            then, version = partial(self._finished, leader=leader), {"version": weights.version}
+            requests.append(CallRequest(self._groups[leader], "finish_publishing", version, then=then))
         return requests
 
     def _note_times(self, call: Call) -> None:
         transfer_s = max(call.seconds.values(), default=0.0)
-        pause = call.merged_metrics().get("weights_pause_s")
+        pause = merge(call.metrics).get("weights_pause_s")
         pause_s = transfer_s if pause is None else pause.value
         for name, seconds in (("weights_transfer_s", transfer_s), ("weights_pause_s", pause_s)):
             key = f"{call.group.name}/{name}"
@@ -316,9 +279,3 @@ class WeightSync:
         # may also be a follower.
         leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
         return [request for each in leaders for request in self.publish(each)]
-
-
-def _compares(leader: WorkerGroup, follower: WorkerGroup) -> bool:
-    """Whether these groups can compare log-probabilities."""
-    classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
-    return all(hasattr(worker_class, method) for worker_class, method in classes)

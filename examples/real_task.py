@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 import weft
-from weft.controllers.placement import machine_cpus, machine_gpus
+from weft.controllers.node_layout import machine_cpus, machine_gpus
 
 GPU_SHARE = 0.6
 """Share of a GPU's memory for vLLM when other groups take turns on the GPU."""

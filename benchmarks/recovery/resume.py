@@ -25,8 +25,9 @@ import pyarrow as pa
 
 import weft
 from weft.controllers.backends.local import Local
+from weft.controllers.loop.start import open_buffer
 from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, RunState
-from weft.controllers.recovery.resume import find_checkpoint, open_buffer
+from weft.controllers.recovery.resume import find_checkpoint
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.recovery import ledger_checkpoints
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
@@ -109,7 +110,7 @@ def killed_run(root: Path, steps: int) -> Path:
             play(buffer, step, until="score")
             directory.flush()
             state = RunState(step, 0, 0.0, {}, buffer.checkpoint(folder.positions))
-            folder.begin(state)
+            folder.make_unfinished(state)
             folder.complete(step, lambda _: {}, lambda: None)
             play(buffer, step, until="center")
     buffer.close(going_on=True)

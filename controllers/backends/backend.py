@@ -22,7 +22,8 @@ from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
 from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ..group import Call, WorkerGroup
-from ..placement import Place, machine_gpus
+from ..node_layout import machine_gpus
+from ..placement import Place
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
 from .process_diagnostics import Memory

@@ -25,8 +25,8 @@ from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
 from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
-from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
+from ..node_layout import shares_gpus, start_turns
 from ..placement import Place
 from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dataflow.errors import UserError
-from ..bundles import Bundle, bundles
+from ..node_layout import Bundle, bundles
 from ..own_groups import RECORDER
 from ..placement import Place, ResourcePool, is_own
 from .backend import Setup

@@ -23,7 +23,7 @@ from ...dataflow.runs.files import make_file, make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.worker import Context, Worker
-from ..bundles import devices, position
+from ..node_layout import devices, position
 from ..placement import Place
 from ..ranks.executor import Activity, ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task

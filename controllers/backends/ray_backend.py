@@ -27,8 +27,8 @@ from ...dataflow.untrusted_text import redacted
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
-from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
+from ..node_layout import lay_out, position, shares_gpus, start_turns
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Backend, Cluster, Event, Setup, check_machine, this_node

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import UserError
-from ..bundles import THIS_MACHINE, Nodes
-from ..placement import Place, machine_cpus, machine_gpus
+from ..node_layout import THIS_MACHINE, Nodes, machine_cpus, machine_gpus
+from ..placement import Place
 from ..signals import signals_deferred
 from .token_file import keep_private
 

@@ -1,27 +1,30 @@
-"""Calls: every call of a run, from request to end.
+"""Calls: every call of a run, from its request to its last reply.
 
     queued ──> waiting for the devices of a shared pool ──> running ──last reply──> ended
       ^                                                                               │
-      └───────────────────────────── requests that follow from it ────────────────────┘
+      └────────────────────── requests that follow from replies ──────────────────────┘
 
-Requests that follow from a reply are queued, and made on a later turn of the loop.
+A reply never makes a call: the requests that follow from it are queued for a later turn of the loop.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...dataflow.buffer.leases import Published, Spread, Written
+from ...dataflow.buffer.ledger import Ledger
 from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.segments import Segment
 from ...dataflow.runs.directory import RunDirectory
-from ..graph_run import GraphRuns, TrainingRun
-from ..group import Call, UnderWay, WorkerGroup, gather_s
+from ..backends.backend import Event
+from ..graph_run import GraphRuns
+from ..group import Call, CallRequest, Then, UnderWay, WorkerGroup, gather_s
+from ..ranks.tasks import Reply
 from ..recovery.failures import Failures
-from ..request import CallRequest, NodeRequest, Then
-from ..schedule import EvaluationRules, Training
-from ..weight_sync import WeightSync
-from .recording import Recording
+from ..recovery.saving import Saving
+from ..run_spec import RunHistory, RunSpec
 
 # Device turns of groups that share the devices of a pool
 
@@ -64,16 +67,27 @@ class DeviceTurns:
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
-            onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool, call))
+            onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool))
             ready.append(CallRequest(before, "offload", then=lambda call: [onload]) if before else onload)
         return ready
 
-    def _onloaded(self, pool: _Pool, call: Call) -> Iterable[CallRequest]:
+    def _onloaded(self, pool: _Pool) -> list[CallRequest]:
         pool.changing = False
         return self._next(pool)
 
 
-# Calls
+def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
+    """Return how long at least one call was running after a time. Overlapping calls count once.
+
+    >>> busy_s([(2.0, 4.0), (1.0, 3.0), (9.0, 10.0)], 0.0)
+    4.0
+    """
+    seconds, counted = 0.0, since
+    for start, end in sorted(spans):
+        seconds += max(0.0, end - max(start, counted))
+        counted = max(counted, end)
+    return seconds
+
 
 MAX_REST_S = 0.5
 """[s] Longest rest of the driver between two turns."""
@@ -81,141 +95,47 @@ MOST_RANKS = 64
 """[ranks] Number of ranks per call in the timeline; for larger calls, the slowest ones."""
 
 
-class BusyTimes:
-    """Time that each group had a running call. Overlapping calls count once.
-
-    >>> times = BusyTimes()
-    >>> times.add("actor", 1.0, 3.0), times.add("actor", 2.0, 4.0)
-    (None, None)
-    >>> times.take("actor", 0.0, 10.0, begun=[9.0]), times.take("actor", 10.0, 20.0)
-    (4.0, 0.0)
-    """
-
-    def __init__(self) -> None:
-        self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Group -> start and end of its ended calls since the last `take`."""
-
-    def add(self, group: str, start: float, end: float) -> None:
-        self._spans[group].append((start, end))
-
-    def take(self, group: str, since: float, now: float, begun: Iterable[float] = ()) -> float:
-        """Return and reset the seconds that the group had a running call.
-
-        Args:
-            since: Earliest time that counts.
-            begun: Start times of calls that are still running.
-        """
-        # Merge overlapping spans from left to right.
-        spans = sorted([*self._spans.pop(group, ()), *((start, now) for start in begun)])
-        seconds, counted = 0.0, since
-        for start, end in spans:
-            seconds += max(0.0, end - max(start, counted))
-            counted = max(counted, end)
-        return seconds
-
-
-@dataclass(frozen=True)
-class CallTimes:
-    """The run's timeline: start and end of each call.
-
-    Args:
-        directory: Directory of the run.
-        train: Training graph; a call belongs to the step that is current when it ends.
-        clock: [s] Clock of the run.
-        started: Start of the run on this clock.
-    """
-
-    directory: RunDirectory
-    train: TrainingRun
-    clock: Callable[[], float]
-    started: float
-    busy: BusyTimes = field(default_factory=BusyTimes)
-
-    def begin(self, call: Call) -> None:
-        call.started = self.clock()
-
-    def end(self, call: Call) -> None:
-        now = self.clock()
-        self.busy.add(call.group.name, call.started, now)
-        self.directory.add_call(
-            step=self.train.step_under_way,
-            graph=call.ledger.name if call.ledger else "",
-            group=call.group.name,
-            node=call.node.name if call.node else call.method,
-            start_s=call.started - self.started,
-            end_s=now - self.started,
-            worker_s=max(call.seconds.values(), default=0.0),
-            rows=call.lease.num_rows if call.lease else 0,
-            tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
-            last=call.last,
-            by_rank=self._by_rank(call),
-        )
-
-    def _by_rank(self, call: Call) -> list[dict[str, float]] | None:
-        if len(call.answered) < 2:
-            return None
-        ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]
-        return [
-            {"rank": rank, "end_s": call.answered[rank] - self.started, "worker_s": call.seconds[rank]}
-            for rank in ranks
-        ]
-
-
 class Calls:
-    """Queued requests and running calls.
-
-    Args:
-        groups: Worker groups, by name.
-        failures: Counts the calls that ranks have answered.
-        times: Records when calls start and end.
-        commit: Writes the log, which must be on disk before work on rows starts.
-    """
+    """Queued requests and running calls, with their replies."""
 
     def __init__(
         self,
+        spec: RunSpec,
+        history: RunHistory,
+        directory: RunDirectory,
+        buffer: SampleBuffer,
         groups: Mapping[str, WorkerGroup],
+        graph_runs: GraphRuns,
         failures: Failures,
-        times: CallTimes,
-        commit: Callable[[], None],
+        saving: Saving,
+        started: float,
     ) -> None:
-        self._groups = groups
+        self._backend, self._clock, self._started = spec.backend, spec.backend.clock, started
+        self._disk = history.disk
+        self._directory = directory
+        self._buffer = buffer
+        self.groups = groups
+        self._graph_runs = graph_runs
         self._failures = failures
-        self._times = times
-        self._commit = commit
+        self._saving = saving
         self._devices = DeviceTurns()
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
+        self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Group -> start and end of its ended calls since the last `take_idle_shares`."""
         self._changed = True
         """A call was made or ended since the last `take_changed`."""
         self._committed = False
         """The log on disk covers the requests that are being made."""
 
-    def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Share of the time since the last step during which each group had no running call."""
-        begun: defaultdict[str, list[float]] = defaultdict(list)
-        for call in self.under_way:
-            begun[call.group.name].append(call.started)
-        busy_s = {name: self._times.busy.take(name, since, now, begun[name]) for name in self._groups}
-        return (
-            {name: max(0.0, 1 - seconds / (now - since)) for name, seconds in busy_s.items()}
-            if now > since
-            else {}
-        )
-
-    @property
-    def now(self) -> float:
-        return self._times.clock()
-
     @property
     def at_work(self) -> UnderWay:
         """Running calls, except calls on ranks that get no rows, such as starting processes."""
-        groups = self._groups.values()
-        return (
-            UnderWay(c for g in groups for c in g.at_work)
-            if any(g.out for g in groups)
-            else self.under_way
-        )
+        groups = self.groups.values()
+        if any(g.out for g in groups):
+            return UnderWay(c for g in groups for c in g.at_work)
+        return self.under_way
 
     @property
     def rest_s(self) -> float:
@@ -236,15 +156,22 @@ class Calls:
         changed, self._changed = self._changed, False
         return changed
 
+    def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
+        """Share of the time since the last step during which each group had no running call."""
+        spans, self._spans = self._spans, defaultdict(list)
+        for call in self.under_way:
+            spans[call.group.name].append((call.started, now))
+        if now <= since:
+            return {}
+        return {name: max(0.0, 1 - busy_s(spans[name], since) / (now - since)) for name in self.groups}
+
+    # Requests
+
     def queue(self, requests: Iterable[CallRequest]) -> None:
         self._queue.extend(requests)
 
-    def make(self) -> None:
-        """Make every queued call that need not wait for devices.
-
-        Raises:
-            UserError: A worker does not have the method, or rejects the arguments.
-        """
+    def make_calls(self) -> None:
+        """Make every queued call that need not wait for devices."""
         self._committed = False
         while self._queue:
             for request in self._devices.ask(self._queue.popleft()):
@@ -252,52 +179,180 @@ class Calls:
 
     def _make(self, request: CallRequest) -> None:
         # The log must be on disk before ranks work on rows, so that a resumed run knows of them.
-        if isinstance(request, NodeRequest) and not self._committed:
-            self._commit()
+        if request.lease is not None and not self._committed:
+            self.commit()
             self._committed = True
         self._changed = True
-        call = request.call()
+        call = request.make()
         self._failures.called(call)
-        self._times.begin(call)
+        call.started = self._clock()
         call.group.watch(call)
         self.under_way.add(call)
         self._then[call] = request.then
         if call.done:  # no rank got any rows
-            self.end(call)
+            self._end(call)
 
-    def end(self, call: Call) -> None:
+    def commit(self) -> None:
+        self._disk.write(self._buffer.commit)
+
+    # Replies
+
+    def take_replies(self, timeout_s: float) -> set[str]:
+        """Wait for replies, publish their rows and handle failures.
+
+        Returns:
+            Names of the graphs that got rows, if no other replies came and no parent was finished;
+            otherwise an empty set.
+
+        Raises:
+            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue; the message
+                names the worker.
+        """
+        events = self._backend.wait(timeout_s=timeout_s)
+        requests = self._failures.listen(events, self.under_way)
+        alone = not (self._failures.take_lost() or requests)
+        if not alone:
+            self._queue_repairs(requests)
+        rows: dict[Call, list[Event]] = {}
+        """Replies with rows, by call, to publish the rows of all its ranks together."""
+        for event in events:
+            call, reply = event.call, event.reply
+            alone = alone and _is_rows_alone(reply)
+            if event.rank not in call.waiting:  # the rank was lost, or cancelled just as it finished
+                continue
+            if reply.published is not None and _brings_rows(call, reply):
+                if call in rows:
+                    rows[call].append(event)
+                else:
+                    rows[call] = [event]
+                continue
+            # Keep the order of replies: rows before a failure or the end of a call are published
+            # first.
+            for other in list(rows) if reply.failure else (call,) if call in rows else ():
+                self._publish(other, rows.pop(other))
+            self._take(event)
+        for call, own in rows.items():
+            self._publish(call, own)
+        return {call.ledger.name for call in rows if call.ledger} if alone else set()
+
+    def withdraw_rows(self) -> None:
+        """Tell calls which of their rows are given up because a quorum is complete, and cancel
+        generating calls whose leases have expired."""
+        for ledger in self._buffer.ledgers.values():
+            parents: dict[int, list[int]] = {}
+            for token, parent in ledger.leases.take_given_up():
+                parents.setdefault(token, []).append(parent)
+            for call in self._calls_of(ledger, parents):
+                self._backend.give_up(call, parents[call.lease.token])  # pyright: ignore[reportOptionalMemberAccess]
+                call.group.weigh(call, call.ranks)
+            for call in self._calls_of(ledger, {lease.token for lease in ledger.expire()}):
+                if call.interruptible:
+                    self._backend.cancel(call)
+
+    def _calls_of(self, ledger: Ledger, leases: Collection[int]) -> list[Call]:
+        """Running calls on these leases of a ledger."""
+        if not leases:
+            return []
+        return [c for c in self.under_way if c.ledger is ledger and c.lease and c.lease.token in leases]
+
+    def _queue_repairs(self, requests: Iterable[CallRequest]) -> None:
+        """Queue requests that repair a failure, and end calls that lost their last waiting ranks."""
+        self.queue(requests)
+        for call in [c for c in self.under_way if c.done]:
+            self._end(call)
+
+    def _take(self, event: Event) -> None:
+        call, reply = event.call, event.reply
+        void = call.ledger is not None and call.lease is not None and not call.holds_lease
+        if reply.failure is not None:
+            if self._saving.failed(event):
+                return self._queue_repairs(())
+            requests = self._failures.remedy(event, self.under_way, void=void)
+            if requests is not None:
+                return self._queue_repairs(requests)
+        if void:  # too late: its rows and their metrics belong to another lease
+            reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
+        call.take_reply(event.rank, reply, self._clock())
+        if reply.published is not None:
+            self._accept(call, [event.rank], reply.published, reply.segment)
+        if call.done:
+            self._end(call)
+
+    def _publish(self, call: Call, events: Sequence[Event]) -> None:
+        """Publish the rows of several replies to one call."""
+        if not call.holds_lease:
+            for event in events:
+                self._take(event)
+            return
+        found: list[Published] = []
+        segments: list[Segment] = []
+        for event in events:
+            reply = event.reply
+            call.take_reply(event.rank, reply, self._clock())
+            assert reply.published is not None and reply.segment is not None
+            found.append(reply.published)
+            segments.append(reply.segment)
+        written = segments[0] if len(found) == 1 else Spread(segments, [len(one.ids) for one in found])
+        self._accept(call, [event.rank for event in events], Published.joined(found), written)
+        if call.done:
+            self._end(call)
+
+    def _accept(self, call: Call, ranks: Sequence[int], published: Published, written: Written) -> None:
+        if call.ledger is None or call.lease is None:
+            return
+        self._buffer.publish(call.ledger, call.lease, published, written)
+        if call.by_load and (published.parents is None or published.ends_parents):
+            call.group.weigh(call, ranks)
+        if published.versions is not None:
+            self._graph_runs[call.ledger.name].generates(call.lease, published)
+
+    # The end of a call
+
+    def _end(self, call: Call) -> None:
         """End a call after its last reply, and queue the requests that follow."""
         self._changed = True
         self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)
         self._failures.answered(call)
-        self._times.end(call)
+        self._note_times(call)
         self.queue(self._then.pop(call)(call))
 
-    def end_lost(self) -> None:
-        """End calls that lost their last waiting ranks."""
-        for call in [c for c in self.under_way if c.done]:
-            self.end(call)
+    def _note_times(self, call: Call) -> None:
+        """Add a call to the timeline, under the step that is current when it ends."""
+        now, lease = self._clock(), call.lease
+        self._spans[call.group.name].append((call.started, now))
+        by_rank: list[dict[str, float]] | None = None
+        if len(call.answered) > 1:
+            ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]
+            by_rank = [
+                {"rank": r, "end_s": call.answered[r] - self._started, "worker_s": call.seconds[r]}
+                for r in ranks
+            ]
+        self._directory.add_call(
+            step=self._graph_runs.train.step_under_way,
+            graph=call.ledger.name if call.ledger else "",
+            group=call.group.name,
+            node=call.node.name if call.node else call.method,
+            start_s=call.started - self._started,
+            end_s=now - self._started,
+            worker_s=max(call.seconds.values(), default=0.0),
+            rows=lease.num_rows if lease else 0,
+            tokens=int(lease.num_tokens.sum()) if lease else 0,
+            last=call.last,
+            by_rank=by_rank,
+        )
 
 
-# Parts that the steps of the loop (admit, dispatch, close) work on
+def _brings_rows(call: Call, reply: Reply) -> bool:
+    """Whether the rows of a reply can be published together with rows of other ranks."""
+    written = reply.segment is not None and reply.failure is None
+    return written and call.node is not None and not call.node.operation.takes_groups
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """The parts of a run. Only the steps of the loop hold this record; the parts do not."""
-
-    schedule: Training
-    buffer: SampleBuffer
-    groups: Mapping[str, WorkerGroup]
-    graph_runs: GraphRuns
-    weights: WeightSync
-    recording: Recording
-    calls: Calls
-    evaluation_rules: EvaluationRules
-
-    @property
-    def train(self) -> TrainingRun:
-        """The training graph of the run."""
-        return self.graph_runs.train
+def _is_rows_alone(reply: Reply) -> bool:
+    """Whether a reply brings only rows, and ends neither the call nor a parent of the rows."""
+    published = reply.published
+    if published is None or published.parents is None or reply.done or reply.failure or reply.paused:
+        return False
+    return not published.ends_parents

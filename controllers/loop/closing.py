@@ -5,60 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.errors import nearest
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import StopRequests
-from ..backends.backend import Backend
-from ..backends.process_diagnostics import Memory
-from ..graph_run import EvaluationRun
+from ..backends.process_diagnostics import Memory, ProcessMemory
+from ..graph_run import EvaluationRun, GraphRuns
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
 from ..reports.columns import Ending, ending_of
 from ..reports.symptoms import Seen
 from ..run_spec import RunHistory, RunSpec
-from .calls import RunParts
-
-# MemoryLedger: memory of groups, driver, segments and Ray's object store as metrics of a step, and
-# the free memory of the fullest node
-
+from ..weight_sync import WeightSync
+from .calls import Calls
 
 READ_S = 1.0
-"""[s] How long a reading stays valid, so that short steps share one."""
-
-
-class MemoryLedger:
-    """Reads the memory of a run."""
-
-    def __init__(self, backend: Backend, buffer: SampleBuffer) -> None:
-        self._backend, self._buffer = backend, buffer
-        self._read_at = float("-inf")
-        self._nodes: Mapping[str, Memory] = {}
-
-    def metrics(self) -> dict[str, float]:
-        """Return the latest readings; empty if the backend has none."""
-        now = time.monotonic()
-        if now - self._read_at >= READ_S:
-            self._read_at, self._nodes = now, self._backend.memory()
-        ledgers: Mapping[str, Any] = self._buffer.ledgers
-        segment_bytes = sum(ledger.parts.num_bytes for ledger in ledgers.values())
-        return memory_metrics(self._nodes, segment_bytes) if self._nodes else {}
+"""[s] How long a reading of memory stays valid, so that short steps share one."""
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return the metrics of these readings."""
-    processes = [
-        (who.partition("[")[0], memory)
-        for node in nodes.values()
-        for who, memory in node.processes.items()
-    ]
+    """Return the memory of groups, driver, segments and Ray's object store, and the free memory of
+    the fullest node."""
+    by_group: dict[str, list[ProcessMemory]] = {}
+    for node in nodes.values():
+        for who, memory in node.processes.items():
+            by_group.setdefault(who.partition("[")[0], []).append(memory)
     metrics: dict[str, float] = {}
-    for group in dict.fromkeys(group for group, _ in processes):
-        own = [memory for name, memory in processes if name == group]
+    for group, own in by_group.items():
         # Ranks on one node share the same memory, so a sum would count it several times.
         metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
         metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
@@ -72,23 +47,17 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
     return metrics
 
 
-# Closing
-
-
 class Closing:
-    """Ends steps and evaluations.
-
-    Args:
-        started: Start of the run on the backend's clock; for a resumed run, of its first start.
-        stop: Whether a user has asked the run to end.
-    """
+    """Ends steps and evaluations."""
 
     def __init__(
         self,
         spec: RunSpec,
         history: RunHistory,
         directory: RunDirectory,
-        parts: RunParts,
+        graph_runs: GraphRuns,
+        weights: WeightSync,
+        calls: Calls,
         saving: Saving,
         started: float,
         stop: StopRequests,
@@ -96,11 +65,14 @@ class Closing:
         self._spec = spec
         self._history = history
         self._directory = directory
-        self._parts = parts
+        self._graph_runs, self._train = graph_runs, graph_runs.train
+        self._weights = weights
+        self._calls = calls
         self._saving = saving
         self._started = started
         self._stop = stop
-        self._memory = MemoryLedger(spec.backend, parts.buffer)
+        self._memory_read_at = float("-inf")
+        self._memory: Mapping[str, Memory] = {}
         self._closed_at = spec.backend.clock()
         self._best_is_checked = False
         self.ended_by: Seen | None = None
@@ -114,52 +86,39 @@ class Closing:
             self._history.progress.say(f"the best checkpoint so far is {best}")
         self._mark_evaluations()
 
+    # Steps
+
     @property
-    def _possible(self) -> bool:
-        """Whether a step may be closed.
-
-        If groups keep the evaluated weights, a step can close only after its weights have arrived
-        and the previous step's evaluations have finished. So a checkpoint never contains a running evaluation.
-        """
-        if not self._parts.evaluation_rules.keeps_weights:
-            return True
-        weights = self._parts.calls.beside_the_graph or self._parts.weights.under_way
-        return not (weights or self._parts.graph_runs.evaluating)
-
-    def close_training(self) -> bool:
-        """End the training step if it is over. Return whether it is."""
-        if not (self._possible and self._spec.schedule.over(self._parts.train)):
+    def step_is_over(self) -> bool:
+        # If groups keep the evaluated weights, wait until these have arrived and the previous step's
+        # evaluations have finished. So a checkpoint never contains a running evaluation.
+        if not self._spec.schedule.overlaps and (
+            self._calls.beside_the_graph or self._weights.under_way or self._graph_runs.evaluating
+        ):
             return False
-        metrics = self._parts.train.close(overlaps=self._spec.schedule.overlaps)
-        self._parts.buffer.note("step", self._parts.train.step)
-        self.close_step(metrics)
-        return True
-
-    def close_evaluations(self) -> None:
-        for evaluation in self._parts.graph_runs.evaluations.values():
-            for step in evaluation.ended:
-                self._close_evaluation(evaluation, step)
+        return self._spec.schedule.over(self._train)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (0 is the start of the run), and mark the evaluations that
         are due."""
-        train, now = self._parts.train, self._spec.backend.clock()
+        train, now = self._train, self._spec.backend.clock()
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
             tokens = max(train.tokens.values(), default=0)
-            row |= {
-                "samples": float(max(train.samples.values(), default=0)),
-                "step_s": seconds,
-                "tokens_per_s": tokens / seconds if seconds else 0.0,
-            }
-            row |= {f"{name}/idle_share": share for name, share in self._idle_shares(now).items()}
-        row |= self._memory.metrics()
+            row["samples"] = float(max(train.samples.values(), default=0))
+            row["step_s"] = seconds
+            row["tokens_per_s"] = tokens / seconds if seconds else 0.0
+            shares = self._calls.take_idle_shares(self._closed_at, now)
+            row |= {f"{name}/idle_share": shares[name] for name in shares if name not in RESERVED}
+        if time.monotonic() - self._memory_read_at >= READ_S:
+            self._memory_read_at, self._memory = time.monotonic(), self._spec.backend.memory()
+        if self._memory:
+            row |= memory_metrics(self._memory, sum(r.ledger.parts.num_bytes for r in self._graph_runs))
         row |= self._history.failures.metrics()
-        row |= {
-            f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic
-        }
-        row |= self._parts.weights.take_metrics()
+        elastic = [group for group in self._calls.groups.values() if group.place.is_elastic]
+        row |= {f"{group.name}/ranks": float(len(group.up)) for group in elastic}
+        row |= self._weights.take_metrics()
         if pause_s := self._saving.take_pause_s():
             row["checkpoint_pause_s"] = pause_s
         self._closed_at, train.begun = now, True
@@ -168,29 +127,39 @@ class Closing:
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
         self._history.trackers.stepped(row)
-        self._look_at(row)
-        self._ask_to_stop(row)
-        self._mark_evaluations()
-
-    def _look_at(self, row: Mapping[str, float]) -> None:
-        """Report the symptoms of a step. The first that is in `stop_on` ends the run."""
+        # Report the symptoms of the step. The first that is in `stop_on` ends the run.
         for seen in self._history.watch.see(row):
             ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
             self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
             self.ended_by = seen if ends else self.ended_by
+        self._ask_to_stop(row)
+        self._mark_evaluations()
 
-    def _idle_shares(self, now: float) -> Mapping[str, float]:
-        shares = self._parts.calls.take_idle_shares(self._closed_at, now)
-        return {name: share for name, share in shares.items() if name not in RESERVED}
+    def _ask_to_stop(self, row: Mapping[str, float]) -> None:
+        """End the run after this step, if `stop` wants it or a user has asked. A run with
+        checkpoints does not wait for the end of the step when asked."""
+        if self._train.stopped:
+            return
+        wanted = self._spec.stop is not None and self._spec.stop(row)
+        if wanted or (self._stop.asked and not self._spec.checkpoint.writes):
+            self._train.stopped = True
+            self._mark_evaluations()  # the evaluations after the last step
+
+    # Evaluations
+
+    def close_evaluations(self) -> None:
+        for evaluation in self._graph_runs.evaluations.values():
+            for step in evaluation.ended:
+                self._close_evaluation(evaluation, step)
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
         """Record the metrics of an evaluation for the step that it evaluates, once its calls are
         over."""
-        calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
+        calls = (c for c in self._calls.under_way if c.ledger is evaluation.ledger and not c.behind)
         # Rows are finished, but the last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
-        metrics = evaluation.close(step, overlaps=not self._parts.evaluation_rules.keeps_weights)
+        metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
         row = self._directory.add_metrics(
             {"step": float(step), **metrics, **self._history.failures.metrics()}
         )
@@ -202,42 +171,32 @@ class Closing:
     def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:
         """Warn once if the evaluation does not have the metric that selects the best checkpoint."""
         name = (self._spec.checkpoint.best or "").removeprefix("-")
-        if name.startswith(f"{evaluation}/") and name not in metrics and not self._best_is_checked:
+        if self._best_is_checked or not name.startswith(f"{evaluation}/"):
+            return
+        self._best_is_checked = True
+        if name not in metrics:
             near = nearest(name, metrics)
             self._history.progress.alert(
                 "mistake",
                 f"CheckpointConfig(best={name!r}): that evaluation has no such metric{near}, so no checkpoint is marked as best",
             )
-        self._best_is_checked |= name.startswith(f"{evaluation}/")
 
     def _mark_evaluations(self) -> None:
         for name, evaluation in self._spec.evaluations.items():
-            if evaluation.is_due(self._parts.train.step, over=self._parts.train.over):
-                self._mark(self._parts.graph_runs.evaluations[name])
+            if evaluation.is_due(self._train.step, over=self._train.over):
+                run = self._graph_runs.evaluations[name]
+                run.mark(self._train.step, self._weights.coming(run.graph.handles))
 
-    def _mark(self, evaluation: EvaluationRun) -> None:
-        evaluation.mark(self._parts.train.step, self._parts.weights.coming(evaluation.graph.handles))
-
-    def _ask_to_stop(self, row: Mapping[str, float]) -> None:
-        if not self._parts.train.stopped and self._is_to_stop(row):
-            self._parts.train.stopped = True
-            self._mark_evaluations()  # the evaluations after the last step
-
-    def _is_to_stop(self, row: Mapping[str, float]) -> bool:
-        """Whether this is the last step. A run with checkpoints does not wait for the end of the
-        step when asked to end."""
-        wanted = self._spec.stop is not None and self._spec.stop(row)
-        return wanted or (self._stop.asked and not self._spec.checkpoint.writes)
+    # The end
 
     def ending(self, seconds: float) -> Ending:
         """Return the summary of a finished run that took this many seconds."""
         path = self._directory.path
-        found = {
-            "samples": path / SAMPLES,
-            "checkpoint": next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS),
-        }
+        latest = next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS)
         places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}
-        places |= {what: where for what, where in found.items() if where.exists()}
+        for what, where in (("samples", path / SAMPLES), ("checkpoint", latest)):
+            if where.exists():
+                places[what] = where
         best = self._saving.folder.best(self._directory.values)
         places |= {"best checkpoint": best.path} if best else {}
         ending = ending_of(path.name, self._directory.metrics, self._spec.evaluations, seconds, places)

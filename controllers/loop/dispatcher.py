@@ -16,20 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...dataflow.buffer.leases import Staleness
+from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import StalenessError
 from ...dataflow.graph import Node
 from ...dataflow.metric_names import written_name
+from ...dataflow.metrics import merge
 from ...dataflow.operation import Shape
-from ..graph_run import EvaluationRun, GraphRun
-from ..group import MANY_RANKS, Call, UnderWay, WorkerGroup, gather_s, publishes_as_it_goes
+from ...dataflow.runs.samples import sample_file_name
+from ..graph_run import EvaluationRun, GraphRun, GraphRuns
+from ..group import MANY_RANKS, Call, CallRequest, UnderWay, WorkerGroup, gather_s, publishes_as_it_goes
 from ..own_groups import RECORDER, group_of
-from ..request import CallRequest, NodeRequest
-from ..schedule import OnePass, Share
-from .calls import RunParts
+from ..run_spec import RunHistory, RunSpec
+from ..schedule import Share, share_of_evaluation
+from ..weight_sync import WeightSync
+from .calls import Calls
+from .recording import MAX_BEHIND, is_due, recorded_steps
 
 # Gathering: batching delay of rows that arrive one by one
 
@@ -51,9 +57,6 @@ class Gathering:
       busy counts.
     - Rows that a quorum may need do not wait.
     - Rows do not wait if no other call of the graph is running, because no more rows would come.
-
-    Args:
-        clock: [s] Clock of the run.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -92,7 +95,7 @@ class Gathering:
             return False
         return under_way.ranks >= MANY_RANKS or ledger.live.lacks_siblings(node)
 
-    def begin(self, graph_run: GraphRun, node: Node) -> None:
+    def forget(self, graph_run: GraphRun, node: Node) -> None:
         self._until.pop((graph_run.name, node.name), None)
 
 
@@ -110,15 +113,31 @@ def gathers(node: Node) -> bool:
 class Dispatcher:
     """Claim rows for nodes and request the calls."""
 
-    def __init__(self, parts: RunParts, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self._parts = parts
-        self._say = say
-        self._gathering = Gathering(clock)
-        self._one_pass = OnePass(overlaps=parts.evaluation_rules.comes_first)
-        self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in parts.graph_runs}
+    def __init__(
+        self,
+        spec: RunSpec,
+        history: RunHistory,
+        buffer: SampleBuffer,
+        graph_runs: GraphRuns,
+        weights: WeightSync,
+        calls: Calls,
+        samples: Path,
+    ) -> None:
+        self._schedule, self._record_every = spec.schedule, spec.record_every
+        self._progress = history.progress
+        self._samples = samples
+        """Folder for recorded samples."""
+        self._buffer = buffer
+        self._graph_runs, self._train = graph_runs, graph_runs.train
+        self._evaluations = graph_runs.evaluations.values()
+        self._groups = calls.groups
+        self._weights = weights
+        self._calls = calls
+        self._gathering = Gathering(spec.backend.clock)
+        self._seen = self._ready_rows()
         """Graph -> number of ready rows of each node after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}
-        for group in parts.groups.values():
+        for group in self._groups.values():
             self._pools.setdefault(group.place.pool.name, []).append(group)
 
     @property
@@ -128,18 +147,13 @@ class Dispatcher:
 
     @property
     def possible(self) -> bool:
-        if any(
-            self._share(run, n, self._parts.groups[group_of(n)])
-            for run in self._parts.graph_runs
-            for n in run.nodes
-        ):
-            return True
-        hurry = self._parts.train.over
-        return any(
-            self._parts.recording.is_due(run, n, hurry=hurry)
-            for run in self._parts.graph_runs
-            for n in run.recorders
-        )
+        each, hurry = self._schedule.prompts_per_step, self._train.over
+        for run in self._graph_runs:
+            if any(self._share(run, node, self._groups[group_of(node)]) for node in run.nodes):
+                return True
+            if any(is_due(run, node, each, hurry=hurry) for node in run.recorders):
+                return True
+        return False
 
     def dispatch(self) -> None:
         """Start every node that can start now.
@@ -147,62 +161,88 @@ class Dispatcher:
         Raises:
             StalenessError: Rows of an on-policy schedule are too old.
         """
-        self.record(hurry=self._parts.train.over)
-        train, evaluations = self._parts.train, self._parts.graph_runs.evaluations.values()
-        for graph_run in (
-            (*evaluations, train) if self._parts.evaluation_rules.comes_first else (train, *evaluations)
-        ):
+        self.record(hurry=self._train.over)
+        train, under_way = self._train, self._calls.under_way
+        first = self._schedule.overlaps
+        for graph_run in (*self._evaluations, train) if first else (train, *self._evaluations):
             for node in graph_run.nodes:
-                group = self._parts.groups[group_of(node)]
+                group = self._groups[group_of(node)]
                 if graph_run is train and node.operation.updates and not train.over:
                     self._set_too_old_aside(node, group)
                 share = self._share(graph_run, node, group)
                 if share is None:
-                    self._gathering.look(graph_run, node, self._parts.calls.under_way)
-                elif self._gathering.holds(
-                    graph_run, node, len(group.replicas), self._parts.calls.under_way
-                ):
-                    continue
-                else:
-                    self._gathering.begin(graph_run, node)
+                    self._gathering.look(graph_run, node, under_way)
+                elif not self._gathering.holds(graph_run, node, len(group.replicas), under_way):
+                    self._gathering.forget(graph_run, node)
                     self._start(graph_run, node, group, share)
-                    self._parts.calls.make()
-        self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in self._parts.graph_runs}
+                    self._calls.make_calls()
+        self._seen = self._ready_rows()
+
+    def _ready_rows(self) -> dict[str, list[int]]:
+        return {run.name: list(run.ledger.readiness.num_rows) for run in self._graph_runs}
 
     def can_wait(self, graph_run: GraphRun) -> bool:
         """Whether no node can start with the rows that became ready since the last dispatch.
 
         Only nodes with a batching delay can wait: while their group is busy or the delay lasts.
         """
-        seen = self._seen[graph_run.name]
+        seen, under_way = self._seen[graph_run.name], self._calls.under_way
         for i, rows in enumerate(graph_run.ledger.readiness.num_rows):
             if rows == seen[i]:
                 continue
             node = graph_run.graph.nodes[i]
             if not gathers(node):
                 return False
-            group = self._parts.groups[group_of(node)]
+            group = self._groups[group_of(node)]
             if self._share(graph_run, node, group) is None:
-                self._gathering.look(graph_run, node, self._parts.calls.under_way)
-            elif not self._gathering.holds(
-                graph_run, node, len(group.replicas), self._parts.calls.under_way
-            ):
+                self._gathering.look(graph_run, node, under_way)
+            elif not self._gathering.holds(graph_run, node, len(group.replicas), under_way):
                 return False
         return True
 
     def record(self, *, hurry: bool) -> None:
         """Let the recorder write finished rows if it is idle; in a hurry, also less than a step's
         worth."""
-        recorder = self._parts.groups.get(RECORDER)
+        recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
-        self._parts.calls.queue(
-            self._parts.recording.requests(self._parts.graph_runs, recorder, idle=idle, hurry=hurry)
+        for graph_run in self._graph_runs if idle else ():
+            for node in graph_run.recorders:
+                if is_due(graph_run, node, each, hurry=hurry) and self._record(graph_run, node, recorder):
+                    return self._calls.make_calls()
+        self._calls.make_calls()
+
+    def _record(self, graph_run: GraphRun, node: Node, recorder: WorkerGroup | None) -> bool:
+        """Claim rows and request a call that writes them. Return False if none need to be written,
+        so that they are finished already."""
+        ledger = graph_run.ledger
+        deadline_s = self._buffer.config.lease_deadline_s if recorder else None
+        lease = ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
+        if lease is None:
+            return False
+        steps = recorded_steps(graph_run, lease, self._record_every)
+        if recorder is None or not steps:
+            graph_run.finish_rows(lease)
+            return False
+
+        def written(call: Call) -> Iterable[CallRequest]:
+            if ledger.leases.holds(lease):
+                graph_run.finish_rows(lease)
+                if graph_run is self._train:
+                    step, ranks = max(steps.values()), range(len(recorder.mesh))
+                    names = (sample_file_name(graph_run.name, step, lease.token, r) for r in ranks)
+                    self._progress.recorded(step, [self._samples / name for name in names])
+            return ()
+
+        where = {"folder": self._samples, "graph": graph_run.name, "token": lease.token, "steps": steps}
+        request = CallRequest(
+            recorder, node.name, where, then=written, on_device=True, ledger=ledger, lease=lease
         )
-        self._parts.calls.make()
+        self._calls.queue([request])
+        return True
 
     def _joins(self, node: Node) -> bool:
         """Whether several calls of a node may run at the same time."""
-        return node.operation.interruptible and self._parts.schedule.overlaps
+        return node.operation.interruptible and self._schedule.overlaps
 
     def _share(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
         """Return what a node may claim now, or None."""
@@ -211,27 +251,23 @@ class Dispatcher:
         if not group.is_free(to_join=self._joins(node)):
             return None
         # An evaluation must not wait for new weights that wait for the evaluation.
-        waits_for_it = isinstance(graph_run, EvaluationRun) and self._parts.evaluation_rules.keeps_weights
-        if self._parts.weights.holds_back(group) and not waits_for_it:
+        waits_for_it = isinstance(graph_run, EvaluationRun) and not self._schedule.overlaps
+        if self._weights.holds_back(group) and not waits_for_it:
             return None
         # Without replicas, all ranks are starting or have no weights yet.
         if self._pool_is_taken(group) or not group.replicas:
             return None
         if isinstance(graph_run, EvaluationRun):
-            return self._one_pass.share(graph_run, node)
-        if self._parts.train.over:  # rows that were trained on are still observed
-            return Share() if self._parts.train.observes(node) else None
-        if node.operation.updates and (
-            self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)
-        ):
+            return share_of_evaluation(graph_run, node, overlaps=self._schedule.overlaps)
+        train = self._train
+        if train.over:  # rows that were trained on are still observed
+            return Share() if train.observes(node) else None
+        most_behind = MAX_BEHIND * self._schedule.prompts_per_step
+        is_behind = train.ledger.live.groups_behind >= most_behind
+        if node.operation.updates and (is_behind or self._is_evaluated(group)):
             return None
-        share = self._parts.schedule.share(self._parts.train, node, group.version, len(group.replicas))
-        if (
-            share is not None
-            and share.last
-            and node.operation.updates
-            and self._parts.weights.reads(group)
-        ):
+        share = self._schedule.share(train, node, group.version, len(group.replicas))
+        if share is not None and share.last and node.operation.updates and self._weights.is_read(group):
             return None
         return share
 
@@ -241,10 +277,7 @@ class Dispatcher:
     def _is_evaluated(self, group: WorkerGroup) -> bool:
         """Whether an update of this group would change weights that are being evaluated. Followers
         keep their weights, so only the group itself matters."""
-        return any(
-            e.pending and group.name in e.graph.handles
-            for e in self._parts.graph_runs.evaluations.values()
-        )
+        return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
         """Claim rows and request a call. If other calls are already running, the new rows go to
@@ -257,8 +290,8 @@ class Dispatcher:
             holder=group.name,
             # No lease deadline: a started update cannot be undone, so the call's timeout ends the
             # run.
-            deadline_s=None if updates else self._parts.buffer.config.lease_deadline_s,
-            staleness=self._staleness(node, group) if graph_run is self._parts.train else None,
+            deadline_s=None if updates else self._buffer.config.lease_deadline_s,
+            staleness=self._staleness(node, group) if graph_run is self._train else None,
             version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
         )
         if lease is None:
@@ -267,72 +300,70 @@ class Dispatcher:
         last = share.last
         if updates:
             last &= share.max_groups in (None, lease.num_groups)
-            self._parts.train.taken[node.name] += lease.num_groups
+            self._train.taken[node.name] += lease.num_groups
             group.updating = last
             if node.operation.accumulates:
                 arguments["last"] = last
-        then = partial(self._ended, graph_run=graph_run)
-        request = NodeRequest(
+        request = CallRequest(
             group,
             node.name,
             arguments,
-            None,
-            then,
+            then=partial(self._ended, graph_run=graph_run),
+            on_device=True,
             ledger=graph_run.ledger,
             lease=lease,
             by_load=group.least_loaded(lease.num_rows) if self._joins(node) else None,
             last=last,
         )
-        self._parts.calls.queue([request])
+        self._calls.queue([request])
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
         """The schedule's staleness bound for rows that an update claims, or None."""
-        if not node.operation.updates or not self._parts.weights.followers(group.name):
+        if not node.operation.updates or not self._weights.followers(group.name):
             return None  # versions in the rows count updates of another group
-        bound, fate = self._parts.schedule.max_staleness, self._parts.buffer.config.on_stale
+        bound, fate = self._schedule.max_staleness, self._buffer.config.on_stale
         if bound and fate == "wait":
             fate = "requeue"  # a row never gets younger, so "wait" would wait forever
         return Staleness(group.version, bound, fate if bound else "wait")
 
     def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
         """Apply the staleness bound to the groups that are ready for an update."""
-        staleness, ledger = self._staleness(node, group), self._parts.train.ledger
+        staleness, ledger = self._staleness(node, group), self._train.ledger
         if staleness is None:
             return
         number = ledger.set_too_old_aside(node, staleness)
-        if number and staleness.bound and self._parts.buffer.config.on_stale == "wait":
-            self._say(
+        if number and staleness.bound and self._buffer.config.on_stale == "wait":
+            self._progress.say(
                 f"{number} groups are too old for {node.name!r} (version {group.version}, max_staleness={staleness.bound}): "
                 "their prompts are issued again"
             )
         if not staleness.bound and ledger.readiness.too_old(node):
             raise StalenessError(
                 f"{group.name!r} is at version {group.version}, but rows ready for its update were generated by "
-                f"version {self._parts.train.ledger.live.oldest_too_old(node)}; the schedule allows a staleness of 0. "
-                f"Was a weight update skipped? Followers: {self._parts.weights.followers(group.name)}"
+                f"version {ledger.live.oldest_too_old(node)}; the schedule allows a staleness of 0. "
+                f"Was a weight update skipped? Followers: {self._weights.followers(group.name)}"
             )
 
     def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[CallRequest]:
-        """Finish the rows of a node's call; an update whose batch is complete publishes its
-        weights."""
+        """Finish the rows of a node's call; an update whose batch is complete publishes its weights."""
         node, lease, group = call.node, call.lease, call.group
         assert node is not None and lease is not None
-        updates = node.operation.updates
+        completes = node.operation.updates and call.last
         held = graph_run.ledger.leases.holds(lease)
         # If the call lost its lease, only rows that it published count; otherwise they are computed
         # and measured again.
         if held or publishes_as_it_goes(node):
-            measured = call.merged_metrics()
-            graph_run.take(
+            measured = merge(call.metrics)
+            graph_run.add_metrics(
                 lease, {written_name(group.name, name): metric for name, metric in measured.items()}
             )
-        if updates and call.last:
+        if completes:
             group.updating = False
         if not held:
             return ()  # the lease expired or was given up, so the rows belong to another lease
-        graph_run.finish(lease)
-        if not (updates and call.last):
+        graph_run.finish_rows(lease)
+        if not completes:
             return ()
         group.version += 1
-        self._parts.buffer.note(f"version/{group.name}", group.version)
-        return self._parts.weights.publish(group.name)
+        self._buffer.note(f"version/{group.name}", group.version)
+        return self._weights.publish(group.name)

@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -32,9 +32,8 @@ from ...dataflow.runs.requests import RunRequests
 from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
 from ..backends.process_diagnostics import Memory
-from ..graph_run import GraphRun
+from ..graph_run import GraphRun, GraphRuns
 from ..group import WorkerGroup
-from .calls import RunParts
 
 EVERY_S = 1.0
 """[s] Time between two updates."""
@@ -49,26 +48,27 @@ LEAVE_S = 2.0
 
 
 class LiveState:
-    """Writes the state of the run.
+    """Writes the state of the run."""
 
-    Args:
-        run: Directory of the run.
-        parts: Parts of the run.
-        backend: Provides processes and their memory.
-        started: Start of the run on the backend's clock.
-        epoch: Number of the driver's start.
-    """
-
-    def __init__(self, run: Path, parts: RunParts, backend: Backend, started: float, epoch: int) -> None:
-        self._path, self._parts, self._backend, self._started = run / LIVE, parts, backend, started
+    def __init__(
+        self,
+        run: Path,
+        backend: Backend,
+        graph_runs: GraphRuns,
+        groups: Mapping[str, WorkerGroup],
+        started: float,
+        epoch: int,
+    ) -> None:
+        self._path, self._backend, self._started = run / LIVE, backend, started
+        self._graph_runs = graph_runs
+        self._groups = groups
         self._requests = RunRequests(run / STACKS, epoch)
         self._looked = -EVERY_S
-        self._begun: dict[tuple[str, int], float] = {}
-        """Graph and number of a lease -> wall-clock time when it was first seen."""
-        self._issued: dict[tuple[str, int], float] = {}
-        """Graph and step -> time when its groups were first seen."""
-        self._past: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
-        """Past times, each with the number of rows that had arrived at and left each node."""
+        self._seen: dict[str, dict[int, float]] = {}
+        """Kind of thing -> its number -> time when it was first seen."""
+        self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
+        self._past = defaultdict(deque)
+        """Graph -> past times, each with the number of rows that had arrived at and left each node."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None
@@ -78,8 +78,7 @@ class LiveState:
         self._thread = threading.Thread(target=self._write_all, name="live state", daemon=True)
 
     def note(self) -> None:
-        """Copy the state of the run if the last copy is old enough. Called at each turn of the
-        loop."""
+        """Copy the state of the run if the last copy is old enough. Called at each turn of the loop."""
         now = time.monotonic()
         if now - self._looked < EVERY_S:
             return
@@ -87,7 +86,10 @@ class LiveState:
         # Replace the whole dict: the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
-            self._keep_readings()
+            with suppress(OSError):  # continue the readings of an earlier start, without a torn end
+                path = self._readings.path
+                if path.is_file():
+                    begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
             self._thread.start()
         self._wanted.set()
 
@@ -102,22 +104,20 @@ class LiveState:
     # On the loop
 
     def _state(self) -> dict[str, Any]:
-        parts = self._parts
         now = self._backend.clock()
-        graphs = {run.name: self._graph(run) for run in parts.graph_runs}
         return {
             "at": time.time(),
             "time_s": now - self._started,
-            "step": parts.train.step_under_way,
+            "step": self._graph_runs.train.step_under_way,
             "over": False,
-            "graphs": graphs,
-            "groups": {name: self._group(group, now) for name, group in parts.groups.items()},
-            "segment_bytes": sum(ledger.parts.num_bytes for ledger in parts.buffer.ledgers.values()),
+            "graphs": {run.name: self._graph(run) for run in self._graph_runs},
+            "groups": {name: _group(group, now) for name, group in self._groups.items()},
+            "segment_bytes": sum(run.ledger.parts.num_bytes for run in self._graph_runs),
         }
 
     def _graph(self, run: GraphRun) -> dict[str, Any]:
         ledger = run.ledger
-        live, readiness, wiring = ledger.live, ledger.readiness, ledger.live.wiring
+        live, readiness = ledger.live, ledger.readiness
         held: dict[str, int] = {}
         for lease in ledger.leases:
             held[lease.node.name] = held.get(lease.node.name, 0) + (len(lease.open) or lease.num_rows)
@@ -133,7 +133,10 @@ class LiveState:
         }
         for name, rates in self._rates(run.name, nodes).items():
             nodes[name] |= rates
-        update = next(iter(wiring.updates), None)
+        update = next(iter(live.wiring.updates), None)
+        versions = {} if update is None else readiness.unclaimed_of[update]
+        at_work = islice((id for id, group in live.groups.items() if not group.rested), MOST_GROUPS)
+        ages = self._ages(f"steps of {run.name}", live.groups_of_step)
         return {
             "nodes": nodes,
             "issued": live.issued,
@@ -143,10 +146,8 @@ class LiveState:
             "stale": dict(ledger.claims.stale),
             "groups": len(live.groups),
             "groups_behind": live.groups_behind,
-            "steps": self._ages(run.name, live.groups_of_step),
-            "versions": {}
-            if update is None
-            else {str(v): n for v, n in readiness.unclaimed_of[update].items()},
+            "steps": {str(step): [groups, ages[step]] for step, groups in live.groups_of_step.items()},
+            "versions": {str(version): groups for version, groups in versions.items()},
             "leases": self._leases(ledger),
             "oldest": [
                 {
@@ -154,85 +155,44 @@ class LiveState:
                     "step": live.groups[id].issued_in,
                     "waits": waits_for(ledger, id).splitlines(),
                 }
-                for id in islice(
-                    (id for id, group in live.groups.items() if not group.rested), MOST_GROUPS
-                )
+                for id in at_work
             ],
         }
 
-    def _ages(self, graph: str, groups_of_step: Mapping[int, int]) -> dict[str, list[float]]:
-        """Step -> its groups in flight, and seconds since the first was issued."""
-        now = time.time()
-        for key in [key for key in self._issued if key[0] == graph and key[1] not in groups_of_step]:
-            del self._issued[key]
-        return {
-            str(step): [number, now - self._issued.setdefault((graph, step), now)]
-            for step, number in groups_of_step.items()
-        }
+    def _ages(self, what: str, numbers: Iterable[int]) -> dict[int, float]:
+        """[s] How long ago each of these things was first seen."""
+        now, before = time.time(), self._seen.get(what, {})
+        self._seen[what] = {number: before.get(number, now) for number in numbers}
+        return {number: now - at for number, at in self._seen[what].items()}
 
     def _rates(self, graph: str, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Rows per second that arrive at each node and leave it."""
-        now = time.monotonic()
-        counts = {
-            f"{graph} {name}": (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()
-        }
-        self._past.append((now, counts))
-        while now - self._past[0][0] > RATE_S:
-            self._past.popleft()
-        for then, before in self._past:
-            if now > then and before.keys() >= counts.keys():
-                break
-        else:
-            return {}
-        seconds = now - then
-        return {
-            name: {
-                "rate_in": max(0, counts[f"{graph} {name}"][0] - before[f"{graph} {name}"][0]) / seconds,
-                "rate_out": max(0, counts[f"{graph} {name}"][1] - before[f"{graph} {name}"][1]) / seconds,
-            }
-            for name in nodes
-        }
+        now, past = time.monotonic(), self._past[graph]
+        counts = {name: (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()}
+        past.append((now, counts))
+        while now - past[0][0] > RATE_S:
+            past.popleft()
+        seconds, before = now - past[0][0], past[0][1]
+        rates: dict[str, dict[str, float]] = {}
+        for name, (came, left) in counts.items() if seconds else ():
+            came_before, left_before = before[name]
+            rate_in, rate_out = max(0, came - came_before) / seconds, max(0, left - left_before) / seconds
+            rates[name] = {"rate_in": rate_in, "rate_out": rate_out}
+        return rates
 
     def _leases(self, ledger: Ledger) -> list[dict[str, Any]]:
-        now, known = time.time(), set[tuple[str, int]]()
-        found: list[dict[str, Any]] = []
-        for lease in ledger.leases:
-            key = ledger.name, lease.token
-            known.add(key)
-            begun = self._begun.setdefault(key, now)
-            if len(found) < MOST_LEASES:
-                left = len(lease.open)
-                found.append(
-                    {
-                        "lease": lease.token,
-                        "node": lease.node.name,
-                        "holder": lease.holder,
-                        "rows": lease.num_rows,
-                        "left": left,
-                        "age_s": now - begun,
-                    }
-                )
-        for key in [key for key in self._begun if key[0] == ledger.name and key not in known]:
-            del self._begun[key]
-        return found
-
-    def _group(self, group: WorkerGroup, now: float) -> dict[str, Any]:
-        return {
-            "version": group.version,
-            "ranks": len(group.mesh),
-            "absent": sorted(group.absent),
-            "starting": sorted(group.starting),
-            "lacking": sorted(group.lacking),
-            "calls": [
-                {
-                    "what": call.node.name if call.node else call.method,
-                    "rows": call.lease.num_rows if call.lease else 0,
-                    "waits_for": sorted(call.waiting),
-                    "since_s": now - call.started,
-                }
-                for call in group.calls
-            ],
-        }
+        ages = self._ages(f"leases of {ledger.name}", [lease.token for lease in ledger.leases])
+        return [
+            {
+                "lease": lease.token,
+                "node": lease.node.name,
+                "holder": lease.holder,
+                "rows": lease.num_rows,
+                "left": len(lease.open),
+                "age_s": ages[lease.token],
+            }
+            for lease in islice(ledger.leases, MOST_LEASES)
+        ]
 
     # In the thread
 
@@ -240,9 +200,8 @@ class LiveState:
         while not self._over:
             self._wanted.wait()
             self._wanted.clear()
-            with suppress(
-                OSError, RuntimeError
-            ):  # a full disk; a dict that the loop changed while it was read
+            # A full disk; a dict that the loop changed while it was read.
+            with suppress(OSError, RuntimeError):
                 self._write()
 
     def _write(self) -> None:
@@ -267,7 +226,7 @@ class LiveState:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""
         name, _, rank = worker.removesuffix("]").rpartition("[")
-        group = self._parts.groups.get(name)
+        group = self._groups.get(name)
         if group is None or not rank.isdecimal() or int(rank) >= len(group.mesh):
             return "there is no such rank"
         return self._backend.stacks(group, [int(rank)]).get(int(rank)) or "the worker did not answer"
@@ -279,30 +238,35 @@ class LiveState:
         self._read_at = now
         for name, one in memory.items():
             for who, own in one.processes.items():
-                self._readings.add(
-                    time_s=time_s,
-                    host=name,
-                    worker=who,
-                    resident_bytes=own.resident_bytes,
-                    shared_bytes=own.shared_bytes,
-                )
+                sizes = {"resident_bytes": own.resident_bytes, "shared_bytes": own.shared_bytes}
+                self._readings.add(time_s=time_s, host=name, worker=who, **sizes)
         self._readings.flush()
 
-    def _keep_readings(self) -> None:
-        """Continue the readings of an earlier start, without a torn end."""
-        with suppress(OSError):
-            path = self._readings.path
-            if path.is_file():
-                begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
+
+def _group(group: WorkerGroup, now: float) -> dict[str, Any]:
+    return {
+        "version": group.version,
+        "ranks": len(group.mesh),
+        "absent": sorted(group.absent),
+        "starting": sorted(group.starting),
+        "lacking": sorted(group.lacking),
+        "calls": [
+            {
+                "what": call.node.name if call.node else call.method,
+                "rows": call.lease.num_rows if call.lease else 0,
+                "waits_for": sorted(call.waiting),
+                "since_s": now - call.started,
+            }
+            for call in group.calls
+        ],
+    }
 
 
 def _host(memory: Memory) -> dict[str, Any]:
-    node = memory.node
+    node, processes = memory.node, memory.processes.items()
     return {
         "used_bytes": node.used_bytes if node else None,
         "limit_bytes": node.limit_bytes if node else None,
         "object_store_bytes": memory.object_store_bytes,
-        "processes": {
-            who: [one.resident_bytes, one.shared_bytes] for who, one in memory.processes.items()
-        },
+        "processes": {who: [one.resident_bytes, one.shared_bytes] for who, one in processes},
     }

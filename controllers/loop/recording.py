@@ -1,5 +1,4 @@
-"""Recording: add a node to every graph that writes its samples to the run directory in the
-background.
+"""Recording: add a node to every graph that writes its samples to the run directory in the background.
 
 A group is recorded when all other nodes are done with it. Its rows are stored under the step that
 trained on them; without updates, under the step that issued them, and for an evaluation under the
@@ -11,10 +10,7 @@ if recording is MAX_BEHIND steps behind. A resumed run records the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 from ...dataflow.buffer.leases import Lease
 from ...dataflow.column import (
@@ -39,13 +35,10 @@ from ...dataflow.column import (
 )
 from ...dataflow.graph import Graph, Node
 from ...dataflow.operation import declaration_of
-from ...dataflow.runs.samples import sample_file_name
 from ...dataflow.source import file_columns
 from ...workers.function import RecorderWorker
 from ..graph_run import EvaluationRun, GraphRun
-from ..group import Call, WorkerGroup
 from ..own_groups import RECORDER
-from ..request import CallRequest, NodeRequest
 
 MAX_BEHIND = 2
 """[steps] How far recording may be behind training before updates wait for it."""
@@ -70,8 +63,6 @@ RECORDED = (
 )
 """Recorded columns, if they exist, in addition to columns that the reward is computed from."""
 
-RECORD = f"{RECORDER}.record"
-
 
 def with_recording(graph: Graph) -> Graph:
     """Return the graph with another node, which writes samples to the run directory."""
@@ -86,8 +77,6 @@ def with_recording(graph: Graph) -> Graph:
     while level:
         level = graph.parent_level(level)
         on_path.add(level)
-    # Record at the deepest level, where the responses are.
-    level = max(on_path)
     wanted = dict.fromkeys([*map(str, RECORDED), *(c for c in writers if is_of_reward(c))])
     reads = tuple(c for c in wanted if c in writers and graph.level_of(writers[c]) in on_path)
     if not reads:
@@ -97,7 +86,7 @@ def with_recording(graph: Graph) -> Graph:
     # Wait for updates on lower levels as well: a group is recorded when everything else is done.
     updates = [n.name for n in graph.nodes if n.operation.updates and n.level in on_path]
     node = Node(
-        name=RECORD,
+        name=f"{RECORDER}.record",
         group=RECORDER,
         operation=replace(declaration, reads=reads).called_with({}),
         function=RecorderWorker.record,
@@ -105,7 +94,7 @@ def with_recording(graph: Graph) -> Graph:
         reads=reads,
         missing=(),
         writes=(),
-        level=level,
+        level=max(on_path),  # the deepest level, where the responses are
         makes_level=None,
         writers={c: writers[c] for c in reads},
         after=tuple(dict.fromkeys([*(w for c in reads if (w := writers[c])), *updates])),
@@ -113,99 +102,25 @@ def with_recording(graph: Graph) -> Graph:
     return replace(graph, nodes=(*graph.nodes, node))
 
 
-class Recording:
-    """Decide which finished rows are recorded, and when.
+def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:
+    """Whether a step or a complete evaluation is ready to record; in a hurry, anything."""
+    ready = graph_run.ledger.readiness.ready_groups(node)
+    if isinstance(graph_run, EvaluationRun):
+        complete = not graph_run.ledger.live.groups_at_work
+    else:
+        complete = ready >= prompts_per_step
+    return ready > 0 and (complete or hurry)
+
+
+def recorded_steps(graph_run: GraphRun, lease: Lease, every: int) -> dict[int, int]:
+    """Recorded group -> step that its samples are stored under.
 
     Args:
         every: [steps] Record every n-th step; 0 records none.
-        prompts_per_step: Groups that a step trains on.
-        folder: Folder for samples.
-        deadline_s: [s] Deadline of the recorder's leases.
-        written: Called after training samples were written, with their step and the files that may
-            hold them.
     """
-
-    def __init__(
-        self,
-        every: int,
-        prompts_per_step: int,
-        folder: Path,
-        deadline_s: float | None,
-        written: Callable[[int, Sequence[Path]], None],
-    ) -> None:
-        self._every = every
-        self._prompts_per_step = prompts_per_step
-        self._folder = folder
-        self._deadline_s = deadline_s
-        self._tell = written
-
-    def is_due(self, graph_run: GraphRun, node: Node, *, hurry: bool) -> bool:
-        """Whether a step or a complete evaluation is ready to record; in a hurry, anything."""
-        ready = graph_run.ledger.readiness.ready_groups(node)
-        if isinstance(graph_run, EvaluationRun):
-            complete = not graph_run.ledger.live.groups_at_work
-        else:
-            complete = ready >= self._prompts_per_step
-        return ready > 0 and (complete or hurry)
-
-    def is_full(self, graph_run: GraphRun) -> bool:
-        limit = 1 if isinstance(graph_run, EvaluationRun) else MAX_BEHIND * self._prompts_per_step
-        return graph_run.ledger.live.groups_behind >= limit
-
-    def requests(
-        self, graph_runs: Iterable[GraphRun], recorder: WorkerGroup | None, *, idle: bool, hurry: bool
-    ) -> list[NodeRequest]:
-        """Return calls that write the rows that are due.
-
-        Args:
-            graph_runs: Graphs of the run.
-            recorder: Group that writes; None only finishes the rows.
-            idle: Whether the recorder may start a call.
-            hurry: Record less than a step as well.
-        """
-        for graph_run in graph_runs:
-            for node in graph_run.recorders:
-                if not (idle and self.is_due(graph_run, node, hurry=hurry)):
-                    continue
-                deadline_s = self._deadline_s if recorder else None
-                lease = graph_run.ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
-                if lease is None:
-                    continue
-                steps = self._steps(graph_run, lease)
-                if recorder is not None and steps:
-                    where = {
-                        "folder": self._folder,
-                        "graph": graph_run.name,
-                        "token": lease.token,
-                        "steps": steps,
-                    }
-                    then = partial(
-                        self._written, graph_run=graph_run, lease=lease, step=max(steps.values())
-                    )
-                    return [
-                        NodeRequest(
-                            recorder, node.name, where, then=then, ledger=graph_run.ledger, lease=lease
-                        )
-                    ]
-                graph_run.finish(lease)
-        return []
-
-    def _written(self, call: Call, graph_run: GraphRun, lease: Lease, step: int) -> Iterable[CallRequest]:
-        if graph_run.ledger.leases.holds(lease):
-            graph_run.finish(lease)
-            if not isinstance(graph_run, EvaluationRun):
-                ranks = range(len(call.group.mesh))
-                names = (sample_file_name(graph_run.name, step, lease.token, rank) for rank in ranks)
-                self._tell(step, [self._folder / name for name in names])
-        return ()
-
-    def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
-        """Recorded group -> step that its samples are stored under."""
-        filed = {
-            group.id: group.trained_in if graph_run.updates else group.issued_in for group in lease.groups
-        }
-        return {
-            id: step
-            for id, step in filed.items()
-            if step is not None and self._every and not step % self._every
-        }
+    filed: dict[int, int] = {}
+    for group in lease.groups:
+        step = group.trained_in if graph_run.updates else group.issued_in
+        if step is not None and every and not step % every:
+            filed[group.id] = step
+    return filed

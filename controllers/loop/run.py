@@ -42,26 +42,22 @@ from ...dataflow.runs.files import SAMPLES
 from ...dataflow.runs.log import Position
 from ...dataflow.runs.requests import StopRequests
 from ..graph_run import GraphRuns
-from ..group import Call, WorkerGroup
+from ..group import Call, CallRequest, WorkerGroup
 from ..recovery.checkpoints import CheckpointFolder, RunState, has_state
-from ..recovery.copies import END_S, LEAVE_S, copies_of
-from ..recovery.elastic import Elastic, LostNodes
+from ..recovery.copies import END_S, LEAVE_S, Copies
 from ..recovery.failures import Failures
-from ..recovery.resume import ResumePoint, collected_seldom
+from ..recovery.resume import ResumePoint
 from ..recovery.saving import ASK_S, Saving
 from ..reports.symptoms import GOES_ON, NO_SIGNAL, Seen
-from ..request import CallRequest
 from ..run_spec import RunHistory, RunSpec
 from ..schedule import Asynchronous
 from ..signals import asked_to_end
 from ..weight_sync import WeightSync
 from .admission import Admission
-from .calls import Calls, CallTimes, RunParts
+from .calls import Calls
 from .closing import Closing
 from .dispatcher import Dispatcher
 from .live_state import LiveState
-from .recording import Recording
-from .replies import Remedies, Replies
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
 """Advice after a failed call in a process."""
@@ -69,17 +65,7 @@ DEBUGGER = "To step through it under a debugger, run the same script with backen
 
 class Run:
     """One start of a run, from open buffer and running worker groups to the end. A restart makes a
-    new `Run`.
-
-    Args:
-        spec: Description of the run.
-        history: State that is shared by all starts of the run.
-        directory: Directory of the run.
-        point: Checkpoint to resume from; None for a new run.
-        buffer: Sample buffer of the run.
-        groups: Worker groups, by name.
-        graph_runs: State of the graphs.
-    """
+    new `Run`."""
 
     def __init__(
         self,
@@ -91,50 +77,38 @@ class Run:
         groups: dict[str, WorkerGroup],
         graph_runs: GraphRuns,
     ) -> None:
-        self._spec = spec
-        self._history, self._disk = history, history.disk
+        self._spec, self._backend = spec, spec.backend
+        self._progress, self._disk = history.progress, history.disk
         self._directory = directory
         self._point = point
-        self._backend = spec.backend
         self.buffer = buffer
         self.groups = groups
         self.graph_runs = graph_runs
         self._train = graph_runs.train
-        self._started = self._backend.clock() - (point.state.time_s if point else 0.0)
-        schedule, samples = spec.schedule, directory.path / SAMPLES
+        self._started = started = self._backend.clock() - (point.state.time_s if point else 0.0)
+        path, epoch = directory.path, directory.starts + 1
+        keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
+        schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
-        rules = spec.evaluation_rules
-        keeps = graph_runs.needs_weights if rules.keeps_weights else None
-        weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel, keeps)
-        deadlines = spec.start_timeout_s, spec.call_timeout_s
-        failures = Failures(
-            self._backend, weights, history.progress, self._disk, history.failures, *deadlines
-        )
+        self._weights = weights = WeightSync(spec.follows, groups, partial, self._backend.cancel, keeps)
+        timeouts_s = spec.start_timeout_s, spec.call_timeout_s
+        shared = self._progress, self._disk, history.failures
+        self._failures = Failures(self._backend, buffer, groups, weights, *shared, *timeouts_s)
+        self._copies = Copies.of(path, spec.checkpoint)
+        folder = CheckpointFolder(directory, spec.checkpoint, self._copies.queue)
         saved = [group for group in groups.values() if has_state(group.handle)]
-        self._copies = copies_of(directory.path, spec.checkpoint)
-        folder = CheckpointFolder(
-            directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None
+        self._saving = saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
+        self._calls = calls = Calls(
+            spec, history, directory, buffer, groups, graph_runs, self._failures, saving, started
         )
-        self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
-        told, lease_s = history.progress.recorded, spec.buffer.lease_deadline_s
-        recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
-        times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)
-        calls = Calls(groups, failures, times, self._commit)
-        lost_nodes = LostNodes(self._backend, buffer, groups, failures, history.progress)
-        self._elastic = Elastic(
-            self._backend, groups, failures, history.progress.say, spec.start_timeout_s
+        parts = spec, history, buffer, graph_runs, weights, calls
+        self._admission = Admission(*parts)
+        self._dispatcher = Dispatcher(*parts, path / SAMPLES)
+        self._stop = StopRequests(path, epoch)
+        self._closing = Closing(
+            spec, history, directory, graph_runs, weights, calls, saving, started, self._stop
         )
-        remedies = Remedies(self._backend, failures, lost_nodes, self._elastic, self._saving, self._disk)
-        self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
-        self._weights, self._calls = weights, calls
-        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, rules)
-        self._admission = Admission(
-            parts, history.progress.alert, stop_without_signal=NO_SIGNAL in spec.stop_on
-        )
-        self._dispatcher = Dispatcher(parts, self._backend.clock, history.progress.say)
-        self._stop = StopRequests(directory.path, directory.starts + 1)
-        self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
-        self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)
+        self._live = LiveState(path, self._backend, graph_runs, groups, started, epoch)
         self.failed = False
         self.ended = False
         """The run reached the end of its schedule."""
@@ -147,19 +121,18 @@ class Run:
         if self._point is not None:
             self._load(self._point)
         self._calls.queue(self._weights.publish_all())
-        self._until_idle()
+        self._until(lambda: self._calls.idle)
 
     def _load(self, point: ResumePoint) -> None:
         if later := self._saving.resume(point.state.step):
             names = ", ".join(sorted(path.name for path in later))
-            self._history.progress.say(
+            self._progress.say(
                 f"later checkpoints ({names}) are kept in {later[0].parent} until the run has new ones for these steps"
             )
-        if self._copies is not None:
-            self._copies.resume()
+        self._copies.resume()
         for name, group in self.groups.items():
             if has_state(group.handle):
-                self.call(group, "load_checkpoint", path=point.path / name)
+                self.call_group(group, "load_checkpoint", path=point.path / name)
             group.version = point.state.versions.get(name, 0)
 
     # The loop
@@ -170,20 +143,6 @@ class Run:
         Raises:
             SystemExit: The run was asked to end and has saved itself.
         """
-        with collected_seldom(not self._backend.in_process):
-            self._walk()
-        if self._closing.ended_by is not None:
-            self._refuse(self._closing.ended_by)
-        if self._spec.checkpoint.writes:
-            self._save_to_the_end()
-            self._saving.folder.prune(self._directory.values)
-        self._commit()  # the log must not be behind the metrics
-        self._disk.write(self._directory.flush)
-        self._end_copies(END_S)
-        self._history.progress.ended(self._closing.ending)
-        self.ended = True
-
-    def _walk(self) -> None:
         self._begin()
         while not self._finished:
             # Leave only between updates: half an update is not in a checkpoint.
@@ -196,12 +155,16 @@ class Run:
             self._settle()
             self._close()
             self._save()
-
-    @property
-    def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. A run without checkpoints ends after its step
-        (`Closing`)."""
-        return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
+        if self._closing.ended_by is not None:
+            self._refuse(self._closing.ended_by)
+        if self._spec.checkpoint.writes:
+            self._save_to_the_end()
+            self._saving.folder.prune(self._directory.values)
+        self._calls.commit()  # the log must not be behind the metrics
+        self._disk.write(self._directory.flush)
+        self._end_copies(END_S)
+        self._progress.ended(self._closing.ending)
+        self.ended = True
 
     def _begin(self) -> None:
         if self._point is None:
@@ -209,7 +172,7 @@ class Run:
             return
         self._closing.resume()
         if not self._point.with_rows and self._spec.checkpoint.writes:
-            self._saving.require()  # the old checkpoint of this step points into a log that is gone
+            self._saving.due = True  # the old checkpoint of this step points into a log that is gone
             self._save()
 
     def _admit(self) -> None:
@@ -219,19 +182,18 @@ class Run:
     def _dispatch(self) -> None:
         """Make queued calls, then call nodes that are ready."""
         self._calls.queue(self._weights.receive_when_idle())
-        self._calls.make()
+        self._calls.make_calls()
         if not self._saving.holds_up:
             self._dispatcher.dispatch()
 
     def _settle(self) -> None:
         """Take replies, publish rows, and queue the requests that follow."""
-        self._calls.make()
-        self._commit()
-        self._replies.give_up_rows()
-        self._replies.cancel_expired()
-        if self._calls.under_way or self._elastic.waits:
+        self._calls.make_calls()
+        self._calls.commit()
+        self._calls.withdraw_rows()
+        if self._calls.under_way or self._failures.waits_for_ranks:
             try:
-                self._take()
+                self._take_replies()
             except BaseException as error:
                 self.failed = True
                 if type(error) is WorkerError and self._backend.cluster is not None:
@@ -243,13 +205,13 @@ class Run:
         elif not self._finished and not self._can_move:
             raise StalledError(self._why_stalled())
 
-    def _take(self) -> None:
+    def _take_replies(self) -> None:
         """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
         # After a call was made or has ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
-        while came := self._replies.take(patience_s):
+        while came := self._calls.take_replies(patience_s):
             can_wait = all(self._dispatcher.can_wait(self.graph_runs[name]) for name in came)
             patience_s = self._patience_s  # shorter if rows have begun to wait for a fuller batch
             if not (settled and can_wait and patience_s):
@@ -260,12 +222,15 @@ class Run:
                 self._backend.rest(rest_s)
 
     def _close(self) -> None:
+        """End evaluations and the step, if they are over."""
+        train = self._train
         self._closing.close_evaluations()
-        if self._closing.close_training():
-            step, over = self._train.step, self._train.over
-            self._saving.step_over(
-                step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over)
-            )
+        if self._closing.step_is_over:
+            metrics = train.close(overlaps=self._spec.schedule.overlaps)
+            self.buffer.note("step", train.step)
+            self._closing.close_step(metrics)
+            for_best = self._spec.is_evaluated_for_best(train.step, over=train.over)
+            self._saving.step_over(train.step, last=train.over, for_best=for_best)
             # Without checkpoints nothing is resumed, so old log entries are useless.
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
@@ -286,20 +251,18 @@ class Run:
 
     @property
     def _can_move(self) -> bool:
-        over = self._spec.schedule.over(self._train) or any(
-            e.ended for e in self.graph_runs.evaluations.values()
-        )
-        return over or self._admission.possible or self._dispatcher.possible
+        ended = any(evaluation.ended for evaluation in self.graph_runs.evaluations.values())
+        over = self._spec.schedule.over(self._train)
+        return ended or over or self._admission.possible or self._dispatcher.possible
 
     @property
     def _patience_s(self) -> float:
         """[s] Longest wait for replies: until a lease, a quorum or a batching delay ends, at most a
         second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
+        due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
-        return max(
-            0.0, min([1.0, *(d - now for d in (*due, self._dispatcher.next_due_s) if d is not None)])
-        )
+        return max(0.0, min([1.0, *(d - now for d in due if d is not None)]))
 
     def _why_stalled(self) -> str:
         lines = [
@@ -311,9 +274,6 @@ class Run:
                 lines += [f"  {line}" for line in waits_for(run.ledger, group).splitlines()]
         return "\n".join(lines)
 
-    def _commit(self) -> None:
-        self._disk.write(self.buffer.commit)
-
     # Checkpoints
 
     def _save(self) -> None:
@@ -323,13 +283,14 @@ class Run:
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
         if given_up := progressed.given_up:
-            self.buffer.drop_checkpoint(given_up.position)
-            self._disk.wait_for_more(given_up.why)
+            position, why = given_up
+            self.buffer.drop_checkpoint(position)
+            self._disk.wait_for_more(why)
         if self._saving.may_begin:
             self._disk.write(self._directory.flush)
             kept = self._saving.folder.positions
             state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
-            self._calls.queue(self._disk.write(lambda: self._saving.begin(state)))
+            self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
 
     def _state(self, position: Position) -> RunState:
         """State of the driver for a checkpoint, with the rows at a position in the log."""
@@ -351,36 +312,43 @@ class Run:
     def _save_to_the_end(self, *, anew: bool = False) -> None:
         """Save the current step, and wait until it is on disk. Existing checkpoints count unless
         `anew`."""
-        self._saving.finish(self._train.step, anew=anew)
-        self._until(self._is_saved)
+
+        def is_saved() -> bool:
+            self._save()
+            return not self._saving.holds_up
+
+        self._saving.require(self._train.step, anew=anew)
+        self._until(is_saved)
 
     def _tell_of_copies(self) -> None:
-        for note in self._copies.take_notes() if self._copies is not None else ():
-            self._history.progress.say(note)
+        for note in self._copies.take_notes():
+            self._progress.say(note)
 
     def _end_copies(self, timeout_s: float) -> None:
-        if self._copies is not None:
-            self._copies.close(timeout_s, say=self._history.progress.say)
-            self._tell_of_copies()
+        self._copies.close(timeout_s, say=self._progress.say)
+        self._tell_of_copies()
 
-    def _is_saved(self) -> bool:
-        self._save()
-        return not self._saving.holds_up
+    # Ending early
+
+    @property
+    def _asked_to_leave(self) -> bool:
+        """Whether the run should save itself and end. A run without checkpoints ends after its step
+        (`Closing`)."""
+        return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
 
     @property
     def _can_be_saved(self) -> bool:
         """Whether a checkpoint can be made: no update is running or has part of its batch, and
         training does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
-        return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(
-            self._train.taken.values()
-        )
+        waits = evaluating and self._spec.evaluations_hold_training
+        return not waits and not any(self._train.taken.values())
 
     def _leave(self) -> NoReturn:
         number = asked_to_end()
         self._save_as_it_stands()
         self._end_copies(LEAVE_S)
-        self._history.progress.left(self._saving.folder.path)
+        self._progress.left(self._saving.folder.path)
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
@@ -391,27 +359,25 @@ class Run:
         else:
             self._save_as_it_stands()
         kind = NoSignalError if seen.symptom.name == NO_SIGNAL else SymptomError
-        raise kind(f"{seen.text}. {GOES_ON}", self._history.progress.latest_sample)
+        raise kind(f"{seen.text}. {GOES_ON}", self._progress.latest_sample)
 
     def _save_as_it_stands(self) -> None:
         if self._spec.checkpoint.writes:
-            self._save_to_the_end(
-                anew=True
-            )  # an existing checkpoint of this step may lack rows that are in the buffer now
+            # An existing checkpoint of this step may lack rows that are in the buffer now.
+            self._save_to_the_end(anew=True)
         self._record_all()
 
     def _record_all(self) -> None:
-        self._until(self._all_recorded)
-        self._disk.write(self._directory.flush)
+        def all_recorded() -> bool:
+            self._dispatcher.record(hurry=True)
+            return not any(run.ledger.live.groups_behind for run in self.graph_runs)
 
-    def _all_recorded(self) -> bool:
-        """Let the recorder write remaining samples, and return whether all are written."""
-        self._dispatcher.record(hurry=True)
-        return not any(run.ledger.live.groups_behind for run in self.graph_runs)
+        self._until(all_recorded)
+        self._disk.write(self._directory.flush)
 
     # From outside the loop
 
-    def call(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
+    def call_group(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
         """Call a method of a group, wait, and return the result of each rank. Do not use it within
         the loop."""
         ended: list[Call] = []
@@ -423,9 +389,6 @@ class Run:
         self._calls.queue([CallRequest(group, method, arguments, then=end, on_device=True)])
         self._until(lambda: bool(ended))
         return ended[0].results
-
-    def _until_idle(self) -> None:
-        self._until(lambda: self._calls.idle)
 
     def _until(self, condition: Callable[[], bool]) -> None:
         """Make calls and take replies until a condition holds, without admitting or dispatching."""

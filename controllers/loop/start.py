@@ -3,26 +3,30 @@ place in the data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ...dataflow.batch import Batch
-from ...dataflow.buffer.ledger import Ledger
-from ...dataflow.buffer.sample_buffer import SampleBuffer
-from ...dataflow.buffer.scratch import notes
+from ...dataflow.buffer.rows import Ids
+from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from ...dataflow.buffer.scratch import Scratch, notes
 from ...dataflow.column import PROMPT_IDS
 from ...dataflow.graph import SOURCE, TRAIN, Graph
 from ...dataflow.runs.directory import RunDirectory
+from ...dataflow.runs.files import BUFFER
 from ...dataflow.source import CURSOR, Cursor, positions
 from ..backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
 from ..ranks.row_io import num_tokens
 from ..recovery.checkpoints import has_state
-from ..recovery.resume import ResumePoint, open_buffer
+from ..recovery.resume import ResumePoint
 from ..reports.progress import Progress
 from ..run_spec import RunHistory, RunSpec
 from .recording import with_recording
@@ -30,14 +34,7 @@ from .run import Run
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
-    """Start a run, or resume it from a checkpoint. On return, followers have their leaders'
-    weights.
-
-    Args:
-        spec: Description of the run.
-        history: State that is shared by all starts of the run.
-        directory: Directory of the run, locked by this process.
-        point: Checkpoint to resume from; None for a new run.
+    """Start a run, or resume it from a checkpoint. On return, followers have their leaders' weights.
 
     Raises:
         UserError: A worker cannot be made, or the buffer belongs to other graphs.
@@ -47,10 +44,23 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
     graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
     with ExitStack() as undo:
         undo.callback(backend.close)
-        buffer = _open_buffer(spec, history, directory, point, graphs)
+        # Opening copies a part of the log, so it waits for room on the disk.
+        buffer = history.disk.write(
+            lambda: open_buffer(
+                directory,
+                point,
+                graphs,
+                config=spec.buffer,
+                backend=backend,
+                keep_checkpoints=spec.checkpoint.keep,
+            )
+        )
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
-            _forget_samples(directory, buffer)
+            ledgers = buffer.ledgers
+            directory.forget_samples(
+                lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
+            )
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.cluster.delete if backend.cluster else None
@@ -77,27 +87,81 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
     progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
 
 
-def _open_buffer(
-    spec: RunSpec,
-    history: RunHistory,
-    directory: RunDirectory,
+# The buffer
+
+
+THRESHOLDS = (500_000, 1_000, 1_000)
+"""Thresholds of Python's garbage collector. A driver allocates some objects for each row, which
+live as long as the row and form no cycles. With the default thresholds, a third of its time went
+into collecting."""
+
+
+@contextmanager
+def collected_seldom(seldom: bool) -> Iterator[None]:
+    """Make Python collect garbage less often. Give False if workers share the process, because
+    their garbage may hold tensors."""
+    before = gc.get_threshold()
+    if seldom:
+        gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def open_buffer(
+    run: RunDirectory,
     point: ResumePoint | None,
     graphs: Mapping[str, Graph],
+    *,
+    config: BufferConfig,
+    backend: Backend,
+    keep_checkpoints: int,
 ) -> SampleBuffer:
-    """Open the buffer when the disk has room, because part of the log is copied."""
-    backend, keep = spec.backend, spec.checkpoint.keep
-    return history.disk.write(
-        lambda: open_buffer(
-            directory, point, graphs, config=spec.buffer, backend=backend, keep_checkpoints=keep
-        )
-    )
+    """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
+
+    With weights alone, a new buffer begins at the checkpoint's place in the data.
+
+    Args:
+        backend: If it joins a cluster, each machine keeps segments on its own disk.
+        keep_checkpoints: Number of checkpoints kept. Rows in flight are kept for these and for the
+            one being written.
+    """
+    folder = run.path / BUFFER
+    spans_machines = backend.cluster is not None and backend.cluster.address is not None
+    scratch = Scratch.of(folder, config.scratch) if spans_machines or config.scratch else None
+    if scratch is not None:
+        scratch.remove_earlier(run.path)
+    kept: Any = {
+        "config": config,
+        "node": this_node(),
+        "clock": backend.clock,
+        "fence": run.lock,
+        "scratch": scratch,
+        "sync_interval_s": backend.sync_interval_s,
+        "keep_checkpoints": keep_checkpoints + 1,
+    }
+    if point is not None and point.with_rows:
+        with collected_seldom(True):  # all objects made for the rows stay alive
+            return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
+    ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
+    buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
+    if point is not None:
+        buffer.note(CURSOR, asdict(point.state.cursor))
+        buffer.note("step", point.state.step)
+    return buffer
 
 
-def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
-    ledgers = buffer.ledgers
-    directory.forget_samples(
-        lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
-    )
+def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
+    """Issue groups again if their rows are on lost nodes or unreadable."""
+    for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
+        progress.say(f"group {group} of graph {graph!r} is issued again, because its node is gone")
+    if backend.cluster is not None:
+        for said in buffer.drop_lost(backend.cluster.unreadable(buffer.elsewhere())):
+            progress.say(said)
+
+
+# The worker groups
 
 
 def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
@@ -128,13 +192,7 @@ def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progr
     )
 
 
-def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
-    """Issue groups again if their rows are on lost nodes or unreadable."""
-    for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
-        progress.say(f"group {group} of graph {graph!r} is issued again, because its node is gone")
-    if backend.cluster is not None:
-        for said in buffer.drop_lost(backend.cluster.unreadable(buffer.elsewhere())):
-            progress.say(said)
+# The graphs
 
 
 def _graph_runs(
@@ -152,7 +210,9 @@ def _graph_runs(
     writer.close()
     evaluations: dict[str, EvaluationRun] = {}
     for name in spec.evaluations:
-        run = _evaluation_run(name, graphs[name], buffer.ledgers[name], sources[name])
+        graph, ledger, source = graphs[name], buffer.ledgers[name], sources[name]
+        rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
+        run = EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
         if point is not None:
             _give_up(run, history)
             run.closed_at = point.state.evaluated.get(name, -1)
@@ -173,11 +233,6 @@ def _training_run(
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0
     return train
-
-
-def _evaluation_run(name: str, graph: Graph, ledger: Ledger, source: Batch) -> EvaluationRun:
-    rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
-    return EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:

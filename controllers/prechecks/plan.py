@@ -16,7 +16,7 @@ from ...workers.dispatch import RowCost, balance
 from ...workers.node_memory import node_memory
 from ...workers.training.engine import ModelConfig
 from ...workers.training.microbatch_plan import OptimizerSteps
-from ..placement import OTHER, machine_cpus, machine_gpus
+from ..node_layout import OTHER, machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.backend import Simulated

@@ -29,12 +29,7 @@ ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
 ) -> tuple[dict[str, str], dict[str, Rule]]:
-    """Return the settings of a run as text, and their rules, by names such as "actor.lora.alpha".
-
-    Args:
-        graphs: name -> graph.
-        handles: name -> worker group.
-    """
+    """Return the settings of a run as text, and their rules, by names such as "actor.lora.alpha"."""
     found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():
         found += _walk(name, handle.config, "reported")
@@ -62,24 +57,15 @@ def changes(
     for name in dict.fromkeys([*before, *now]):
         was, there = _value(before, name)
         new, here = _value(now, name)
-        if (
-            was is not None
-            and new is not None
-            and was != new
-            and rules.get(name, rules.get(here, "reported")) == rule
-        ):
-            found.append(
-                f"{there if len(there) < len(here) else here} was {_short(was)}, is {_short(new)}"
-            )
+        if was is None or new is None or was == new:
+            continue
+        if rules.get(name, rules.get(here, "reported")) == rule:
+            found.append(f"{min(here, there, key=len)} was {_short(was)}, is {_short(new)}")
     return list(dict.fromkeys(found))
 
 
 def refuse_fixed(where: object, found: list[str]) -> None:
-    """Refuse to resume from a checkpoint whose state depends on changed settings.
-
-    Raises:
-        UserError: such a setting has changed.
-    """
+    """Raise `UserError` if the state in a checkpoint depends on changed settings."""
     if found:
         raise UserError(
             f"cannot resume from {where}: its state depends on settings that have changed: {'; '.join(found)}. Restore the earlier "

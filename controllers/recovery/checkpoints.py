@@ -14,10 +14,11 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -67,7 +68,7 @@ class RunState:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the run, from `changed_settings.py`; empty in checkpoints of older versions of Weft."""
 
-    def write(self, folder: Path) -> None:
+    def write_into(self, folder: Path) -> None:
         """Write it into the folder of a checkpoint."""
         (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
@@ -129,10 +130,7 @@ class CheckpointConfig(Config):
         return (self.best or "").removeprefix("-").rpartition("/")[0].partition("/")[0]
 
 
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """The checkpoint that is kept for the best value of a metric."""
-
+class _BestCheckpoint(NamedTuple):
     path: Path
     metric: str
     value: float
@@ -150,8 +148,7 @@ class CheckpointFolder:
     """The folder `checkpoints/` of one run.
 
     Args:
-        config: which checkpoints to keep.
-        on_complete: called in another thread with the step of each complete checkpoint.
+        on_complete: Called in another thread with the step of each complete checkpoint.
     """
 
     def __init__(
@@ -160,15 +157,14 @@ class CheckpointFolder:
         config: CheckpointConfig,
         on_complete: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self._run = run
+        self._config = config
         self._on_complete = on_complete
         self.path = run.path / CHECKPOINTS
         self.later = run.path / f"{CHECKPOINTS}.later"
         """Folder for later checkpoints after a resume from an earlier step."""
-        self._run = run
-        self._config = config
 
     def path_of(self, step: int) -> Path:
-        """Return the path of a step's complete checkpoint."""
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
@@ -176,35 +172,26 @@ class CheckpointFolder:
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
-    def begin(self, state: RunState) -> Path:
-        """Make the folder of an unfinished checkpoint, with the driver's state.
-
-        Args:
-            state: the driver's state at the end of the step.
-
-        Returns:
-            The folder. Each group makes a folder with its name in it.
+    def make_unfinished(self, state: RunState) -> Path:
+        """Make the folder of an unfinished checkpoint, with the driver's state. Each group makes a
+        folder with its name in it.
 
         Raises:
-            OSError: for example because the disk is full. The caller may try again.
+            OSError: For example because the disk is full. The caller may try again.
         """
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
         make_folder(self.path)
         make_folder(path)
-        state.write(path)
+        state.write_into(path)
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
         """Write the manifest of a checkpoint whose files are on the disk, rename it, and prune.
 
-        Args:
-            values: metric -> step -> value, for the best checkpoint.
-            advance: called after each piece of a file that is read for the manifest.
-
         Raises:
-            TakenOverError: another driver has taken over the run.
-            OSError: for example because the disk is full.
+            TakenOverError: Another driver has taken over the run.
+            OSError: For example because the disk is full.
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
@@ -221,17 +208,13 @@ class CheckpointFolder:
         self._on_complete(step)
 
     def discard(self, step: int) -> None:
-        """Remove an unfinished checkpoint."""
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
         """Return the bytes of each file of an unfinished checkpoint; empty while it is being renamed."""
-        try:
-            return {
-                path: path.stat().st_size for path in self.unfinished(step).rglob("*") if path.is_file()
-            }
-        except OSError:
-            return {}
+        with suppress(OSError):
+            return {p: p.stat().st_size for p in self.unfinished(step).rglob("*") if p.is_file()}
+        return {}
 
     @property
     def positions(self) -> list[Position]:
@@ -244,25 +227,22 @@ class CheckpointFolder:
 
     def forget_after(self, step: int) -> list[Path]:
         """Move checkpoints of later steps to `checkpoints.later`, and remove unfinished ones.
+        Return the new paths of the moved checkpoints.
 
         The run deletes a moved checkpoint only after it has written the same step again, so that a
         resume by mistake loses nothing.
-
-        Returns:
-            The new paths of the moved checkpoints.
         """
         for path in [*self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
             _remove(path)
-        later = [path for path in complete_checkpoints(self.path) if step_of(path) > step]
-        if later:
+        moved: list[Path] = []
+        for path in complete_checkpoints(self.path):
+            if step_of(path) <= step:
+                continue
             make_folder(self.later)
-        return [self._set_later_aside(path) for path in later]
-
-    def _set_later_aside(self, path: Path) -> Path:
-        aside = self.later / path.name
-        if aside.exists():
-            set_aside(aside, "before")
-        return path.rename(aside)
+            if (aside := self.later / path.name).exists():
+                set_aside(aside, "before")
+            moved.append(path.rename(aside))
+        return moved
 
     def _remove_replaced(self, step: int) -> None:
         """Remove moved checkpoints up to this step from `checkpoints.later`."""
@@ -273,32 +253,23 @@ class CheckpointFolder:
             self.later.rmdir()
 
     def prune(self, values: Values) -> None:
-        """Remove the checkpoints that need not be kept.
-
-        Args:
-            values: metric -> step -> value.
-
-        Raises:
-            TakenOverError: another driver has taken over the run.
-        """
+        """Remove the checkpoints that need not be kept."""
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
+        of_step = values((self._config.best or "").removeprefix("-"))
+        not_evaluated = [path for path in present if of_step and step_of(path) > max(of_step)]
         best = self.best(values)
         keep = {
             *present[: self._config.keep],
-            *self._not_evaluated(present, values),
+            *not_evaluated[:MAX_NOT_EVALUATED],
             *([best.path] if best else []),
         }
         for path in present:
             if path not in keep:
                 _remove(path)
 
-    def best(self, values: Values) -> BestCheckpoint | None:
-        """Return the best complete checkpoint by `CheckpointConfig.best`, or None if there is none.
-
-        Args:
-            values: metric -> step -> value.
-        """
+    def best(self, values: Values) -> _BestCheckpoint | None:
+        """Return the best complete checkpoint by `CheckpointConfig.best`, or None if there is none."""
         if not self._config.best:
             return None
         name = self._config.best.removeprefix("-")
@@ -307,12 +278,7 @@ class CheckpointFolder:
         known = {p: of_step.get(step_of(p), math.nan) for p in complete_checkpoints(self.path)}
         known = {path: value for path, value in known.items() if math.isfinite(value)}
         path = max(known, key=lambda path: sign * known[path], default=None)
-        return None if path is None else BestCheckpoint(path, name, known[path])
-
-    def _not_evaluated(self, present: Sequence[Path], values: Values) -> list[Path]:
-        """Return at most MAX_NOT_EVALUATED checkpoints whose evaluation may still come."""
-        of_step = values((self._config.best or "").removeprefix("-"))
-        return [path for path in present if of_step and step_of(path) > max(of_step)][:MAX_NOT_EVALUATED]
+        return None if path is None else _BestCheckpoint(path, name, known[path])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

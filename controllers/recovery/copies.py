@@ -1,6 +1,6 @@
 """Copies: writes checkpoints to a second place (`CheckpointConfig.copy_to`) in the background.
 
-    complete ──add──> waiting ──> being copied ──> copied
+    complete ─queue─> waiting ──> being copied ──> copied
                          ^            │ failed: reported, and retried after a pause
                          └────────────┘ (dropped when a later checkpoint waits)
 
@@ -9,12 +9,14 @@ Training never waits for a copy. At its end, a run waits at most END_S for the l
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,7 +56,6 @@ from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_c
 #
 # Columns of rows are not copied. A run resumed from a copy issues the groups in flight again.
 
-
 CHUNK_BYTES = 8 << 20
 TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
 COPIED = "copied.json"
@@ -66,30 +67,23 @@ class RemoteRun:
     """The copy of one run.
 
     Args:
-        base: the folder of the run on that file system.
-        address: the address of the copy, for messages.
+        base: The folder of the run on that file system.
+        address: The address of the copy, for messages.
     """
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
-        self._files, self._base, self._address = files, PurePosixPath(base), address
+        self._files, self._address = pf.SubTreeFileSystem(base, files), address
         self._described: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
         """Local file -> (size and modification time when it was read, description)."""
 
     @classmethod
     def at(cls, address: str, name: str) -> RemoteRun:
-        """Open the copy of a run below an address.
-
-        Args:
-            address: `s3://bucket/folder`, `gs://bucket/folder`, `file:///folder`, or a path.
-
-        Raises:
-            UserError: the address is invalid (see `check_address`) or cannot be opened.
-        """
+        """Open the copy of a run below an address, such as `s3://bucket/folder` or a path."""
         check_address(address)
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
             files, base = pf.FileSystem.from_uri(given)
-        except (*FAILURES, RuntimeError) as error:  # RuntimeError: there is no home folder
+        except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has none
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
         return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
 
@@ -100,107 +94,92 @@ class RemoteRun:
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints in the copy, latest first."""
-        folders = (name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name))
-        return sorted(
-            (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")),
-            reverse=True,
-        )
+        folders = [name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name)]
+        complete = [name for name in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{name}")]
+        return sorted((step_of(Path(name)) for name in complete), reverse=True)
 
     def has(self, run: Path, step: int) -> bool:
         """Return whether the copy has the run's very checkpoint of a step, completely."""
-        name = f"{CHECKPOINTS}/step_{step:06d}/{MANIFEST}"
+        name = f"{_folder_of(step)}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
-
-    def _read_whole(self, name: str) -> bytes:
-        with self._files.open_input_stream(str(self._base / name), compression=None) as stream:
-            return stream.read()
 
     def _names(self, folder: str) -> dict[str, int]:
         """Return name -> bytes for the files in a folder; empty if the folder does not exist."""
-        selector = pf.FileSelector(str(self._base / folder), allow_not_found=True)
+        selector = pf.FileSelector(folder, allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
+
+    def _below(self, folder: str) -> list[str]:
+        """Return the files in a folder and its folders, relative to the run."""
+        selector = pf.FileSelector(folder, allow_not_found=True, recursive=True)
+        found = self._files.get_file_info(selector)
+        return [info.path for info in found if info.type is pf.FileType.File]
+
+    def _read_whole(self, name: str) -> bytes:
+        with self._files.open_input_stream(name, compression=None) as stream:
+            return stream.read()
 
     # Writing the copy
 
     def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
         """Copy the checkpoint of a step, with log and samples, except for files that are equal.
+        Return the bytes written.
 
         Args:
-            step: the step of a complete checkpoint.
-            went_back_to: the step that the run resumed after, if nothing was copied since then.
+            went_back_to: The step that the run resumed after, if nothing was copied since then.
                 Copies of later checkpoints are outdated.
 
-        Returns:
-            Bytes written.
-
         Raises:
-            OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed during
+            OSError, pyarrow.ArrowException: A write failed, or the checkpoint was removed during
                 the copy.
         """
-        folder = f"{CHECKPOINTS}/step_{step:06d}"
+        checkpoint, buffer = run / _folder_of(step), run / BUFFER
         self._withdraw(run, step, went_back_to)
-        state, buffer = RunState.read(run / folder), run / BUFFER
-        samples = sorted((run / SAMPLES).glob("*.arrow"))
-        written = self._update(run, samples)
-        self._remove_others(SAMPLES, {path.name for path in samples})
-        written += sum(self._write_file(run / name, name) for name in TABLES if (run / name).is_file())
-        written += self._copy_log(buffer, state)
-        ledgers = checkpoint_path(buffer, state.position)
-        if ledgers.exists():
-            written += self._write_file(ledgers, f"{BUFFER}/{ledgers.name}")
-        inside = sorted(p for p in (run / folder).rglob("*") if p.is_file() and p.name != MANIFEST)
-        self._remove_others(folder, {path.relative_to(run / folder).as_posix() for path in inside})
-        for path in [*inside, run / folder / MANIFEST]:
-            written += self._write_file(path, path.relative_to(run).as_posix())
+        position = RunState.read(checkpoint).position
+        # Read the tail of the log first: if the log is cut from here on, reading the tail notices it.
+        tail = part_before(buffer / LOG, position)
+        lasting = [*(run / SAMPLES).glob("*.arrow"), *(buffer / HISTORY).glob("*.log.zst")]
+        inside = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST]
+        keep = {_name(run, path) for path in (*lasting, *inside)}
+        written = self._write_changed(run, sorted(lasting))
+        if tail is not None:
+            # Later parts have the records of the tails of earlier checkpoints, which are removed.
+            name = f"{BUFFER}/{HISTORY}/{tail[0]}"
+            written += self._write(name, tail[1])
+            keep.add(name)
+        for folder in (SAMPLES, f"{BUFFER}/{HISTORY}", _folder_of(step)):
+            for name in self._below(folder):
+                if name not in keep and not name.endswith(MANIFEST):
+                    self._files.delete_file(name)
+        tables = (*(run / name for name in TABLES), checkpoint_path(buffer, position))
+        for path in (*filter(Path.is_file, tables), *sorted(inside), checkpoint / MANIFEST):
+            written += self._write_file(path, _name(run, path))
         return written
 
     def _withdraw(self, run: Path, step: int, went_back_to: int | None) -> None:
         """Remove the manifests of outdated checkpoints, and of the one that is being copied."""
         for there in self.steps():
+            manifest = f"{_folder_of(there)}/{MANIFEST}"
             given_up = went_back_to is not None and there > went_back_to
-            differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(
-                run, there
-            )
-            if there == step or given_up or differs:
-                self._files.delete_file(str(self._base / CHECKPOINTS / f"step_{there:06d}" / MANIFEST))
+            if there == step or given_up or ((run / manifest).exists() and not self.has(run, there)):
+                self._files.delete_file(manifest)
 
     def prune(self, run: Path) -> None:
         """Remove checkpoints from the copy that the run no longer keeps."""
-        kept = {
-            step_of(path): RunState.read(path).position
-            for path in complete_checkpoints(run / CHECKPOINTS)
-        }
+        kept = complete_checkpoints(run / CHECKPOINTS)
+        ledgers = {checkpoint_path(run, RunState.read(path).position).name for path in kept}
         complete = self.steps()
         for name in self._names(CHECKPOINTS):
-            if re.fullmatch(r"step_\d+", name) and (step := step_of(Path(name))) not in kept:
-                folder = self._base / CHECKPOINTS / name
-                if step in complete:
-                    self._files.delete_file(str(folder / MANIFEST))
-                self._files.delete_dir(str(folder))
-        ledgers = {checkpoint_path(run, position).name for position in kept.values()}
+            if re.fullmatch(r"step_\d+", name) and name not in {path.name for path in kept}:
+                if step_of(Path(name)) in complete:
+                    self._files.delete_file(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+                self._files.delete_dir(f"{CHECKPOINTS}/{name}")
         for name in self._names(BUFFER):
             if name.endswith(".checkpoint") and name not in ledgers:
-                self._files.delete_file(str(self._base / BUFFER / name))
+                self._files.delete_file(f"{BUFFER}/{name}")
 
-    def _copy_log(self, buffer: Path, state: RunState) -> int:
-        """Copy the log up to a checkpoint: the parts of its history, and the rest as one more part."""
-        folder = f"{BUFFER}/{HISTORY}"
-        # Read the tail first: if the log is cut from here on, reading the tail notices it.
-        tail = part_before(buffer / LOG, state.position)
-        parts = sorted((buffer / HISTORY).glob("*.log.zst"))
-        written = self._update(buffer.parent, parts)
-        keep = {path.name for path in parts}
-        if tail is not None:
-            name, chunks = tail
-            keep.add(name)
-            written += self._write(f"{folder}/{name}", chunks)
-        # Remove the tails of earlier checkpoints. Later parts have their records.
-        self._remove_others(folder, keep)
-        return written
-
-    def _update(self, run: Path, paths: Iterable[Path]) -> int:
+    def _write_changed(self, run: Path, paths: Iterable[Path]) -> int:
         """Write the files whose content differs from the copy. Return the bytes written."""
-        described = {path.relative_to(run).as_posix(): self._describe(path) for path in paths}
+        described = {_name(run, path): self._describe(path) for path in paths}
         sizes = {
             f"{folder}/{name}": size
             for folder in {str(PurePosixPath(n).parent) for n in described}
@@ -227,38 +206,26 @@ class RemoteRun:
 
     def _copied(self) -> dict[str, Mapping[str, Any]]:
         """Return the noted checksums of the copy, or nothing if the note is damaged."""
-        try:
+        with suppress(ValueError):
             noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
-        except ValueError:
-            return {}
-        return noted if isinstance(noted, dict) else {}
+            return noted if isinstance(noted, dict) else {}
+        return {}
 
     def _note_copied(self, copied: Mapping[str, Mapping[str, Any]]) -> None:
         self._write(COPIED, [json.dumps(copied).encode()])
-
-    def _remove_others(self, folder: str, keep: Collection[str]) -> None:
-        """Remove the files below a folder of the copy that are not to be kept.
-
-        Args:
-            folder: the folder, relative to the run.
-            keep: paths relative to the folder.
-        """
-        for path in self._below(folder):
-            if path.relative_to(self._base / folder).as_posix() not in keep and path.name != MANIFEST:
-                self._files.delete_file(str(path))
 
     def _write_file(self, path: Path, name: str) -> int:
         with path.open("rb") as file:
             return self._write(name, iter(lambda: file.read(CHUNK_BYTES), b""))
 
     def _write(self, name: str, chunks: Iterable[bytes]) -> int:
-        path, written = self._base / name, 0
-        self._files.create_dir(str(path.parent), recursive=True)
-        with self._files.open_output_stream(str(path), compression=None) as stream:
+        written = 0
+        self._files.create_dir(str(PurePosixPath(name).parent), recursive=True)
+        with self._files.open_output_stream(name, compression=None) as stream:
             for data in chunks:
                 stream.write(data)
                 written += len(data)
-        found = self._files.get_file_info(str(path)).size
+        found = self._files.get_file_info(name).size
         if found != written:
             raise OSError(f"{self}/{name} has {found} bytes, not the {written} that were written")
         return written
@@ -269,28 +236,32 @@ class RemoteRun:
         """Make the directory of a run from its latest intact copy.
 
         Args:
-            run: the directory, which is replaced if it exists. It is complete when this returns a
+            run: The directory, which is replaced if it exists. It is complete when this returns a
                 step.
-            tell_damage: called with a line about each damaged copy that was skipped.
+            tell_damage: Called with a line about each damaged copy that was skipped.
 
         Returns:
-            The step of its checkpoint, or None if there is no intact copy.
+            The step of its checkpoint, or None if every copy is damaged.
 
         Raises:
-            OSError, pyarrow.ArrowException: the copy cannot be read.
+            OSError, pyarrow.ArrowException: The copy cannot be read.
         """
         for step in self.steps():
             shutil.rmtree(run, ignore_errors=True)
-            for folder in (f"{CHECKPOINTS}/step_{step:06d}", SAMPLES, BUFFER):
-                self._read(folder, run)
-            for name in self._names("").keys() & {*TABLES}:
-                self._read_file(name, run / name)
-            checkpoint = run / CHECKPOINTS / f"step_{step:06d}"
+            checkpoint = run / _folder_of(step)
+            tables = self._names("").keys() & {*TABLES}
+            below = [self._below(folder) for folder in (_folder_of(step), SAMPLES, BUFFER)]
+            for name in itertools.chain(tables, *below):
+                if ".." in name.split("/"):
+                    raise OSError(f"{self} contains a file with the unsafe path {name}")
+                path = run / name
+                make_folder(path.parent)
+                pf.copy_files(name, str(path), self._files, pf.LocalFileSystem(), chunk_size=CHUNK_BYTES)
+                path.chmod(0o600)
             if damage := verify_manifest(checkpoint):
-                tell_damage(f"{self}/{CHECKPOINTS}/{checkpoint.name}: {', '.join(map(str, damage))}")
+                tell_damage(f"{self}/{_folder_of(step)}: {', '.join(map(str, damage))}")
                 continue
-            state = RunState.read(checkpoint)
-            at = state.position
+            at = RunState.read(checkpoint).position
             for path in (run / BUFFER).glob("*.checkpoint"):
                 if path != checkpoint_path(run / BUFFER, at):
                     path.unlink()
@@ -299,49 +270,27 @@ class RemoteRun:
             return step
         return None
 
-    def _read(self, folder: str, into: Path) -> None:
-        for path in self._below(folder):
-            name = path.relative_to(self._base)
-            if ".." in name.parts:
-                raise OSError(f"{self} contains a file with the unsafe path {name}")
-            self._read_file(str(name), into / name)
 
-    def _below(self, folder: str) -> list[PurePosixPath]:
-        selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
-        return [
-            PurePosixPath(i.path)
-            for i in self._files.get_file_info(selector)
-            if i.type is pf.FileType.File
-        ]
+def _folder_of(step: int) -> str:
+    return f"{CHECKPOINTS}/step_{step:06d}"
 
-    def _read_file(self, name: str, path: Path) -> None:
-        make_folder(path.parent)
-        with (
-            self._files.open_input_stream(str(self._base / name), compression=None) as stream,
-            path.open("wb") as file,
-        ):
-            path.chmod(0o600)
-            while data := stream.read(CHUNK_BYTES):
-                file.write(data)
+
+def _name(run: Path, path: Path) -> str:
+    return path.relative_to(run).as_posix()
 
 
 def check_address(address: str) -> None:
     """Refuse an invalid address, or one with a password, which the run's configuration would store.
 
     Raises:
-        UserError: names the problem, without the password.
+        UserError: Names the problem, without the password.
     """
     if not address.strip():
         raise UserError(
             "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
         )
     scheme, colon, rest = address.partition(":")
-    if (
-        colon
-        and re.fullmatch(r"[A-Za-z]\w+", scheme)
-        and rest.startswith("/")
-        and not rest.startswith("//")
-    ):
+    if colon and re.fullmatch(r"[A-Za-z]\w+", scheme) and re.match("/(?!/)", rest):
         raise UserError(
             f"CheckpointConfig.copy_to: an address begins with {scheme}://, not with {scheme}:/; "
             f"write ./{scheme}:/... for a folder of that name"
@@ -370,23 +319,12 @@ SAY_S = 30.0
 """[s] Time between two messages about the wait."""
 
 
-def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
-    """Return the copies that the settings of a run ask for, or None.
-
-    Raises:
-        UserError: the address cannot be used.
-    """
-    return Copies(run, RemoteRun.at(config.copy_to, run.name)) if config.copy_to is not None else None
-
-
 class Copies:
-    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits.
+    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits."""
 
-    Args:
-        first_pause_s: time before the first retry of a failed copy [s].
-    """
-
-    def __init__(self, run: Path, remote: RemoteRun, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(
+        self, run: Path, remote: RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
+    ) -> None:
         self._run, self._remote, self._first_pause_s = run, remote, first_pause_s
         self._changed = threading.Condition()
         self._waiting: int | None = None
@@ -397,24 +335,32 @@ class Copies:
         self._notes: list[str] = []
         self.copied: list[int] = []
         """Steps of the copied checkpoints."""
-        self._thread = threading.Thread(target=self._work, name="copies of checkpoints", daemon=True)
-        self._thread.start()
+        if remote is not None:
+            threading.Thread(
+                target=self._work, args=(remote,), name="copies of checkpoints", daemon=True
+            ).start()
+
+    @classmethod
+    def of(cls, run: Path, config: CheckpointConfig) -> Copies:
+        """Return the copies that the settings of a run ask for."""
+        return cls(run, None if config.copy_to is None else RemoteRun.at(config.copy_to, run.name))
 
     def resume(self) -> None:
         """Copy the latest local checkpoint, unless an earlier start of the run copied it."""
         latest = next(iter(complete_checkpoints(self._run / CHECKPOINTS)), None)
         if latest is not None:
             self._went_back_to = step_of(latest)
-            self.add(self._went_back_to)
+            self.queue(self._went_back_to)
 
-    def add(self, step: int) -> None:
+    def queue(self, step: int) -> None:
         """Queue the complete checkpoint of a step, instead of an earlier one that still waits.
 
         It is skipped if the destination has this very checkpoint.
         """
-        with self._changed:
-            self._waiting = step
-            self._changed.notify_all()
+        if self._remote is not None:
+            with self._changed:
+                self._waiting = step
+                self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
         """Return new messages for the user, a line each."""
@@ -432,20 +378,18 @@ class Copies:
         """Wait for pending copies, and end the thread.
 
         Args:
-            timeout_s: longest wait [s].
-            say: called with progress and failure messages while waiting.
-            say_s: time between two lines about the wait [s].
+            timeout_s: [s] Longest wait.
+            say: Called with progress and failure messages while waiting.
+            say_s: [s] Time between two lines about the wait.
         """
         end = time.monotonic() + timeout_s
-        while (
-            not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic()))))
-            and time.monotonic() < end
-        ):
+        while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                break
             for line in self.take_notes():
                 say(line)
-            say(
-                f"waiting for the copy of the last checkpoint to {self._remote}, {max(0.0, end - time.monotonic()):.0f} s at most"
-            )
+            say(f"waiting for the copy of the last checkpoint to {self._remote}, {left_s:.0f} s at most")
         with self._changed:
             if not done and timeout_s:
                 self._notes.append(
@@ -459,7 +403,7 @@ class Copies:
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
-    def _work(self) -> None:
+    def _work(self, remote: RemoteRun) -> None:
         pause_s = self._first_pause_s
         while True:
             with self._changed:
@@ -467,14 +411,14 @@ class Copies:
                 if self._closing or self._waiting is None:
                     return
                 step, self._waiting, self._busy = self._waiting, None, True
-            failure = self._copy(step)
+            failure = self._copy(remote, step)
             with self._changed:
                 self._busy = False
                 if failure:
                     self._notes.append(
-                        f"checkpoint of step {step} could not be copied to {self._remote}: {failure}"
+                        f"checkpoint of step {step} could not be copied to {remote}: {failure}"
                     )
-                    if self._waiting is None and (self._run / CHECKPOINTS / f"step_{step:06d}").exists():
+                    if self._waiting is None and (self._run / _folder_of(step)).exists():
                         self._notes[-1] += f"; retrying in {pause_s:.3g} s"
                         self._waiting = step
                 self._changed.notify_all()
@@ -485,34 +429,29 @@ class Copies:
                     )
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
-    def _copy(self, step: int) -> str:
+    def _copy(self, remote: RemoteRun, step: int) -> str:
         """Copy a checkpoint. Return the error, or an empty string."""
         began = time.monotonic()
+        # Even if the checkpoint cannot be read, the thread must continue with the next one.
         try:
-            if not self._remote.has(self._run, step):
-                written = self._remote.copy(self._run, step, went_back_to=self._went_back_to)
-                self._went_back_to = None
-                seconds = time.monotonic() - began
-                with self._changed:
-                    self.copied.append(step)
-                    self._notes.append(
-                        f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
-                    )
-                self._prune()
-        # Whatever fails, even reading the checkpoint, the thread must go on with the next one.
+            if remote.has(self._run, step):
+                return ""
+            written = remote.copy(self._run, step, went_back_to=self._went_back_to)
         except Exception as error:
             return _in_a_line(error)
-        return ""
-
-    def _prune(self) -> None:
-        """Remove copies that the run no longer keeps. After a failure, retry with the next copy."""
+        self._went_back_to = None
+        size, seconds = written / 1e6, time.monotonic() - began
+        notes = [f"checkpoint of step {step} was copied to {remote} ({size:.1f} MB, {seconds:.1f} s)"]
         try:
-            self._remote.prune(self._run)
-        except Exception as error:
-            with self._changed:
-                self._notes.append(
-                    f"old checkpoints could not be removed from {self._remote} for now: {_in_a_line(error)}"
-                )
+            remote.prune(self._run)
+        except Exception as error:  # it is tried again after the next copy
+            notes.append(
+                f"old checkpoints could not be removed from {remote} for now: {_in_a_line(error)}"
+            )
+        with self._changed:
+            self.copied.append(step)
+            self._notes += notes
+        return ""
 
 
 def _in_a_line(error: Exception) -> str:
@@ -530,18 +469,13 @@ _FETCHED = ".fetched"
 
 
 def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run that is to be resumed from its copy, if there is no local checkpoint.
-
-    Args:
-        resume: see `open_run`.
-
-    Returns:
-        A message about what was done, or an empty string.
+    """Fetch a run that is to be resumed (see `open_run`) from its copy, if there is no local
+    checkpoint. Return a message about what was done, or an empty string.
 
     Raises:
-        UserError: another driver holds the run, the copy cannot be read, or a new run would replace
+        UserError: Another driver holds the run, the copy cannot be read, or a new run would replace
             the copy of another run.
-        TakenOverError: another driver took over the run during the fetch. Its files are untouched.
+        TakenOverError: Another driver took over the run during the fetch. Its files are untouched.
     """
     remote = RemoteRun.at(address, name or "run")
     if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):

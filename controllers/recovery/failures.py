@@ -1,10 +1,12 @@
-"""Failure handling: requeue, replace, or restart when a rank fails or stops responding.
+"""Failure handling: requeue, replace, or restart when a rank fails, stops responding or loses its node.
 
 - Stateless groups (`replaceable`): unfinished rows go back to the ledger. A dead or silent process
   is replaced, and receives the current weights. A sample that fails for the third time is dropped
   with its reason. The run ends if more than a given share of samples is dropped.
 - Ranks of elastic groups are not replaced: they leave the group, and join it again when there is
   room (`elastic.py`).
+- Lost nodes: their ranks are replaced on others, and groups of rows that were only there are issued
+  again.
 - Other groups, such as actors: the driver restarts the run from its last checkpoint.
 """
 
@@ -12,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...dataflow.graph import TRAIN
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import Backend, Cluster, Event
-from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
+from ..group import REGISTER, Call, CallRequest, WorkerGroup, publishes_as_it_goes
 from ..ranks.tasks import Failure, FailureKind
 from ..reports.progress import Progress
-from ..request import CallRequest
 from ..weight_sync import WeightSync
+from .elastic import Elastic
 from .full_disk import FullDisk
 
 # Error messages for unresponsive ranks: rank, node, rows, and stacks of their processes.
@@ -35,28 +38,29 @@ MOST_RANKS = 64
 MOST_SAMPLES = 4
 
 
-def who_is_silent(
+def _who_is_silent(
     backend: Backend, calls: Sequence[Call], rank: int, others: Sequence[int], now: float
 ) -> str:
-    """Describe the calls that a rank does not answer, with the stacks of silent ranks of its group.
-
-    Args:
-        calls: calls of one group on this rank.
-        rank: the rank that has been silent for too long.
-        others: other silent ranks.
-        now: the time on the backend's clock [s].
-    """
+    """Describe the calls that a rank does not answer, with the stacks of silent ranks of its group."""
     group = calls[0].group
-    what = "; ".join(_call(backend, call, rank, now) for call in calls)
-    stacks = where_they_stand(backend, group, [rank, *(other for other in others if other != rank)])
-    return "\n".join(
-        part
-        for part in (what, stacks, _logs(group, rank) if stacks and backend.cluster is not None else "")
-        if part
-    )
+    lines: list[str] = []
+    for call in calls:
+        held = sorted(call.held_by(rank))
+        more = f" and {len(held) - MOST_SAMPLES} more" if len(held) > MOST_SAMPLES else ""
+        samples = f", samples {', '.join(map(str, held[:MOST_SAMPLES]))}{more}" if held else ""
+        node = backend.node_of(group, rank)
+        lines.append(
+            f"{call.describe(rank)}, on {node!r}{samples} (called {now - call.started:.0f} s ago)"
+        )
+    parts = ["; ".join(lines)]
+    if stacks := _stacks(backend, group, [rank, *(other for other in others if other != rank)]):
+        parts.append(stacks)
+        if backend.cluster is not None:
+            parts.append(f"(all threads are at the end of logs/{group.name}_{rank}.log)")
+    return "\n".join(parts)
 
 
-def where_they_stand(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
+def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
     """Return the stacks of ranks, with equal ones shown once; empty if they are unknown."""
     found = backend.stacks(group, ranks[:MOST_RANKS])
     at: dict[str, list[int]] = {}
@@ -66,18 +70,6 @@ def where_they_stand(backend: Backend, group: WorkerGroup, ranks: Sequence[int])
     return "\n".join(
         f"{', '.join(f'{group.name}[{r}]' for r in same)}: {text}" for text, same in at.items()
     )
-
-
-def _call(backend: Backend, call: Call, rank: int, now: float) -> str:
-    held = sorted(call.held_by(rank))
-    more = f" and {len(held) - MOST_SAMPLES} more" if len(held) > MOST_SAMPLES else ""
-    samples = f", samples {', '.join(map(str, held[:MOST_SAMPLES]))}{more}" if held else ""
-    node = backend.node_of(call.group, rank)
-    return f"{call.describe(rank)}, on {node!r}{samples} (called {now - call.started:.0f} s ago)"
-
-
-def _logs(group: WorkerGroup, rank: int) -> str:
-    return f"(all threads are at the end of logs/{group.name}_{rank}.log)"
 
 
 # Failures
@@ -113,29 +105,14 @@ class FailureCounts:
         return {name: float(count) for name, count in counts.items() if count}
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """Actions after a failure, once its rows are released."""
-
-    requests: Sequence[CallRequest] = ()
-    full_disk: str = ""
-    """Error of a full disk that the run has to wait for, or empty."""
-
-
 class Failures:
-    """Counts failures, releases rows, and replaces processes.
-
-    Args:
-        weights: sends the current weights to a new process.
-        disk: knows whether the run was paused. Silence during a pause is not a failure.
-        counts: failures so far, including earlier starts of the run.
-        start_timeout_s: longest start of a replacement process [s].
-        call_timeout_s: longest silence of a rank during a call [s].
-    """
+    """Counts failures, releases rows, and replaces processes."""
 
     def __init__(
         self,
         backend: Backend,
+        buffer: SampleBuffer,
+        groups: Mapping[str, WorkerGroup],
         weights: WeightSync,
         progress: Progress,
         disk: FullDisk,
@@ -144,10 +121,13 @@ class Failures:
         call_timeout_s: float,
     ) -> None:
         self._backend = backend
+        self._buffer = buffer
+        self._groups = groups
         self._weights = weights
         self._progress = progress
         self._disk = disk
         self._counts = counts
+        self._elastic = Elastic(backend, groups.values(), progress.say, start_timeout_s)
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
@@ -161,8 +141,22 @@ class Failures:
         self._looked = -math.inf
         self._lost = False
         """Whether a rank was removed since the last query."""
+        self._lost_nodes: set[str] = set()
+        """Lost nodes that were handled without a failed call."""
+        self._said: set[str] = set()
+        """Lost nodes that the user was told of."""
 
-    # Silence
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether an elastic group has too few ranks, so a run without progress is not stalled."""
+        return self._elastic.waits
+
+    def take_lost(self) -> bool:
+        """Return whether a rank was removed from its calls since the last query."""
+        lost, self._lost = self._lost, False
+        return lost
+
+    # Calls and replies
 
     def called(self, call: Call) -> None:
         """Record a call. The silence of its idle ranks is counted from now."""
@@ -172,67 +166,6 @@ class Failures:
             if not any(rank in other.waiting for other in others):
                 self._heard[call.group.name, rank] = now
             others[call] = None
-
-    def listen(self, events: Sequence[Event]) -> list[CallRequest]:
-        """Record replies and, once a second, replace ranks that have been silent for too long.
-
-        Raises:
-            DeadlineError: a silent rank cannot be replaced on its own.
-        """
-        now = self._backend.clock()
-        for event in events:
-            self._heard[event.call.group.name, event.rank] = now
-        paused = self._disk.take_paused()  # no rank was called during a pause
-        # Without processes, groups take turns, so other ranks had no chance to reply.
-        if paused or (events and self._backend.cluster is None):
-            self._all_heard = now
-        if now - self._looked < LOOK_S:
-            return []
-        self._looked = now
-        requests: list[CallRequest] = []
-        limits: dict[str, float] = {}
-        """Group -> shortest limit on the silence of any of its ranks [s]."""
-        for (name, rank), own in list(self._called.items()):
-            if not own or (self._backend.hanging and name not in self._backend.hanging):
-                continue
-            if name not in limits:
-                limits[name] = self._least_limit(next(iter(own)).group)
-            silent_s = now - max(self._heard[name, rank], self._all_heard)
-            if silent_s <= limits[name]:
-                continue
-            calls = [call for call in own if rank in call.waiting]
-            if not calls or silent_s <= (limit := self._limit(rank, calls)):
-                continue
-            group, others = calls[0].group, self._silent_with(rank, calls, now)
-            if not (self._backend.cluster is not None and group.handle.worker_class.replaceable):
-                what = who_is_silent(self._backend, calls, rank, others, now)
-                raise DeadlineError(f"no answer for {limit:.0f} s. Waited for: {what}")
-            stack = where_they_stand(self._backend, group, [rank])
-            requests += self.replace(
-                group, rank, f"it did not answer for {limit:.0f} s" + (f"; {stack}" if stack else "")
-            )
-        return requests
-
-    def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
-        """Return the ranks that have been silent in the same calls for about as long as this one."""
-        name = calls[0].group.name
-        since = self._heard[name, rank] + LOOK_S
-        waiting = sorted({other for call in calls for other in call.waiting})
-        return [other for other in waiting if self._heard.get((name, other), now) <= since]
-
-    def _least_limit(self, group: WorkerGroup) -> float:
-        """Return the shortest limit on the silence of any rank of a group [s]."""
-        own = getattr(group.handle.config, "silence_s", None)
-        return self._call_timeout_s if own is None else min(own, self._call_timeout_s)
-
-    def _limit(self, rank: int, calls: Sequence[Call]) -> float:
-        group = calls[0].group
-        if rank in group.starting:
-            return max(self._start_timeout_s, self._call_timeout_s)
-        own = getattr(group.handle.config, "silence_s", None)
-        return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
-
-    # Failure
 
     def answered(self, call: Call) -> None:
         """Record a finished call. A success outside the graph clears earlier failures of that call."""
@@ -245,138 +178,148 @@ class Failures:
                 call.lease.num_rows - self._returned.pop(call, 0)
             )
 
-    def remedy(self, event: Event) -> Remedy | None:
-        """Release the rows of a failed call. Return further actions, or None to end or restart.
+    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
+        """Record replies. Return requests that replace silent or lost ranks, and that start ranks
+        of elastic groups if there is room.
 
         Raises:
-            WorkerError (or UserError, for an error that the user can fix): too many samples failed
+            DeadlineError: A silent rank cannot be replaced alone, or a group had too few ranks for
+                too long.
+        """
+        now = self._backend.clock()
+        for event in events:
+            self._heard[event.call.group.name, event.rank] = now
+            if event.reply.paused:
+                self._disk.report_pause(f"{event.call.describe(event.rank)}: {event.reply.paused}")
+        paused = self._disk.take_paused()  # no rank was called during a pause
+        # Without processes, groups take turns, so other ranks had no chance to reply.
+        if paused or (events and self._backend.cluster is None):
+            self._all_heard = now
+        requests: list[CallRequest] = []
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            requests += self._replace_silent(now)
+        cluster = self._backend.cluster
+        lost = cluster.lost_nodes(look=False) if cluster is not None else ()
+        if not self._lost_nodes.issuperset(lost):
+            self._lost_nodes.update(lost)
+            # If the run must restart, the call that finds its rank gone will restart it.
+            requests += self._do_without_nodes(lost, under_way) or []
+        for group, rank in self._elastic.ranks_to_start():
+            requests += self._join(group, rank)
+        return requests
+
+    # Silence
+
+    def _replace_silent(self, now: float) -> list[CallRequest]:
+        requests: list[CallRequest] = []
+        limits: dict[str, float] = {}
+        """Group -> shortest limit on the silence of any of its ranks [s]."""
+        for (name, rank), own in list(self._called.items()):
+            if not own or (self._backend.hanging and name not in self._backend.hanging):
+                continue
+            if name not in limits:
+                silence_s = getattr(next(iter(own)).group.handle.config, "silence_s", None)
+                limits[name] = min(self._call_timeout_s, silence_s or self._call_timeout_s)
+            silent_s = now - max(self._heard[name, rank], self._all_heard)
+            if silent_s <= limits[name]:
+                continue
+            calls = [call for call in own if rank in call.waiting]
+            if not calls or silent_s <= (limit := self._limit(rank, calls)):
+                continue
+            group = calls[0].group
+            if not (self._backend.cluster is not None and group.handle.worker_class.replaceable):
+                others = self._silent_with(rank, calls, now)
+                what = _who_is_silent(self._backend, calls, rank, others, now)
+                raise DeadlineError(f"no answer for {limit:.0f} s. Waited for: {what}")
+            stack = _stacks(self._backend, group, [rank])
+            requests += self._replace(
+                group, rank, f"it did not answer for {limit:.0f} s" + (f"; {stack}" if stack else "")
+            )
+        return requests
+
+    def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
+        """Return the ranks that have been silent in the same calls for about as long as this one."""
+        name = calls[0].group.name
+        since = self._heard[name, rank] + LOOK_S
+        waiting = sorted({other for call in calls for other in call.waiting})
+        return [other for other in waiting if self._heard.get((name, other), now) <= since]
+
+    def _limit(self, rank: int, calls: Sequence[Call]) -> float:
+        group = calls[0].group
+        if rank in group.starting:
+            return max(self._start_timeout_s, self._call_timeout_s)
+        own = getattr(group.handle.config, "silence_s", None)
+        return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
+
+    # Failure
+
+    def remedy(
+        self, event: Event, under_way: Iterable[Call], *, void: bool
+    ) -> Sequence[CallRequest] | None:
+        """Release the rows of a failed call.
+
+        Args:
+            void: Whether the rows of the call belong to another lease already.
+
+        Returns:
+            Requests that repair the failure. None if the call must raise the error, or the reply
+            came too late to matter.
+
+        Raises:
+            WorkerError (or UserError, for an error that the user can fix): Too many samples failed
                 MAX_FAILURES times each.
         """
         call, failure = event.call, event.reply.failure
         assert failure is not None
-        kind = failure.kind
+        if void and failure.kind is not FailureKind.DIED:
+            return None
+        requests: list[CallRequest] = []
+        is_gone = failure.kind in (FailureKind.DIED, FailureKind.UNREADABLE)
+        cluster = self._backend.cluster if is_gone else None
+        if cluster is not None and (lost := cluster.lost_nodes(look=True)):
+            without = self._do_without_nodes(lost, under_way)
+            if without is None:
+                return None
+            requests += without
+            if event.rank not in call.waiting:
+                return requests
+        repairs = self._repair(event, failure)
+        return None if repairs is None else [*requests, *repairs]
+
+    def _repair(self, event: Event, failure: Failure) -> Sequence[CallRequest] | None:
+        call, kind = event.call, failure.kind
         if not call.group.handle.worker_class.replaceable:
             return None
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
         if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
-            return Remedy(self.replace(call.group, event.rank, failure.message))
+            return self._replace(call.group, event.rank, failure.message)
         who = call.describe(event.rank)
         if call.lease is not None and kind is FailureKind.DISK_FULL:
-            self.give_back(call, event.rank, f"{who} found the disk full")
-            return Remedy(full_disk=failure.message)
+            self._give_back(call, event.rank, f"{who} found the disk full")
+            self._disk.wait_for_more(failure.message)
+            return ()
         if call.node is None or call.node.group is None or call.lease is None:
             return None  # a graph's own function is pure, so it would fail again
         said = f"{failure.message}\n{failure.traceback}".rstrip()
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
         hopeless = self._count(call, event.rank, blamed or held, "failed", said)
-        self.give_back(call, event.rank, f"{who} failed")
+        self._give_back(call, event.rank, f"{who} failed")
         if held - {*hopeless}:
             self._progress.repeated(who, failure.message, sorted(blamed - {*hopeless}))
-        self._do_without(call, hopeless, f"{who} failed", replace(failure, message=said))
-        return Remedy()
+        self._drop_rows(call, hopeless, f"{who} failed", replace(failure, message=said))
+        return ()
 
-    def replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """Release the rows of a dead or silent rank, and start another process, or let it leave.
-
-        Ranks of elastic groups leave. Other ranks continue.
-
-        Raises:
-            WorkerError: the same call outside the graph, or too many samples, failed MAX_FAILURES
-                times.
-        """
-        began = self._backend.clock()
-        interrupted = [call for call in group.calls if rank in call.waiting]
-        at = self._cluster.sample_at(group, rank)
-        hopeless: dict[Call, list[int]] = {}
-        for call in interrupted:
-            held = call.held_by(rank)
-            blamed = {at} if at is not None and at in held else held
-            hopeless[call] = self._count(call, rank, blamed, "was lost", why)
-        rows = sum(
-            self.give_back(call, rank, f"the process of {group.name}[{rank}] ended")
-            for call in interrupted
-        )
-        for call in group.calls:
-            if rank in call.ranks:  # the new process does not know earlier replies
-                call.lose(rank)
-        self._lost = True
-        group.lacking.discard(rank)
-        requests: list[CallRequest] = []
-        if group.place.is_elastic:
-            self._leave(group, rank, why, rows)
-        else:
-            self._counts.replaced += 1
-            requests = self._start(
-                group, rank, partial(self._progress.replaced, why=why, rows=rows), began
-            )
-        for call, samples in hopeless.items():
-            self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why))
-        return requests
-
-    def join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Start an absent rank of an elastic group. It gets rows once it has the current weights."""
-        group.absent.discard(rank)
-
-        def tell(worker: str, seconds: float) -> None:
-            self._progress.joined(worker, seconds, len(group.up), len(group.mesh))
-
-        return self._start(group, rank, tell, self._backend.clock())
-
-    def take_lost(self) -> bool:
-        """Return whether a rank was removed from its calls since the last query."""
-        lost, self._lost = self._lost, False
-        return lost
-
-    @property
-    def _cluster(self) -> Cluster:
-        cluster = self._backend.cluster
-        assert cluster is not None  # elsewhere no rank dies, hangs alone, or is absent
-        return cluster
-
-    def _leave(self, group: WorkerGroup, rank: int, why: str, rows: int) -> None:
-        was_up = rank in group.up
-        self._cluster.release(group, rank)
-        group.starting.discard(rank)
-        group.absent.add(rank)
-        worker, up = f"{group.name}[{rank}]", len(group.up)
-        if was_up:
-            self._progress.left_group(worker, why, rows, up, len(group.mesh))
-        else:
-            self._progress.say(f"worker {worker} did not start, and is retried later; {why}")
-
-    def _start(
-        self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
-    ) -> list[CallRequest]:
-        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds taken."""
-        self._cluster.replace(group, rank)
-        group.starting.add(rank)
-        then = partial(self._registered, rank=rank, tell=tell, began=began)
-        return [CallRequest(group, REGISTER, ranks=(rank,), then=then)]
-
-    def _registered(
-        self, call: Call, rank: int, tell: Callable[..., None], began: float
-    ) -> list[CallRequest]:
-        if rank in call.lost:  # it ended during its start, and was replaced again
-            return []
-        group = call.group
-        group.starting.discard(rank)
-        if call.results != [group.mesh[rank]]:
-            raise WorkerError(
-                f"{call.describe(rank)}: it has the coordinates {call.results}, not {group.mesh[rank]}"
-            )
-        tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
-        return self._weights.resend(group, rank)
-
-    def give_back(self, call: Call, rank: int, why: str) -> int:
+    def _give_back(self, call: Call, rank: int, why: str) -> int:
         """Release a rank's unfinished rows, and return their number.
 
         Other ranks of the call keep their rows, if these can be published separately.
         """
         own = call.held_by(rank)
         call.lose(rank)
-        if call.ledger is None or call.lease is None or not call.ledger.leases.holds(call.lease):
+        if call.ledger is None or call.lease is None or not call.holds_lease:
             return 0
         shared = any(own.intersection(call.shares.get(other, ())) for other in call.waiting)
         if publishes_as_it_goes(call.lease.node) and not shared:
@@ -392,11 +335,7 @@ class Failures:
         return rows
 
     def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
-        """Count a failure. Return the samples that failed MAX_FAILURES times.
-
-        Raises:
-            WorkerError: a call outside the graph failed MAX_FAILURES times.
-        """
+        """Count a failure. Return the samples that failed MAX_FAILURES times."""
         if call.lease is None and (call.lost or call.group.place.is_elastic):
             # counted with another rank already, or left to the deadline of the elastic group
             return []
@@ -410,14 +349,8 @@ class Failures:
             del at[place]
         return [id for _, id in repeated if id is not None]
 
-    def _do_without(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
-        """Drop samples that made a node fail MAX_FAILURES times each, as long as they are few.
-
-        Raises:
-            WorkerError (or UserError, for an error that the user can fix): there are more of them
-            than
-                `max_failed` of the group allows.
-        """
+    def _drop_rows(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
+        """Drop samples that made a node fail MAX_FAILURES times each."""
         if not samples or call.ledger is None or call.lease is None:
             return
         node, ledger = call.lease.node, call.ledger
@@ -425,11 +358,10 @@ class Failures:
         positions = {row.id: row.position for row in call.lease.rows}
         said = {samples[0]: f"; {failure.sample}"} if failure.sample else {}
         source = ledger.graph.source.name
-        named = (
+        at = ", ".join(
             f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})"
-            for id in samples[:4]
+            for id in samples[:MOST_SAMPLES]
         )
-        at = ", ".join(named)
         failed = self._counts.dropped[key] + len(samples)
         seen = self._counts.seen[key] + failed  # `seen` counts only rows that succeeded
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
@@ -437,8 +369,130 @@ class Failures:
                 f"{what} {MAX_FAILURES} times at {at}. So did {failed} of {seen} rows so far, which is more than max_failed={share} "
                 f"allows. {failure.message}"
             )
-        ledger.drop(node, samples, f"{what}: {failure.message.splitlines()[0]}")
+        reason = failure.message.splitlines()[0]
+        ledger.drop(node, samples, f"{what}: {reason}")
         self._counts.dropped[key] = failed
-        self._progress.dropped(
-            f"{what} {MAX_FAILURES} times at {at}", samples[4:], failure.message.splitlines()[0]
-        )
+        self._progress.dropped(f"{what} {MAX_FAILURES} times at {at}", samples[MOST_SAMPLES:], reason)
+
+    # Processes
+
+    def _replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
+        """Release the rows of a dead or silent rank. Start another process, or let it leave an
+        elastic group. Other ranks continue."""
+        began = self._backend.clock()
+        interrupted = [call for call in group.calls if rank in call.waiting]
+        at = self._cluster.sample_at(group, rank)
+        hopeless: dict[Call, list[int]] = {}
+        for call in interrupted:
+            held = call.held_by(rank)
+            blamed = {at} if at is not None and at in held else held
+            hopeless[call] = self._count(call, rank, blamed, "was lost", why)
+        ended = f"the process of {group.name}[{rank}] ended"
+        rows = sum(self._give_back(call, rank, ended) for call in interrupted)
+        for call in group.calls:
+            if rank in call.ranks:  # the new process does not know earlier replies
+                call.lose(rank)
+        self._lost = True
+        group.lacking.discard(rank)
+        requests: list[CallRequest] = []
+        if group.place.is_elastic:
+            self._leave(group, rank, why, rows)
+        else:
+            self._counts.replaced += 1
+            tell = partial(self._progress.replaced, why=why, rows=rows)
+            requests = self._start(group, rank, tell, began)
+        for call, samples in hopeless.items():
+            self._drop_rows(call, samples, f"{call.describe(rank)} was lost", Failure(why))
+        return requests
+
+    @property
+    def _cluster(self) -> Cluster:
+        cluster = self._backend.cluster
+        assert cluster is not None  # elsewhere no rank dies, hangs alone, or is absent
+        return cluster
+
+    def _leave(self, group: WorkerGroup, rank: int, why: str, rows: int) -> None:
+        was_up = rank in group.up
+        self._cluster.release(group, rank)
+        group.starting.discard(rank)
+        group.absent.add(rank)
+        worker = f"{group.name}[{rank}]"
+        if was_up:
+            self._progress.left_group(worker, why, rows, len(group.up), len(group.mesh))
+        else:
+            self._progress.say(f"worker {worker} did not start, and is retried later; {why}")
+
+    def _join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
+        """Start an absent rank of an elastic group. It gets rows once it has the current weights."""
+        group.absent.discard(rank)
+
+        def tell(worker: str, seconds: float) -> None:
+            self._progress.joined(worker, seconds, len(group.up), len(group.mesh))
+
+        return self._start(group, rank, tell, self._backend.clock())
+
+    def _start(
+        self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
+    ) -> list[CallRequest]:
+        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds taken."""
+        self._cluster.replace(group, rank)
+        group.starting.add(rank)
+
+        def registered(call: Call) -> list[CallRequest]:
+            if rank in call.lost:  # it ended during its start, and was replaced again
+                return []
+            group.starting.discard(rank)
+            if call.results != [group.mesh[rank]]:
+                raise WorkerError(
+                    f"{call.describe(rank)}: it has the coordinates {call.results}, not {group.mesh[rank]}"
+                )
+            tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
+            return self._weights.resend(group, rank)
+
+        return [CallRequest(group, REGISTER, ranks=(rank,), then=registered)]
+
+    # Lost nodes
+
+    def _do_without_nodes(
+        self, lost: Collection[str], under_way: Iterable[Call]
+    ) -> list[CallRequest] | None:
+        """Continue without some nodes. Call it again to drop rows that are published there later.
+
+        Returns:
+            Requests that start replacements, or None if a rank cannot be replaced, so that the run
+            has to go back to its last checkpoint.
+        """
+        gone = [
+            (group, rank, node)
+            for group in self._groups.values()
+            for rank in group.up
+            if (node := self._backend.node_of(group, rank)) in lost
+        ]
+        if not all(group.handle.worker_class.replaceable for group, *_ in gone):
+            return None
+        requests: list[CallRequest] = []
+        for group, rank, node in gone:
+            requests += self._replace(group, rank, f"node {node} is gone")
+        nodes = [node for node in self._backend.nodes if node not in lost]
+        self._end_unreadable(nodes, list(under_way))
+        again = self._buffer.drop_unreachable(nodes)
+        for node in sorted(set(lost) - self._said):
+            self._said.add(node)
+            ranks = sum(at == node for *_, at in gone)
+            self._progress.lost_node(
+                f"node {node} is gone, with {ranks} ranks; the run continues with the others"
+            )
+        if again:
+            self._progress.say(f"{len(again)} groups with rows on lost nodes are issued again")
+        return requests
+
+    def _end_unreadable(self, nodes: Collection[str], calls: Iterable[Call]) -> None:
+        """End every call on rows that can no longer be read, except updates."""
+        unreachable = self._buffer.unreachable(nodes)
+        for call in calls:
+            if call.ledger is None or call.lease is None or call.lease.node.operation.updates:
+                continue
+            groups = unreachable.get(call.ledger.name, {})
+            if any(group.id in groups for group in call.lease.groups):
+                for rank in sorted(call.waiting):
+                    self._give_back(call, rank, "some of its rows were on a node that is gone")

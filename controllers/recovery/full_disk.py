@@ -34,7 +34,6 @@ class FullDisk:
         self._folder = folder
         self._progress = progress
         self._paused = False
-        """Whether the run was paused since the last call of `take_paused`."""
         self._said = self._waited = -math.inf
         self._since = 0.0
         """Start of the current pause."""
@@ -46,12 +45,11 @@ class FullDisk:
             self._progress.paused(why)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Call `write` until it succeeds, and return its result.
-
-        A write that fails halfway must be able to start over.
+        """Call `write` until it succeeds, and return its result. A write that fails halfway must be
+        able to start over.
 
         Raises:
-            RunError: the disk is still full after MAX_PAUSE_S, or the run was asked to end.
+            RunError: The disk is still full after MAX_PAUSE_S, or the run was asked to end.
         """
         began = time.monotonic()
         while True:
@@ -66,13 +64,9 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before.
-
-        Raises:
-            RunError: as in `write`.
-        """
-        began, before = time.monotonic(), self._free
-        while self._free < before + SOME_BYTES and time.monotonic() - began < TRY_AGAIN_S:
+        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before."""
+        began, enough = time.monotonic(), shutil.disk_usage(self._folder).free + SOME_BYTES
+        while shutil.disk_usage(self._folder).free < enough and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)
         self._paused = True
 
@@ -80,10 +74,6 @@ class FullDisk:
         """Return whether the run was paused since the last call."""
         paused, self._paused = self._paused, False
         return paused
-
-    @property
-    def _free(self) -> int:
-        return shutil.disk_usage(self._folder).free
 
     def _wait(self, why: str) -> None:
         self.report_pause(why)

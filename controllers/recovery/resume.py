@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...dataflow.buffer.recovery import checkpoint_path, is_sound_checkpoint, restore
-from ...dataflow.buffer.rows import Ids
-from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
-from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
-from ...dataflow.graph import Graph
 from ...dataflow.runs.directory import RunDirectory, check_rights, check_run_name, hold, is_used
 from ...dataflow.runs.files import BUFFER, CHECKPOINTS, LOG
 from ...dataflow.runs.lock import RunLock
 from ...dataflow.runs.log import LogReader, Position, damage_before, described_graph, has_position
 from ...dataflow.runs.manifest import verify_manifest
-from ...dataflow.source import CURSOR, Cursor
-from ..backends.backend import Backend, this_node
+from ...dataflow.source import Cursor
 from .checkpoints import RUN, RunState, complete_checkpoints, has_checkpoints, restore_replaced, step_of
 from .copies import fetch_run
-
-# Python's garbage collector during a run.
-
-
-THRESHOLDS = (500_000, 1_000, 1_000)
-"""Thresholds of Python's garbage collector. A driver allocates some objects for each row, which
-live as long as the row and form no cycles. With the default thresholds, a third of its time went
-into collecting."""
-
-
-@contextmanager
-def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Make Python collect garbage less often.
-
-    Args:
-        seldom: False changes nothing. Use it if workers share the process: their garbage may hold
-            tensors.
-    """
-    before = gc.get_threshold()
-    if seldom:
-        gc.set_threshold(*THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-# Resume
 
 WITHOUT_ROWS = "resume='weights' continues from models, optimizers and the place in the data, without the rows in flight"
 
@@ -114,10 +78,10 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     """Return the latest intact checkpoint of a run, or None if it has none.
 
     Args:
-        with_rows: whether its position must be in the log; False does not read the log.
+        with_rows: Whether its position must be in the log; False does not read the log.
 
     Raises:
-        UserError: there are checkpoints, but none is intact.
+        UserError: There are checkpoints, but none is intact.
     """
     restore_replaced(run / CHECKPOINTS)
     damage: list[str] = []
@@ -161,11 +125,9 @@ def _lost_rows(path: Path) -> str:
         history = restore(buffer, at=position)
     except (UserError, RuntimeError, OSError) as error:
         return f"its rows cannot be restored: {error}"
-    return (
-        ""
-        if history.end == position
-        else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
-    )
+    if history.end == position:
+        return ""
+    return "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
@@ -188,15 +150,15 @@ def open_run(
         resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
             default, the newest run with a checkpoint); "weights" for the same without rows in
             flight; or the folder of a run or of one of its checkpoints.
-        accept: returns the point to resume from, or raises UserError if the driver cannot use it.
-        copy_to: the address of copies. If the run `name` is to be resumed and has no checkpoint
+        accept: Returns the point to resume from, or raises UserError if the driver cannot use it.
+        copy_to: The address of copies. If the run `name` is to be resumed and has no checkpoint
             here, it is fetched from there.
 
     Returns:
         The run's directory, and the point that it resumes from, or None for a new run.
 
     Raises:
-        UserError: another driver holds the run, the folder does not exist, or it is damaged.
+        UserError: Another driver holds the run, the folder does not exist, or it is damaged.
     """
     if name is not None:
         check_run_name(name, "name")
@@ -207,10 +169,8 @@ def open_run(
         check_rights(run)
         lock = hold(run)
         try:
-            at = Path(resume)
-            point = (
-                _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
-            )
+            with_rows, at = resume != "weights", Path(resume)
+            point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=with_rows)
             point = accept(point)
             if point is not None:
                 directory = point.reopen(lock)
@@ -222,49 +182,6 @@ def open_run(
         lock.give_back()
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
-
-
-def open_buffer(
-    run: RunDirectory,
-    point: ResumePoint | None,
-    graphs: Mapping[str, Graph],
-    *,
-    config: BufferConfig,
-    backend: Backend,
-    keep_checkpoints: int,
-) -> SampleBuffer:
-    """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
-
-    With weights alone, a new buffer begins at the checkpoint's place in the data.
-
-    Args:
-        backend: if it joins a cluster, each machine keeps segments on its own disk.
-        keep_checkpoints: number of checkpoints kept. Rows in flight are kept for these and for the
-            one being written.
-    """
-    folder = run.path / BUFFER
-    spans_machines = backend.cluster is not None and backend.cluster.address is not None
-    scratch = Scratch.of(folder, config.scratch) if spans_machines or config.scratch else None
-    if scratch is not None:
-        scratch.remove_earlier(run.path)
-    kept: Any = {
-        "config": config,
-        "node": this_node(),
-        "clock": backend.clock,
-        "fence": run.lock,
-        "scratch": scratch,
-        "sync_interval_s": backend.sync_interval_s,
-        "keep_checkpoints": keep_checkpoints + 1,
-    }
-    if point is not None and point.with_rows:
-        with collected_seldom(True):  # all objects made for the rows stay alive
-            return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
-    ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
-    buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
-    if point is not None:
-        buffer.note(CURSOR, asdict(point.state.cursor))
-        buffer.note("step", point.state.step)
-    return buffer
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -306,20 +223,16 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     run = root / name
     if has_checkpoints(run):
         return run, ""
-    others = ", ".join(
-        f"{p.name!r} (step {step_of(complete_checkpoints(p / CHECKPOINTS)[0])})" for p in there[:5]
-    )
+    latest = [(p.name, step_of(complete_checkpoints(p / CHECKPOINTS)[0])) for p in there[:5]]
+    others = ", ".join(f"{run!r} (step {step})" for run, step in latest)
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
-    if (run / CHECKPOINTS).exists() and not (run / CHECKPOINTS).is_dir():
-        return (
-            None,
-            f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so there is nothing to resume from{known}",
-        )
+    folder = run / CHECKPOINTS
+    if folder.exists() and not folder.is_dir():
+        looked = f"{folder} is not a folder, so there is nothing to resume from{known}"
+        return None, f"damaged: resume={resume!r}: {looked}"
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
-    return (
-        None,
-        f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}",
-    )
+    near = nearest(name, [p.name for p in there])
+    return None, f"resume={resume!r}: {what} {name!r} in {root}{near}{known}"
 
 
 def _checkpointed(root: Path) -> list[Path]:

@@ -17,17 +17,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 from ...dataflow.errors import DeadlineError, RunError
 from ...dataflow.runs.files import is_full
 from ...dataflow.runs.log import Position
 from ..backends.backend import Event
-from ..group import Call, WorkerGroup
+from ..group import Call, CallRequest, WorkerGroup
 from ..ranks.tasks import FailureKind
-from ..request import CallRequest
 from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 
 ASK_S = 0.5
@@ -37,43 +36,30 @@ LOOK_S = 5.0
 
 
 class Phase(Enum):
-    """The state of the checkpoint that is being written."""
+    """The state of the checkpoint that is being written; drawn above."""
 
     IDLE = auto()
-    """No checkpoint is being written."""
     COPYING = auto()
-    """Groups copy their states."""
     WRITING = auto()
-    """Groups write their copies."""
     NAMING = auto()
-    """A thread writes the manifest and gives the checkpoint its name."""
 
 
-@dataclass(frozen=True)
-class GivenUp:
-    """A checkpoint that could not be written."""
-
-    position: Position
-    """Its position in the buffer's log, which need not be kept any longer."""
-    why: str
-    """The error of the write that failed on the full disk."""
-
-
-@dataclass(frozen=True)
-class Progressed:
+class Progressed(NamedTuple):
     """Actions after an advance of the checkpoint."""
 
     requests: Sequence[CallRequest] = ()
-    given_up: GivenUp | None = None
+    given_up: tuple[Position, str] | None = None
+    """A checkpoint that the full disk had no room for: its position in the buffer's log, which need
+    not be kept any longer, and the error."""
 
 
 class Saving:
     """Decides when to write a checkpoint, and carries it out.
 
     Args:
-        groups: the worker groups with state.
-        patience_s: longest time without growth of a checkpoint [s].
-        clock: a monotonic clock [s].
+        groups: The worker groups with state.
+        patience_s: [s] Longest time without growth of a checkpoint.
+        clock: [s] A monotonic clock.
     """
 
     def __init__(
@@ -109,7 +95,10 @@ class Saving:
         self._asked = 0.0
         self._naming: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._growth = _Growth(patience_s)
+        self._looked = self._grew = 0.0
+        """Times of the last look at the size of the checkpoint, and of its last growth [s]."""
+        self._extent: object = None
+        """A value that changes whenever the checkpoint grows."""
         self._hashed = 0
         """Pieces of files read for the manifest."""
         self._pause_s = 0.0
@@ -126,29 +115,23 @@ class Saving:
         """Record a finished step. A checkpoint may be due.
 
         Args:
-            for_best: whether the metric that chooses the best checkpoint is evaluated at this step.
+            for_best: Whether the metric that chooses the best checkpoint is evaluated at this step.
         """
-        if self._config.writes and step > 0:
-            self.due |= last or for_best or bool(self._full_disk) or self._is_time(step)
-
-    def _is_time(self, step: int) -> bool:
+        if not self._config.writes or step <= 0:
+            return
         every, every_s = self._config.every, self._config.every_s
         by_steps = bool(every) and step % every == 0
-        return by_steps or (every_s is not None and self._clock() - self._begun >= every_s)
+        by_time = every_s is not None and self._clock() - self._begun >= every_s
+        self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
-    def finish(self, step: int, *, anew: bool = False) -> None:
-        """Require a checkpoint of this step, because the run is ending.
+    def require(self, step: int, *, anew: bool = False) -> None:
+        """Require a checkpoint of the latest finished step, because the run is ending.
 
         Args:
-            step: the latest finished step.
-            anew: require one even if there is a checkpoint of that step.
+            anew: Require one even if there is a checkpoint of that step.
         """
         self._last = step
         self.due |= anew or self._saved_step < step
-
-    def require(self) -> None:
-        """Require a checkpoint of the current step."""
-        self.due = True
 
     @property
     def under_way(self) -> bool:
@@ -167,25 +150,21 @@ class Saving:
 
     # How to save
 
-    def begin(self, state: RunState) -> list[CallRequest]:
-        """Begin a checkpoint, while no update is running.
-
-        Args:
-            state: the state of the driver.
-
-        Returns:
-            A request to each group to copy its state.
+    def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
+        """Begin a checkpoint, while no update is running. Return a request to each group to copy
+        its state.
 
         Raises:
-            OSError: for example because the disk is full. The caller may try again.
+            OSError: For example because the disk is full. The caller may try again.
         """
         assert not self.under_way
-        path = self.folder.begin(state)
+        path = self.folder.make_unfinished(state)
         self._state, self._saved_step = state, state.step
         self.due, self._full_disk = False, ""
         self._begun = self._clock()
         self._pause_s, self._asked = 0.0, self._begun - ASK_S
-        self._growth.begin(self._begun)
+        self._looked = self._grew = self._begun
+        self._extent = None
         self._copying = {group.name for group in self._groups}
         self._writing = {group.name: group for group in self._groups}
         self.phase = Phase.COPYING if self._copying else Phase.WRITING
@@ -210,16 +189,15 @@ class Saving:
         """Advance the checkpoint that is being written.
 
         Args:
-            values: metric -> step -> value; called in another thread.
+            values: Metric -> step -> value; called in another thread.
 
         Returns:
             Requests to idle groups, every ASK_S, whether their parts are on the disk; and the
-            checkpoint,
-            if it was given up.
+            checkpoint, if it was given up.
 
         Raises:
-            DeadlineError: the checkpoint has not grown for too long; names the groups to blame.
-            RunError: it could not be completed.
+            DeadlineError: The checkpoint has not grown for too long; names the groups to blame.
+            RunError: It could not be completed.
         """
         if self.phase is Phase.IDLE:
             return Progressed()
@@ -233,18 +211,12 @@ class Saving:
             self.phase = Phase.NAMING
         if self.phase is Phase.NAMING:
             return self._named()
-        return Progressed(self._questions())
-
-    def _questions(self) -> list[CallRequest]:
         now = self._clock()
         if self.phase is not Phase.WRITING or now - self._asked < ASK_S:
-            return []
+            return Progressed()
         self._asked = now
-        return [
-            CallRequest(g, "checkpoint_written", then=self._answered)
-            for g in self._writing.values()
-            if not g.busy
-        ]
+        idle = [group for group in self._writing.values() if not group.busy]
+        return Progressed([CallRequest(g, "checkpoint_written", then=self._answered) for g in idle])
 
     def _answered(self, call: Call) -> Iterable[CallRequest]:
         if all(call.results):
@@ -267,12 +239,12 @@ class Saving:
         self._full_disk = str(error)
         return Progressed(given_up=self._give_up())
 
-    def _give_up(self) -> GivenUp:
+    def _give_up(self) -> tuple[Position, str]:
         self.folder.discard(self._state.step)
         self._saved_step = -1
         self.due |= self._last is not None
         self.phase = Phase.IDLE
-        return GivenUp(self._state.position, self._full_disk)
+        return self._state.position, self._full_disk
 
     def failed(self, event: Event) -> bool:
         """Handle a rank that found the disk full while saving; return False for any other event."""
@@ -286,16 +258,17 @@ class Saving:
         call.lose(event.rank)
         return True
 
-    # How long to wait
-
     def _check_growth(self) -> None:
         now = self._clock()
         if self.phase is Phase.COPYING:  # these calls have separate deadlines
-            self._growth.begin(now)
-        if not self._growth.is_due(now):
+            self._looked = self._grew = now
+        if now - self._looked < min(LOOK_S, self._patience_s / 2):
             return
+        driver_waited, self._looked = now - self._looked > self._patience_s, now
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
-        if self._growth.has_stopped(now, extent):
+        if extent != self._extent or driver_waited:
+            self._extent, self._grew = extent, now
+        if now - self._grew > self._patience_s:
             who = [
                 f"{name}, which has not confirmed that its part is on the disk" for name in self._writing
             ]
@@ -315,36 +288,3 @@ class Saving:
         if self._naming is not None:
             wait([self._naming], timeout=self._patience_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _Growth:
-    """Detects that a checkpoint has stopped growing.
-
-    Args:
-        patience_s: longest time without growth [s].
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._looked = self._grew = 0.0
-        self._extent: object = None
-
-    def begin(self, now: float) -> None:
-        """Start watching a new checkpoint."""
-        self._looked = self._grew = now
-        self._extent = None
-
-    def is_due(self, now: float) -> bool:
-        """Return whether it is time to look."""
-        return now - self._looked >= min(LOOK_S, self._patience_s / 2)
-
-    def has_stopped(self, now: float, extent: object) -> bool:
-        """Return whether nothing has changed for too long, while the driver was looking regularly.
-
-        Args:
-            extent: a value that changes whenever the checkpoint grows.
-        """
-        driver_waited, self._looked = now - self._looked > self._patience_s, now
-        if extent != self._extent or driver_waited:
-            self._extent, self._grew = extent, now
-        return now - self._grew > self._patience_s

@@ -422,7 +422,10 @@ class Seen(NamedTuple):
     """The observation, and advice."""
 
 
-GOES_ON = "To continue anyway, set another Driver(stop_on=...), such as stop_on=()"
+GOES_ON = (
+    "To continue anyway, set another Driver(stop_on=...), such as stop_on=(); weft.train has the default, so add it to the program that "
+    "explain=True prints"
+)
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:

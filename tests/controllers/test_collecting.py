@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from weft.controllers.recovery.resume import THRESHOLDS, collected_seldom
+from weft.controllers.loop.start import THRESHOLDS, collected_seldom
 
 
 def test_garbage_is_collected_seldom_until_the_run_ends():

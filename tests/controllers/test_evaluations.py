@@ -145,7 +145,7 @@ def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path:
     for step in score:
         if step > 2:
             known[step - 2] = score[step - 2]  # evaluated two steps later
-        folder.begin(state(step))
+        folder.make_unfinished(state(step))
         folder.complete(step, lambda name: values.get(name, {}), lambda: None)
         assert step < 4 or 3 in kept(folder), (
             "it is there until it is known, and then because it is the best"

@@ -47,14 +47,14 @@ def test_rows_are_spread_over_replicas_without_looking_at_all_of_them_for_each()
 def test_rows_go_to_the_least_loaded_ranks():
     loads = Loads(range(4))
     for replica, rows in enumerate((5, 0, 3, 1)):
-        loads.add(replica, rows)
+        loads.add_rows(replica, rows)
     assert loads.spread(6) == {1: 4, 3: 2}
     assert loads.spread(6) == {1: 4, 3: 2}, "nothing is added by asking"
-    loads.add(1, 9)
+    loads.add_rows(1, 9)
     assert loads.spread(2) == {3: 2}
     for _ in range(1000):
-        loads.add(0, 1)
-        loads.add(0, -1)
+        loads.add_rows(0, 1)
+        loads.add_rows(0, -1)
     assert loads.spread(1) == {3: 1}
 
 

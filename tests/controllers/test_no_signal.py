@@ -95,7 +95,8 @@ def test_a_run_without_signal_ends_with_a_sample_and_can_be_resumed(
         "steps the rewards within every group are equal (all are 0.25), so that all advantages are 0"
         in said
     )
-    assert "sample of step" in said and "reward 0.25" in said and "Driver(stop_on=...)" in said
+    assert "sample of step" in said and "reward 0.25" in said
+    assert "Driver(stop_on=...)" in said and "explain=True" in said, "advice for Driver and weft.train"
     assert "no signal 100%" in capsys.readouterr().out
     reached = int(next((tmp_path / "run" / "checkpoints").glob("step_*")).name.removeprefix("step_"))
     assert 2 <= reached <= 4, "the asynchronous run may be a little ahead"

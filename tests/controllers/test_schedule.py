@@ -1,11 +1,19 @@
 """Schedules asked by hand: groups they want, claims they allow, and the end of a step."""
 
+from functools import partial
 from typing import Any
 
 import graph_steps
 import pytest
 
-from weft.controllers.schedule import Asynchronous, OnePass, Pipelined, Share, Synchronous, Training
+from weft.controllers.schedule import (
+    Asynchronous,
+    Pipelined,
+    Share,
+    Synchronous,
+    Training,
+    share_of_evaluation,
+)
 from weft.dataflow.errors import UserError
 
 
@@ -155,18 +163,22 @@ def test_asynchronous_wants_only_groups_that_the_run_will_train_on():
 
 
 def test_an_evaluation_during_training_claims_rows_of_one_step_at_a_time():
-    run, beside, alone = graph_steps.evaluation(), OnePass(overlaps=True), OnePass()
+    run = graph_steps.evaluation()
+    beside, alone = (
+        partial(share_of_evaluation, run, overlaps=True),
+        partial(share_of_evaluation, run, overlaps=False),
+    )
     node = run.graph["answered"]
-    assert beside.share(run, node) is None
+    assert beside(node) is None
     for step in (0, 2):
         run.mark(step, {})
-        run.begin(step)
-    assert beside.share(run, node) == Share(max_rows=4) and alone.share(run, node) == Share()
+        run.begin_evaluation(step)
+    assert beside(node) == Share(max_rows=4) and alone(node) == Share()
     graph_steps.work(run, "answered", 3)
-    assert beside.share(run, node) == Share(max_rows=1)
+    assert beside(node) == Share(max_rows=1)
     logprobs = run.graph["actor.logprobs"]
-    assert beside.share(run, logprobs) == Share(max_rows=3), "it need not wait for the step's last row"
-    assert alone.share(run, logprobs) is None, "training waits, so it sees everything at once"
+    assert beside(logprobs) == Share(max_rows=3), "it need not wait for the step's last row"
+    assert alone(logprobs) is None, "training waits, so it sees everything at once"
 
 
 def test_limits_of_schedules_are_checked():

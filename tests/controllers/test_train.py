@@ -17,7 +17,7 @@ import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.methods import METHODS, supervised
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.controllers.bundles import THIS_MACHINE, Nodes
+from weft.controllers.node_layout import THIS_MACHINE, Nodes
 from weft.controllers.program import Program
 from weft.controllers.train import shared_devices
 from weft.dataflow.column import (
@@ -560,7 +560,7 @@ def test_groups_with_a_model_share_the_gpus_that_there_are():
     assert shared.rollout["engine"] == "vllm" and shared.rollout["gpu_memory_utilization"] < 0.9
     assert shared.trained["dtype"] == shared.model["dtype"] == "bfloat16"
     assert shared.run["placement"].keys() == {"rollout", "actor"}
-    assert program.call(dict, **shared.run) == (
+    assert program.call_text(dict, **shared.run) == (
         'dict(\n    placement={"rollout": weft.Place(pool=devices, ranks=8), "actor": weft.Place(pool=devices, ranks=8)},\n'
         "    backend=weft.RayBackend(),\n)"
     )

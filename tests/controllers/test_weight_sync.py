@@ -6,11 +6,10 @@ import pytest
 from toy import SlowRollout, ToyActor, ToyConfig, ToyTeacher, ToyWeights, prompts, toy_reinforce
 from worker_groups import Asked, answer
 
-from weft.controllers.group import Call, WorkerGroup
+from weft.controllers.group import Call, CallRequest, WorkerGroup
 from weft.controllers.loop.calls import DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Reply
-from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
@@ -74,7 +73,7 @@ def synced(
 
 def over(request: CallRequest, value: Any = None) -> list[CallRequest]:
     """Return the requests that follow when every rank answers with this value."""
-    return list(request.then(answer(request.call(), value)))
+    return list(request.then(answer(request.make(), value)))
 
 
 def sent(publish: CallRequest) -> list[CallRequest]:
@@ -101,15 +100,15 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     assert publish.on_device and publish.method == "publish_weights"
     assert publish.arguments == {"version": 0, "receivers": ["rollout[0]"]}
     assert weights.under_way and not weights.publish("actor"), "one version at a time"
-    assert weights.reads(groups["actor"]), "it is not updated meanwhile"
+    assert weights.is_read(groups["actor"]), "it is not updated meanwhile"
     (receive,) = over(publish, ToyWeights(0))
     assert (receive.group.name, receive.method) == ("rollout", "receive_weights") and receive.on_device
     (finish,) = over(receive, ToyWeights(0).checksum)
     assert (finish.group.name, finish.method) == ("actor", "finish_publishing")
-    assert weights.under_way and weights.reads(groups["actor"])
+    assert weights.under_way and weights.is_read(groups["actor"])
     assert not over(finish, ToyWeights(0))
     assert not weights.under_way and not weights.publish("actor"), "it has this version"
-    assert not weights.reads(groups["actor"])
+    assert not weights.is_read(groups["actor"])
     groups["actor"].version = 1
     assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {"rollout": 1}
     assert weights.publish("actor")
@@ -137,8 +136,8 @@ def test_the_longest_transfer_its_pause_and_its_size_are_metrics():
     weights, _, _ = synced()
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
-    call = receive.call()
-    call.take(
+    call = receive.make()
+    call.take_reply(
         0,
         Reply(
             value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0
@@ -161,7 +160,7 @@ def test_several_followers_take_one_version_together():
     (publish,) = weights.publish("actor")
     assert publish.arguments["receivers"] == ["rollout[0]", "teacher[0]"]
     first, second = over(publish, ToyWeights(0))
-    assert not over(first, ToyWeights(0).checksum) and weights.reads(groups["actor"])
+    assert not over(first, ToyWeights(0).checksum) and weights.is_read(groups["actor"])
     (finish,) = over(second, ToyWeights(0).checksum)
     assert not over(finish, ToyWeights(0)) and not weights.under_way
 
@@ -170,7 +169,7 @@ def test_a_follower_that_finishes_its_responses_first_does_not_hold_up_the_leade
     weights, groups, _ = synced(partial="finish")
     call = generating(groups["rollout"])
     assert not weights.publish("actor") and weights.under_way
-    assert weights.holds_back(groups["rollout"]) and not weights.reads(groups["actor"])
+    assert weights.holds_back(groups["rollout"]) and not weights.is_read(groups["actor"])
     groups["actor"].version = 1
     assert not weights.receive_when_idle()
     groups["rollout"].forget(call)
@@ -244,7 +243,7 @@ def test_a_rank_that_is_replaced_while_others_receive_is_given_the_weights_after
     weights, groups, _ = synced()
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
-    call = receive.call()
+    call = receive.make()
     call.lose(0)
     assert not weights.resend(groups["rollout"], 0), "the leader is giving away"
     (finish,) = receive.then(call)
@@ -266,7 +265,7 @@ def test_a_rank_is_compared_with_its_leader_at_first_and_after_a_replacement():
             assert weights.publish("actor")
         given = ToyWeights(version)
         receive = CallRequest(groups["rollout"], "receive_weights", {"weights": given})
-        followed = list(weights._received(answer(receive.call(), given.checksum), "actor", given))
+        followed = list(weights._received(answer(receive.make(), given.checksum), "actor", given))
         if fresh:
             (canary,) = followed
             assert (canary.method, list(canary.ranks or ())) == ("canary", fresh)
@@ -274,7 +273,7 @@ def test_a_rank_is_compared_with_its_leader_at_first_and_after_a_replacement():
             (compare,) = over(canary, "sampled")
             assert (compare.group.name, compare.method) == ("actor", "compare_canaries")
             assert compare.arguments["canaries"] == {f"rollout[{rank}]": "sampled" for rank in fresh}
-            assert weights.reads(groups["actor"]), "it still has this version"
+            assert weights.is_read(groups["actor"]), "it still has this version"
             followed = over(compare)
         assert not groups["rollout"].lacking
         (finish,) = followed
@@ -292,11 +291,11 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
         made: list[str] = []
         for allowed in turns.ask(request):
             made.append(f"{allowed.group.name}.{allowed.method}")
-            followed = list(allowed.then(answer(allowed.call(), result)))
+            followed = list(allowed.then(answer(allowed.make(), result)))
             while followed and followed[0].method in ("onload", "offload", request.method):
                 one = followed.pop(0)
                 made.append(f"{one.group.name}.{one.method}")
-                followed += one.then(answer(one.call(), result))
+                followed += one.then(answer(one.make(), result))
             asked.extend(followed)
         return made
 

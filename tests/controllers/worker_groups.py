@@ -35,5 +35,5 @@ def rollout_and_actor(asked: Asked) -> dict[str, WorkerGroup]:
 def answer(call: Call, value: Any = None) -> Call:
     """Answer a call on every rank with this value."""
     for rank in call.ranks:
-        call.take(rank, Reply(done=True, value=value), 0.0)
+        call.take_reply(rank, Reply(done=True, value=value), 0.0)
     return call

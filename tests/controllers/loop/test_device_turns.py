@@ -2,10 +2,9 @@
 
 from worker_groups import Asked
 
-from weft.controllers.group import Call
+from weft.controllers.group import Call, CallRequest
 from weft.controllers.loop.calls import DeviceTurns
 from weft.controllers.placement import ResourcePool
-from weft.controllers.request import CallRequest
 
 GPUS = ResourcePool("gpus", gpus=1)
 

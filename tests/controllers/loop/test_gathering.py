@@ -60,7 +60,7 @@ class Generation:
         return self.gathering.holds(self.run, self.run.graph[node], replicas, self.under_way)
 
     def begin(self) -> None:
-        self.gathering.begin(self.run, self.run.graph["reward.score"])
+        self.gathering.forget(self.run, self.run.graph["reward.score"])
 
     def look(self) -> None:
         self.gathering.look(self.run, self.run.graph["reward.score"], self.under_way)

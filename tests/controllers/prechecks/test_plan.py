@@ -12,7 +12,8 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.methods import supervised
 from weft.controllers.driver import Driver
-from weft.controllers.placement import OtherMachine, Place, ResourcePool
+from weft.controllers.node_layout import OtherMachine
+from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks import plan_memory
 from weft.controllers.prechecks.dry_run import planning
 from weft.controllers.prechecks.plan import Plan, plan_of

@@ -162,7 +162,7 @@ def test_a_cost_of_another_pipeline_is_refused():
 
 
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
-    from weft.controllers.bundles import _replica
+    from weft.controllers.node_layout import _replica
     from weft.controllers.placement import Place, ResourcePool
     from weft.dataflow.graph import group
     from weft.workers.actor import ActorWorker

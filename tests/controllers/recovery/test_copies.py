@@ -169,7 +169,7 @@ def test_a_failed_copy_is_reported_and_retried_until_it_succeeds(tmp_path: Path,
 
     bucket.fails = fails
     copies = Copies(here, remote_of(bucket), first_pause_s=0.01)  # waited out
-    copies.add(9)
+    copies.queue(9)
     copies.close(30.0)
     *failures, done = copies.take_notes()
     assert len(failures) == 2 and all(
@@ -184,8 +184,8 @@ def test_a_dead_service_delays_no_run(tmp_path: Path, bucket: Bucket):
     answers = threading.Event()
     bucket.fails = lambda path: answers.wait(60)
     copies = Copies(here, remote_of(bucket), first_pause_s=600.0)
-    copies.add(6)
-    copies.add(9)
+    copies.queue(6)
+    copies.queue(9)
     assert not copies.take_notes(), "the service has not answered yet"
     answers.set()
     until(lambda: any("step 9 could not be copied" in note for note in copies.take_notes()))
@@ -199,10 +199,10 @@ def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(
 ):
     bucket.fails = lambda path: True
     copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=600.0)
-    copies.add(6)
+    copies.queue(6)
     until(lambda: any("retrying in 600 s" in note for note in copies.take_notes()))
     bucket.fails = lambda path: False
-    copies.add(9)
+    copies.queue(9)
     copies.close(60.0)
     assert copies.copied == [9]
 
@@ -213,7 +213,7 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
     shutil.rmtree(here / CHECKPOINTS / "step_000006")
     bucket.delete_dir = bucket.delete_root_dir_contents  # pyright: ignore[reportAttributeAccessIssue]
     copies = Copies(here, remote, first_pause_s=0.01)  # waited out
-    copies.add(9)
+    copies.queue(9)
     copies.close(30.0)
     done, said = copies.take_notes()
     assert "checkpoint of step 9 was copied" in done and "old checkpoints could not be removed" in said
@@ -230,7 +230,7 @@ def test_the_end_reports_pending_work(tmp_path: Path, bucket: Bucket):
         if len({line.split()[0] for line in said}) == 2:
             bucket.fails = lambda path: False
 
-    copies.add(9)
+    copies.queue(9)
     copies.close(60.0, say=say, say_s=0.05)  # polled: it ends after both messages
     assert any(
         re.match(r"waiting for the copy of the last checkpoint to fake://runs/run, \d+ s at most", s)
@@ -245,10 +245,10 @@ def test_a_checkpoint_that_cannot_be_read_does_not_end_the_copies(tmp_path: Path
     sound = state.read_text()
     state.write_text("[")
     copies = Copies(here, remote_of(bucket), first_pause_s=0.01)  # waited out
-    copies.add(6)
+    copies.queue(6)
     until(lambda: any("step 6 could not be copied" in note for note in copies.take_notes()))
     state.write_text(sound)
-    copies.add(9)
+    copies.queue(9)
     copies.close(30.0)
     assert copies.copied[-1] == 9
 
@@ -258,7 +258,7 @@ def test_the_end_does_not_wait_for_a_copy_that_was_given_up(tmp_path: Path, buck
     bucket.fails = lambda path: True
     copies = Copies(here, remote_of(bucket), first_pause_s=600.0)
     shutil.rmtree(here / CHECKPOINTS / "step_000009")
-    copies.add(9)
+    copies.queue(9)
     copies.close(60.0)
     [said] = copies.take_notes()
     assert "step 9 could not be copied" in said and "retrying" not in said

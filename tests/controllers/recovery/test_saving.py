@@ -13,6 +13,7 @@ from saved_runs import SavingActor
 from worker_groups import Asked, answer
 
 from weft.controllers.backends.backend import Event
+from weft.controllers.group import CallRequest
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply
 from weft.controllers.recovery.checkpoints import (
@@ -23,7 +24,6 @@ from weft.controllers.recovery.checkpoints import (
     complete_checkpoints,
 )
 from weft.controllers.recovery.saving import ASK_S, Phase, Progressed, Saving
-from weft.controllers.request import CallRequest
 from weft.dataflow.errors import DeadlineError, RunError, TakenOverError
 from weft.dataflow.runs.directory import RunDirectory
 from weft.dataflow.runs.log import Position
@@ -67,7 +67,7 @@ class Saved:
         self.asked: list[CallRequest] = []
 
     def begin(self, step: int) -> list[CallRequest]:
-        return self.saving.begin(RunState(step, 0, 0.0, {}, Position(offset=step)))
+        return self.saving.begin_checkpoint(RunState(step, 0, 0.0, {}, Position(offset=step)))
 
     def advance(self) -> Progressed:
         progressed = self.saving.advance(lambda metric: {})
@@ -104,11 +104,11 @@ class Saved:
 
 
 def over(request: CallRequest, value: Any) -> None:
-    assert not list(request.then(answer(request.call(), value)))
+    assert not list(request.then(answer(request.make(), value)))
 
 
 def full(request: CallRequest) -> Event:
-    return Event(request.call(), 0, Reply(failure=Failure("no room", kind=FailureKind.DISK_FULL)))
+    return Event(request.make(), 0, Reply(failure=Failure("no room", kind=FailureKind.DISK_FULL)))
 
 
 @pytest.fixture
@@ -184,12 +184,12 @@ def test_checkpoints_by_time_are_due_at_the_first_step_that_is_over_when_the_tim
 def test_a_run_at_its_end_waits_for_the_checkpoint_of_its_last_step(run: Saved):
     saving = run.saving
     run.copy(run.begin(3))
-    saving.finish(3)
+    saving.require(3)
     assert saving.holds_up and not saving.due, "it is being written"
     run.write()
     run.name()
     assert not saving.holds_up
-    saving.finish(3, anew=True)
+    saving.require(3, anew=True)
     assert saving.may_begin
     run.save(3)
     assert not saving.holds_up and run.steps == ["step_000003"]
@@ -208,7 +208,7 @@ def test_a_rank_without_room_gives_the_checkpoint_up_and_it_is_due_after_the_nex
     assert run.saving.failed(event) and event.call.done
     actor.then(event.call)
     given_up = run.advance().given_up
-    assert given_up is not None and given_up.position == Position(offset=3) and "no room" in given_up.why
+    assert given_up is not None and given_up[0] == Position(offset=3) and "no room" in given_up[1]
     assert run.saving.phase is Phase.IDLE and not run.saving.due and not list(run.folder.path.iterdir())
     run.saving.step_over(4, last=False)
     assert run.saving.due
@@ -222,9 +222,9 @@ def test_a_rank_without_room_gives_the_checkpoint_up_and_it_is_due_after_the_nex
 
 def test_a_driver_without_room_at_the_end_of_a_run_saves_at_once_again(run: Saved):
     run.folder.error = FULL
-    run.saving.finish(5)
+    run.saving.require(5)
     given_up = run.save(5).given_up
-    assert given_up is not None and "manifest.json" in given_up.why
+    assert given_up is not None and "manifest.json" in given_up[1]
     assert run.saving.may_begin
     assert not run.save(5).given_up and run.steps == ["step_000005"] and not run.saving.holds_up
 
@@ -272,7 +272,7 @@ def test_a_resumed_run_removes_later_and_unfinished_checkpoints(run: Saved):
     run.begin(9)
     run.saving.resume(3)
     assert [path.name for path in run.folder.path.iterdir()] == ["step_000003"]
-    run.saving.finish(3)
+    run.saving.require(3)
     assert not run.saving.due
 
 

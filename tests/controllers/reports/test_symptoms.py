@@ -1,6 +1,7 @@
 """Warnings of a run that cannot learn: once, with a remedy."""
 
 import functools
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, ToyRollout, centred, prompts
 
+import weft
 from weft.algorithms.advantages import (
     Estimator,
     Outcomes,
@@ -24,7 +26,7 @@ from weft.algorithms.grpo import drop_zero_variance, first_of_group
 from weft.algorithms.preference import best_and_worst
 from weft.algorithms.sampling import Sampling
 from weft.controllers.driver import Driver
-from weft.controllers.reports.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
+from weft.controllers.reports.symptoms import FIRST_WITHOUT_SIGNAL, GOES_ON, Watch, mistakes
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.byte_units import GIB
@@ -373,3 +375,9 @@ def test_a_symptom_that_there_is_not_is_refused_with_the_nearest(tmp_path: Path,
     with pytest.raises(UserError, match=r"Driver\(stop_on=.*no_signal"):
         Driver(recorded(), schedule=Synchronous(), root=tmp_path, stop_on=wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_advice_to_continue_names_settings_of_the_driver_and_of_train():
+    assert "Driver(stop_on=...)" in GOES_ON and "stop_on" in inspect.signature(Driver).parameters
+    assert "weft.train" in GOES_ON and "explain=True" in GOES_ON
+    assert "explain" in inspect.signature(weft.train).parameters

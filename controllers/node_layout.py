@@ -1,4 +1,4 @@
-"""Bundles: map pools to nodes of a cluster, and ranks to nodes and devices. Pure arithmetic.
+"""Node layout: the devices of a machine or cluster, and which nodes and devices pools and ranks get.
 
     pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
@@ -15,9 +15,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Handle, ParameterEdge
@@ -34,6 +39,10 @@ class Nodes:
     """Names the machine or cluster in messages."""
     grow: bool = False
     """The cluster may grow, so a pool that does not fit yet is accepted."""
+
+    @property
+    def listed(self) -> str:
+        return ", ".join(f"{c} and {g}" for c, g in sorted(set(self.sizes), reverse=True))
 
     def that_hold(self, cpus: int, gpus: int) -> int:
         """Number of nodes with at least these CPUs and GPUs."""
@@ -59,24 +68,21 @@ class Bundle:
     bundles."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """Node and local rank of a rank."""
-
+class _RankPosition(NamedTuple):
     node_rank: int
     """Index of its node among the nodes of its group, and of the bundle in its pool."""
     local_rank: int
     nodes: int
 
 
-def position(place: Place, rank: int) -> Position:
+def position(place: Place, rank: int) -> _RankPosition:
     """Return the position of a rank of a group.
 
     >>> position(Place(ResourcePool("train", nodes=2, gpus_per_node=8), ranks=16), 11)
-    Position(node_rank=1, local_rank=3, nodes=2)
+    _RankPosition(node_rank=1, local_rank=3, nodes=2)
     """
     nodes = place.pool.nodes or 1
-    return Position(*divmod(rank, place.ranks // nodes), nodes)
+    return _RankPosition(*divmod(rank, place.ranks // nodes), nodes)
 
 
 def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
@@ -129,9 +135,6 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
 
     >>> bundles([ResourcePool("a", gpus=2, nodes=1), ResourcePool("b", gpus=4, nodes=1, beside="a")])
     {'a': [Bundle(cpus=6, gpus=6, first_gpu={'a': 0, 'b': 2})]}
-
-    Args:
-        pools: Pools with their numbers of nodes filled in.
     """
     found: dict[str, list[Bundle]] = {}
     for name, family in _families(pools).items():
@@ -151,12 +154,6 @@ def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
     """Return the placement with a number of nodes for every pool.
-
-    Args:
-        placement: Group -> its pool and ranks.
-        handles: The groups. A tensor-parallel replica must fit into a node, or fill whole nodes.
-        nodes: The available nodes. Only pools that the user sized count; other groups use what is
-            left.
 
     Raises:
         UserError: The pools do not fit; the message has the requested and the available devices.
@@ -194,14 +191,9 @@ def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
 
 def _least(place: Place) -> ResourcePool:
     """The devices that an elastic group needs at least."""
-    share, pool = (place.min_ranks or place.ranks), place.pool
-    return replace(
-        pool,
-        cpus=pool.cpus // place.ranks * share,
-        gpus=pool.gpus // place.ranks * share,
-        nodes=None,
-        beside=None,
-    )
+    ranks, least, pool = place.ranks, place.min_ranks or place.ranks, place.pool
+    cpus, gpus = pool.cpus // ranks * least, pool.gpus // ranks * least
+    return replace(pool, cpus=cpus, gpus=gpus, nodes=None, beside=None)
 
 
 def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
@@ -209,11 +201,10 @@ def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
     pool = replace(place.pool, nodes=place.ranks)
     one = bundles([pool])[pool.name][0]
     if not nodes.grow and (room := nodes.times(one.cpus, one.gpus)) < (place.min_ranks or 0):
-        have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
         raise UserError(
             f"resource pool {pool.name!r} needs {one.cpus} CPUs and {one.gpus} GPUs for each of at least {place.min_ranks} ranks, but "
-            f"{nodes.where} has room for {room} (CPUs and GPUs of its nodes: {have}); lower min_ranks, or wait for the cluster to grow: "
-            "RayBackend(wait_s=...)"
+            f"{nodes.where} has room for {room} (CPUs and GPUs of its nodes: {nodes.listed}); lower min_ranks, or wait for the cluster to "
+            "grow: RayBackend(wait_s=...)"
         )
     return pool
 
@@ -237,24 +228,20 @@ def _with_nodes(
     blocks: Sequence[tuple[Place, int]],
     nodes: Nodes,
 ) -> list[ResourcePool]:
-    """Fill in the numbers of nodes of pools that share nodes: as few as can hold them, unless
-    given."""
+    """Fill in the numbers of nodes of pools that share nodes: as few as can hold them, unless given."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
     # A number of nodes must divide devices and ranks of all pools that take the root's number.
-    limit = math.gcd(
-        *(n for pool in inner for n in (pool.cpus, pool.gpus)),
-        *(p.ranks for p in places if p.pool in inner),
-    )
+    sizes = [n for pool in inner for n in (pool.cpus, pool.gpus)]
+    limit = math.gcd(*sizes, *(p.ranks for p in places if p.pool in inner))
     numbers = [root.nodes] if root.nodes else [n for n in range(1, limit + 1) if limit % n == 0]
     fits: list[ResourcePool] = []
     for number in numbers:
         if inner and limit % number:
             break
         made = [pool if pool.nodes else replace(pool, nodes=number) for pool in family]
-        whole = all(
-            _is_whole(place.ranks // number, replica) for place, replica in blocks if place.pool in inner
-        )
+        on_inner = [(place.ranks // number, size) for place, size in blocks if place.pool in inner]
+        whole = all(_is_whole(ranks, size) for ranks, size in on_inner)
         if not whole or any((pool.nodes or 1) > number for pool in made):
             continue
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
@@ -269,9 +256,8 @@ def _cannot_lie(
     family: Sequence[ResourcePool], places: Sequence[Place], made: Sequence[ResourcePool], nodes: Nodes
 ) -> UserError:
     root, *beside = family
-    who = f"resource pool {root.name!r}" + (
-        f" (with {', '.join(repr(p.name) for p in beside)} beside it)" if beside else ""
-    )
+    others = ", ".join(repr(p.name) for p in beside)
+    who = f"resource pool {root.name!r}" + (f" (with {others} beside it)" if beside else "")
     if not made:
         ranks = ", ".join(f"{place.ranks} ranks on {place.pool.name!r}" for place in places)
         sizes = ", ".join(f"{p.name}: {p.cpus} CPUs, {p.gpus} GPUs" for p in family)
@@ -279,24 +265,16 @@ def _cannot_lie(
             f"{who} cannot be spread evenly over {root.nodes or 'any number of'} nodes ({sizes}; {ranks}): a pool without nodes=... "
             f"has as many as {root.name!r}, each with equally many CPUs, GPUs and ranks"
         )
-    one = bundles(made)[root.name][0]
-    number = made[0].nodes or 1
-    ask = f"{one.cpus} CPUs and {one.gpus} GPUs on " + (
-        "one node" if number == 1 else f"each of {number} nodes"
-    )
-    have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
+    one, number = bundles(made)[root.name][0], made[0].nodes or 1
+    where = "one node" if number == 1 else f"each of {number} nodes"
+    ask = f"{one.cpus} CPUs and {one.gpus} GPUs on {where}"
+    have = f"(CPUs and GPUs of its nodes: {nodes.listed})"
     if root.nodes and nodes.that_hold(one.cpus, one.gpus):
         few = nodes.that_hold(one.cpus, one.gpus)
-        return UserError(
-            f"{who} asks for {ask}, but only {few} of {nodes.where} can hold that (CPUs and GPUs of its nodes: {have})"
-        )
-    way = (
-        "; for nodes that will join later, give the layout: nodes=..., gpus_per_node=..."
-        if nodes.grow
-        else ""
-    )
+        return UserError(f"{who} asks for {ask}, but only {few} of {nodes.where} can hold that {have}")
+    way = "; for nodes that will join later, give the layout: nodes=..., gpus_per_node=..."
     return UserError(
-        f"{who} asks for {ask}, but no node of {nodes.where} has both (CPUs and GPUs of its nodes: {have}){way}"
+        f"{who} asks for {ask}, but no node of {nodes.where} has both {have}{way if nodes.grow else ''}"
     )
 
 
@@ -323,3 +301,44 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
             f"{nodes} nodes, so some replicas would be split across nodes; choose a multiple or a divisor of {each} "
             "for tensor_parallel, sequence_parallel or pipeline_parallel"
         )
+
+
+# The machine
+
+
+@dataclass(frozen=True)
+class OtherMachine:
+    """A machine other than this one, to plan a run for."""
+
+    gpus: int
+    gpu_bytes: int
+    """[bytes] Memory of each GPU."""
+
+    @contextmanager
+    def assumed(self) -> Iterator[None]:
+        """Pretend that this machine has these GPUs and at least four CPUs for each."""
+        before = OTHER.set(self)
+        try:
+            yield
+        finally:
+            OTHER.reset(before)
+
+
+OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
+"""The machine to plan for; None for this machine."""
+
+
+def machine_cpus() -> int:
+    """CPUs that this process may use; when planning for another machine, at least four per GPU."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
+
+
+def machine_gpus() -> int:
+    """NVIDIA GPUs that this process may use, counted without loading CUDA; when planning, the GPUs
+    of the other machine."""
+    if (other := OTHER.get()) is not None:
+        return other.gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from toy import ToyActor, ToyConfig
 
-from weft.controllers.bundles import Nodes, Position, bundles, devices, lay_out, position, start_turns
+from weft.controllers.node_layout import (
+    Nodes,
+    bundles,
+    devices,
+    lay_out,
+    position,
+    start_turns,
+)
 from weft.controllers.placement import OWN, Place, ResourcePool, resolve
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import ParameterEdge, group
@@ -47,7 +54,7 @@ def test_an_elastic_group_has_a_bundle_per_rank_and_needs_room_for_the_minimum()
     small = Nodes([(8, 5)], "the cluster")
     pool = laid_out({"reward": place}, small)["reward"].pool
     assert pool.nodes == 4 and [(b.cpus, b.gpus) for b in bundles([pool])["spot"]] == [(4, 2)] * 4
-    assert position(replace(place, pool=pool), 3) == Position(node_rank=3, local_rank=0, nodes=4)
+    assert position(replace(place, pool=pool), 3) == (3, 0, 4)
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(spot: 4\), but the cluster has 3"):
         laid_out({"reward": place}, Nodes([(8, 3)], "the cluster"))
     said = "'spot' needs 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has room for 1"
@@ -148,10 +155,10 @@ def test_adjacent_pools_share_nodes_but_no_device():
 def test_ranks_go_to_nodes_in_blocks_and_see_their_own_devices():
     place = Place(ResourcePool("p", nodes=2, gpus_per_node=4), 4)
     assert [position(place, rank) for rank in range(4)] == [
-        Position(0, 0, 2),
-        Position(0, 1, 2),
-        Position(1, 0, 2),
-        Position(1, 1, 2),
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 2),
     ]
     on_each = ["4", "5", "6", "7"]
     assert [devices(place, rank, on_each) for rank in range(4)] == [("4", "5"), ("6", "7")] * 2
