@@ -24,7 +24,7 @@ class Check(Command):
 
     def answer(self) -> Answer:
         from ..dataflow.buffer.check import check_log
-        from ..dataflow.buffer.history import buffer_folder
+        from ..dataflow.buffer.queries import buffer_folder
 
         folder = buffer_folder(run_path(self.run))
         report = check_log(folder)
@@ -99,7 +99,7 @@ class Why(Command):
     """Refuse groups of graphs other than this one, such as train."""
 
     def answer(self) -> Answer:
-        from ..dataflow.buffer.history import buffer_folder, why
+        from ..dataflow.buffer.queries import buffer_folder, why
 
         said = why(buffer_folder(run_path(self.run)), self.group, self.graph)
         return Answer({"group": self.group, "why": said.splitlines()}, said)
@@ -121,7 +121,7 @@ class Table(Command):
     def answer(self) -> Answer:
         import pyarrow.compute as pc
 
-        from ..dataflow.buffer.history import buffer_folder, history
+        from ..dataflow.buffer.queries import buffer_folder, history
         from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []
@@ -145,7 +145,7 @@ class Sql(Command):
     """Give up after this many seconds."""
 
     def answer(self) -> Answer:
-        from ..dataflow.buffer.sql import query
+        from ..dataflow.buffer.queries import query
         from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []

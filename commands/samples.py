@@ -38,7 +38,7 @@ class Samples(Command):
         return self._asked(self.sql) if self.sql is not None else self._shown()
 
     def _asked(self, sql: str) -> Answer:
-        from ..dataflow.buffer.sql import query
+        from ..dataflow.buffer.queries import query
         from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...dataflow.buffer.ledger import Capacity
+from ...dataflow.buffer.sample_buffer import Capacity
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun

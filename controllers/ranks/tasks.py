@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dataflow.buffer.leases import Piece, Published
+from ...dataflow.buffer.leases import ColumnPiece, Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.metrics import Metrics
 from ...dataflow.operation import Operation
@@ -25,7 +25,7 @@ class RowTask:
     ids: np.ndarray
     group_ids: np.ndarray
     parent_ids: np.ndarray
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[ColumnPiece] = ()
     first_children: np.ndarray | None = None
     """For each row, the first of MAX_CHILDREN sample ids reserved for its new rows (EXPAND
     only)."""

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.history import buffer_folder, why
-from ...dataflow.buffer.sql import query
+from ...dataflow.buffer.queries import buffer_folder, query, why
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life

@@ -13,7 +13,7 @@ from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, go_on, start, state_of
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.history import history
+from weft.dataflow.buffer.queries import history
 from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.errors import TakenOverError, UserError
 from weft.dataflow.runs.files import LOG, Disk
