@@ -49,8 +49,10 @@ def to_json(do: str, graph: str, **fields: Any) -> str:
             continue
         if name == "ids":
             text.append(f',"ids":{_ids(value)}')
+        elif type(value) is int:
+            text.append(f',"{name}":{value}')
         else:
-            text.append(f',"{name}":{_encode(value)}')
+            text.append(f',"{name}":{_quoted(value) if type(value) is str else _encode(value)}')
     text.append("}")
     return "".join(text)
 

@@ -61,10 +61,10 @@ class Readiness:
         """Compute the readiness of groups from the states of their rows."""
         readiness = cls(wiring)
         for group in groups:
-            readiness._add(group)
+            readiness._count(group)
         return readiness
 
-    def _add(self, group: Group) -> None:
+    def _count(self, group: Group) -> None:
         self._tally(group, 1)
         for level, complete in enumerate(group.complete):
             self.unfinished_levels[level] += not complete
@@ -236,13 +236,11 @@ class Readiness:
         return self.num_rows[self._wiring.index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
-        """Return how many groups a claim on this node could get (nodes that take groups or
-        batches)."""
+        """Return how many groups a claim on this node, which takes groups, could get."""
         return self.num_groups[self._wiring.index[node.name]]
 
     def unclaimed(self, node: Node) -> int:
-        """Return how many groups in flight this node (which takes groups or batches) has not
-        claimed."""
+        """Return how many groups in flight this node, which takes groups, has not claimed."""
         return self.num_unclaimed[self._wiring.index[node.name]]
 
     def too_old(self, node: Node) -> int:
@@ -263,12 +261,8 @@ class Readiness:
         return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
     def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
-        """Count the unclaimed groups that were not yet offered to an update, by version.
-
-        Returns:
-            For each version of an unclaimed group, ascending: the number of such groups that began
-                at this version or before.
-        """
+        """Return, for each version of an unclaimed group, ascending, how many groups that began at
+        this version or before were not yet offered to an update."""
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)
@@ -310,11 +304,7 @@ class LiveRows:
     """
 
     def __init__(self, graph: Graph, ids: Ids, clock: Callable[[], float]) -> None:
-        """
-        Args:
-            ids: id counters of the run.
-            clock: seconds, for the deadlines of quorums.
-        """
+        """`clock` gives seconds, for the deadlines of quorums."""
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
@@ -441,12 +431,8 @@ class LiveRows:
     # Offer rows
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Offer rows to node i if all earlier nodes are done with them.
-
-        Args:
-            order: places of each group's rows in order of becoming ready; None means
-                in order of arrival.
-        """
+        """Offer rows to node i if all earlier nodes are done with them. `order` has the places of
+        each group's rows in order of becoming ready; None means in order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
         queued, queue = self.readiness.in_row_queues[i], self.readiness.row_queues[i]
@@ -520,11 +506,8 @@ class LiveRows:
     # Finish rows
 
     def finish_rows(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Mark rows as done at node i, and offer them to the next nodes.
-
-        Args:
-            order: places in order of finishing; None means in order of arrival.
-        """
+        """Mark rows as done at node i, and offer them to the next nodes. `order` has the places in
+        order of finishing; None means in order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
         for group, mask in masks.items():
@@ -673,11 +656,8 @@ class LiveRows:
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Return whether all ready rows of a node (which takes rows) should wait for siblings.
-
-        That is the case if more rows of each group may come to the node, and no quorum waits for
-        it.
-        """
+        """Return whether all ready rows of a node (which takes rows) should wait for siblings: more
+        rows of each group may come to the node, and no quorum waits for it."""
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False

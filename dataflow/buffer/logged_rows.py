@@ -84,43 +84,37 @@ class LoggedGroup:
     """Why the group was lost; empty if it is intact."""
 
 
-@dataclass(slots=True, eq=False)
 class LoggedNode:
     """A node, with the state of each row in flight of its level."""
 
-    node: Node
-    name: str = field(init=False)
-    level: int = field(init=False)
-    takes_groups: bool = field(init=False)
-    quorum: int = field(init=False)
-    """Rows of a group that its quorum takes; 0 without a quorum."""
-    waiting: set[int] = field(default_factory=set)
-    """Rows that the node still has to process, ready or not, without the leased ones."""
-    leased: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
-    cancelled: set[int] = field(default_factory=set)
-    """Dropped rows that were too late for its quorum."""
-    held_back: set[int] = field(default_factory=set)
-    """Groups that are too old for it and wait for a larger bound."""
-    needs: list[tuple[int, list[LoggedNode]]] = field(default_factory=list)
-    """Level -> nodes that must be done with a row, or with its ancestor on that level, before it is ready."""
-    needs_above: list[tuple[int, list[LoggedNode]]] = field(default_factory=list)
-    """The part of `needs` on other levels."""
-    downstream: list[LoggedNode] = field(default_factory=list)
-    quorums_after: list[LoggedNode] = field(default_factory=list)
-    upstream_only: list[LoggedNode] = field(default_factory=list)
-    """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
-    serves: list[LoggedNode] = field(default_factory=list)
-    """Quorums that this node is upstream-only of."""
-    own_maker: LoggedNode | None = None
-    """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
-    its downstream nodes use them."""
-
-    def __post_init__(self) -> None:
-        operation = self.node.operation
-        self.name, self.level, self.takes_groups = self.node.name, self.node.level, operation.takes_groups
-        self.quorum = operation.quorum.n if operation.quorum else 0
+    def __init__(self, node: Node) -> None:
+        self.node, self.name, self.level = node, node.name, node.level
+        self.takes_groups = node.operation.takes_groups
+        self.quorum = node.operation.quorum.n if node.operation.quorum else 0
+        """Rows of a group that its quorum takes; 0 without a quorum."""
+        self.waiting: set[int] = set()
+        """Rows that the node still has to process, ready or not, without the leased ones."""
+        self.leased: set[int] = set()
+        self.done: set[int] = set()
+        self.dropped: set[int] = set()
+        self.cancelled: set[int] = set()
+        """Dropped rows that were too late for its quorum."""
+        self.held_back: set[int] = set()
+        """Groups that are too old for it and wait for a larger bound."""
+        self.needs: list[tuple[int, list[LoggedNode]]] = []
+        """Level -> nodes that must be done with a row, or with its ancestor on that level, before it
+        is ready."""
+        self.needs_above: list[tuple[int, list[LoggedNode]]] = []
+        """The part of `needs` on other levels."""
+        self.downstream: list[LoggedNode] = []
+        self.quorums_after: list[LoggedNode] = []
+        self.upstream_only: list[LoggedNode] = []
+        """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
+        self.serves: list[LoggedNode] = []
+        """Quorums that this node is upstream-only of."""
+        self.own_maker: LoggedNode | None = None
+        """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
+        its downstream nodes use them."""
 
     def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
         """Return whether all nodes before this one are done with these rows or their ancestors."""

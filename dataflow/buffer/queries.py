@@ -134,11 +134,8 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group: one line per node that has not finished it, or how it ended. A
-    last line reports gaps in the log.
-
-    Args:
-        graph: the graph of the group; None searches all graphs (group ids are unique in the run).
+    """Explain the state of a group, of any graph for None: one line per node that has not finished
+    it, or how it ended. A last line reports gaps in the log.
 
     Raises:
         UserError: there is no such graph, or the group belongs to another graph.
@@ -325,15 +322,11 @@ def query(
 
     Args:
         run: the folder of the run, or of its buffer.
-        sql: the query.
         notes: gets a line for each part that could not be read, and one if the answer is cut.
         max_rows: most rows of the answer; the rest is cut.
         timeout_s: time limit in seconds, at most a day.
         memory_bytes: memory limit of DuckDB; None is DuckDB's default.
         known: tables that the caller has already read, by name; they replace the tables of the run.
-
-    Returns:
-        The answer; an empty table for a statement without one.
 
     Raises:
         UserError: DuckDB is not installed, cannot answer, or takes too long, or AT_ONCE other

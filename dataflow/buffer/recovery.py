@@ -388,10 +388,8 @@ def restore(
     """Restore the ledgers of a run from its log. Only reads, so it also works during the run.
 
     Args:
-        folder: the folder of the buffer, with the log.
         graphs: the graphs of the run; None takes their outlines from the log, for read-only use.
         at: the log position to go back to; None is the end of the valid part.
-        clock: seconds since any moment, for deadlines.
 
     Raises:
         UserError: the graphs differ from the graphs of the run.

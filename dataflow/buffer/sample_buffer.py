@@ -165,9 +165,8 @@ class SampleBuffer:
         for name, graph in graphs.items():
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
-        made = cls(folder, node, config, ledgers, ids, log, store, disk=disk, scratch=scratch)
-        made.keep_checkpoints = keep_checkpoints
-        return made
+        own = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        return cls(folder, node, config, ledgers, ids, log, store, **own)
 
     @classmethod
     def recover(
@@ -210,11 +209,9 @@ class SampleBuffer:
         log = Log(
             folder / LOG, at=end, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence
         )
-        buffer = cls(
-            folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch
-        )
-        buffer.keep_checkpoints = keep_checkpoints
-        buffer.notes, buffer.damage = restored.notes, restored.damage
+        state = restored.ledgers, restored.ids, log, store, restored.notes, restored.damage
+        own = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        buffer = cls(folder, node, config, *state, **own)
         # Checkpoints that are damaged, incomplete, or later than the restored position.
         for path in folder.glob("*.checkpoint*"):
             if path not in restored.checkpoints:
@@ -233,12 +230,8 @@ class SampleBuffer:
         return buffer
 
     def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Delete the segments if no row is in flight.
-
-        Args:
-            going_on: whether a run will resume from a checkpoint. If so, keep the segments that the
-                checkpoint needs.
-        """
+        """Sync the log to disk. Delete the segments if no row is in flight, except those that a
+        checkpoint needs if the run is `going_on` from it."""
         try:
             try:
                 self.commit(sync=True)
@@ -310,15 +303,8 @@ class SampleBuffer:
         ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
-        """Requeue the groups that have columns in lost segments. Call it at recovery, before any
-        worker call.
-
-        Args:
-            lost: segment -> why it cannot be read.
-
-        Returns:
-            One line for each group, saying how it was handled.
-        """
+        """Requeue the groups that have columns in lost segments, given with the reason. Call it at
+        recovery, before any worker call. Return a line for each group, saying how it was handled."""
         said: list[str] = []
         for ledger in self.ledgers.values():
             for group, segment in ledger.live.groups_in({s for s in ledger.parts.segments if s in lost}):
@@ -328,15 +314,12 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight that have columns on nodes other than the given ones.
+        """Return the groups in flight that have columns on nodes other than the given ones: graph ->
+        group -> its first segment that cannot be read.
 
         Args:
-            nodes: names of the nodes whose segments can be read.
             live: skip groups that an update has begun to train on, because training on them twice
                 would be wrong. The update either has their columns or fails by itself.
-
-        Returns:
-            Graph -> group -> its first segment that cannot be read.
         """
         found: dict[str, dict[int, Segment]] = {}
         for name, ledger in self.ledgers.items():
@@ -348,11 +331,8 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the `unreachable` groups. No row of them may be leased.
-
-        Returns:
-            (graph, group) of each requeued group.
-        """
+        """Requeue the `unreachable` groups, and return their (graph, group). No row of them may be
+        leased."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -384,11 +364,8 @@ class SampleBuffer:
         self.log.append({"do": "note", "key": key, "value": value})
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write all pending events to the log, then free segments that no row needs.
-
-        Args:
-            sync: whether the events must survive a power loss once this returns.
-        """
+        """Write all pending events to the log, then free segments that no row needs. With `sync`,
+        the events survive a power loss once this returns."""
         self.log.commit(sync=sync)
         self.cutting.finish()
         for ledger in self.ledgers.values():
@@ -396,15 +373,12 @@ class SampleBuffer:
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
         """Save the state of the ledgers as a starting point for recovery, and archive the log that
-        no checkpoint needs.
+        no checkpoint needs. Return the log position of the checkpoint.
 
         When this returns, everything on this node that the checkpoint refers to is on disk.
 
         Args:
             kept: positions whose checkpoints must stay, because model checkpoints refer to them.
-
-        Returns:
-            The log position of the checkpoint.
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
@@ -452,7 +426,7 @@ class SampleBuffer:
         lag: int = 0,
         taken: int = 0,
     ) -> Capacity:
-        """Return how many groups of a graph may be issued.
+        """Return how many groups of a graph may be issued, by the smallest of the limits.
 
         Assumes that each group is as large as the largest finished one; `max_bytes` has no effect
         before a group is finished.
@@ -466,9 +440,6 @@ class SampleBuffer:
                 None sets no bound.
             lag: number of updates that the generating weights are behind the trained ones.
             taken: groups that the current update has claimed so far, finished or not.
-
-        Returns:
-            The smallest of the limits, at least 0, and the reason.
         """
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
         live, parts, groups = ledger.live, ledger.parts, len(ledger.live.groups)

@@ -207,14 +207,9 @@ def delete_local(folder: Path, here: str, node: str, file: str) -> None:
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`.
-    All stay readable.
-
-    Pages that a process has mapped stay in memory, and so do files on tmpfs.
-
-    Returns:
-        Bytes of the evicted files; 0 if all fit.
-    """
+    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`, and
+    return their bytes. All stay readable. Pages that a process has mapped stay in memory, and so do
+    files on tmpfs."""
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
         if found := with_file(path, _resident_since):

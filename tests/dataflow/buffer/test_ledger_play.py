@@ -514,7 +514,7 @@ def play(seed: int, number: int) -> int:
         graph.nodes
     )  # removes offers of rows that were taken away
     assert forgotten(play.ledger)
-    assert not play.model.checker.end()
+    assert not play.model.checker.end_log()
     return play.operations
 
 
