@@ -165,7 +165,7 @@ class SampleBuffer:
         for name, graph in graphs.items():
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
-        own = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        own: dict[str, Any] = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
         return cls(folder, node, config, ledgers, ids, log, store, **own)
 
     @classmethod
@@ -210,7 +210,7 @@ class SampleBuffer:
             folder / LOG, at=end, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence
         )
         state = restored.ledgers, restored.ids, log, store, restored.notes, restored.damage
-        own = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        own: dict[str, Any] = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
         buffer = cls(folder, node, config, *state, **own)
         # Checkpoints that are damaged, incomplete, or later than the restored position.
         for path in folder.glob("*.checkpoint*"):

@@ -265,8 +265,16 @@ def _start_watching(path: Path, grace_s: float) -> None:
     # Nothing else of this process's environment: it may have secrets, and the daemon outlives it.
     environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = subprocess.DEVNULL
-    streams = {"stdin": quiet, "stdout": quiet, "stderr": quiet}
-    subprocess.run(command, **streams, cwd="/", env=environment, check=False, timeout=60)
+    subprocess.run(
+        command,
+        stdin=quiet,
+        stdout=quiet,
+        stderr=quiet,
+        cwd="/",
+        env=environment,
+        check=False,
+        timeout=60,
+    )
 
 
 if __name__ == "__main__":
