@@ -18,7 +18,7 @@ def check(run: RunName) -> Answer:
 
     Exit code 1 if the check fails."""
     from ..dataflow.buffer.check import check_log
-    from ..dataflow.buffer.history import buffer_folder
+    from ..dataflow.buffer.queries import buffer_folder
 
     folder = buffer_folder(run_path(run))
     report = check_log(folder)
@@ -91,7 +91,7 @@ def explain(
         group: The group_id of the group.
         graph: Refuse groups of graphs other than this one, such as train.
     """
-    from ..dataflow.buffer.history import buffer_folder, why
+    from ..dataflow.buffer.queries import buffer_folder, why
 
     said = why(buffer_folder(run_path(run)), group, graph)
     return Answer({"group": group, "why": said.splitlines()}, said)
@@ -116,7 +116,7 @@ def table(
     """
     import pyarrow.compute as pc
 
-    from ..dataflow.buffer.history import buffer_folder, history
+    from ..dataflow.buffer.queries import buffer_folder, history
 
     notes: list[str] = []
     rows = history(buffer_folder(run_path(run)), notes)
@@ -139,7 +139,7 @@ def sql(
         limit: Show at most this many rows of the answer.
         timeout: Give up after this many seconds.
     """
-    from ..dataflow.buffer.sql import query as answer
+    from ..dataflow.buffer.queries import query as answer
 
     notes: list[str] = []
     return Answer.of_table(answer(run_path(run), query, notes, timeout_s=timeout), limit, notes)

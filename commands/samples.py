@@ -31,7 +31,7 @@ def samples(
 
     folder, notes = find_run(run), list[str]()
     if sql is not None:
-        from ..dataflow.buffer.sql import query
+        from ..dataflow.buffer.queries import query
 
         return Answer.of_table(query(folder, sql, notes), 100 if limit is None else limit, notes)
     from ..controllers.reports.sample import sample_of

@@ -188,7 +188,7 @@ class TrainingRun(GraphRun):
                 )
             )
         merged = values_of(merge(self.metrics))
-        merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.claims.stale.items()}
+        merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
             noted.clear()
         self.open = False

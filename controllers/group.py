@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.buffer.leases import Lease, Pieces
+from ..dataflow.buffer.leases import ColumnPieces, Lease
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
@@ -496,7 +496,7 @@ class _Rows:
         if level is not None and str(DRAW_PATH) in (*node.operation.reads, *node.operation.may_read):
             self._draws = [row.draw(level) for row in lease.rows]
         self._made = self._made_before() if expands else None
-        self._pieces = Pieces(ledger.graph, ledger.source, lease)
+        self._pieces = ColumnPieces(ledger.graph, ledger.source, lease)
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
         node, first_children = self._lease.node, self._first_children

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...dataflow.buffer.ledger import Capacity
-from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.sample_buffer import Capacity, SampleBuffer
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun, GraphRuns

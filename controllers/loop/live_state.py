@@ -25,7 +25,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...dataflow.buffer.history import waits_for
 from ...dataflow.buffer.ledger import Ledger
 from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STACKS, STREAM, make_file
 from ...dataflow.runs.requests import RunRequests
@@ -143,7 +142,7 @@ class LiveState:
             "in_flight": len(live.rows),
             "done": live.done,
             "dropped": dict(live.dropped),
-            "stale": dict(ledger.claims.stale),
+            "stale": dict(ledger.stale),
             "groups": len(live.groups),
             "groups_behind": live.groups_behind,
             "steps": {str(step): [groups, ages[step]] for step, groups in live.groups_of_step.items()},
@@ -153,7 +152,7 @@ class LiveState:
                 {
                     "group": id,
                     "step": live.groups[id].issued_in,
-                    "waits": waits_for(ledger, id).splitlines(),
+                    "waits": live.waits_for(id).splitlines(),
                 }
                 for id in at_work
             ],

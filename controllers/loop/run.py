@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ...dataflow.buffer.history import waits_for
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.errors import NoSignalError, StalledError, SymptomError, WorkerError
 from ...dataflow.runs.directory import RunDirectory
@@ -271,7 +270,7 @@ class Run:
         for run in self.graph_runs:
             for group in list(run.ledger.live.groups)[:3]:
                 lines += [f"graph {run.graph.name!r}, group {group}:"]
-                lines += [f"  {line}" for line in waits_for(run.ledger, group).splitlines()]
+                lines += [f"  {line}" for line in run.ledger.live.waits_for(group).splitlines()]
         return "\n".join(lines)
 
     # Checkpoints

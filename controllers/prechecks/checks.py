@@ -15,8 +15,7 @@ from pydantic import Field, create_model
 
 from ...algorithms.sampling import Sampling
 from ...dataflow.batch import Batch
-from ...dataflow.buffer.ledger import expected_rows
-from ...dataflow.buffer.sample_buffer import BufferConfig
+from ...dataflow.buffer.sample_buffer import BufferConfig, expected_rows
 from ...dataflow.column import (
     CHOSEN_IDS,
     OLD_LOGPROBS,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dataflow.buffer.leases import Piece, Published
+from ...dataflow.buffer.leases import ColumnPiece, Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import ResultError, UserError
 from ...dataflow.metrics import Metrics
@@ -33,7 +33,7 @@ class RowTask:
     ids: np.ndarray
     group_ids: np.ndarray
     parent_ids: np.ndarray
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[ColumnPiece] = ()
     first_children: np.ndarray | None = None
     """For each row, the first of MAX_CHILDREN sample ids reserved for its new rows (EXPAND
     only)."""

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from ...dataflow.buffer.sql import end_prepared, prepare
+from ...dataflow.buffer.queries import end_prepared, prepare
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
 from ...dataflow.runs.follow import changed, state_of

@@ -1,4 +1,5 @@
-"""Check a run's log against the rules for rows, and compare checkpoints and samples with it.
+"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples with
+it.
 
 This is `weft buffer check`. It changes nothing, and also works during the run.
 """
@@ -6,7 +7,7 @@ This is `weft buffer check`. It changes nothing, and also works during the run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from ..runs.log import DAMAGED, LogReader, Position, lost_records
 from ..runs.manifest import describe
 from ..runs.samples import SampleFile, noted_checksums, sample_files
 from ..runs.tables import last_step
-from .checked_rows import GraphCounts
-from .checker import Checker, Rule, Violation
+from .logged_rows import GraphCounts
 from .recovery import ledger_checkpoints, read_checkpoint
+from .rules import Checker, Rule, Violation
 
 MAX_VIOLATIONS = 1000
 """Stop after this many violations, because later ones follow from earlier ones."""
@@ -59,8 +60,9 @@ def check_log(folder: Path) -> Report:
     measured = last_step(folder.parent)  # read before the log, which may grow
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
-    saved = SavedStates(folder, checker)
+    saved = _SavedStates(folder, checker)
     violations, damage, end = saved.violations, saved.damage, Position()
+    saved.compare(end)
     for end, found in check_records(folder, checker, damage):
         violations += found
         # Checkpoints are between records, so compare after each one.
@@ -70,7 +72,12 @@ def check_log(folder: Path) -> Report:
             break
     cuts = sorted(folder.glob(f"{LOG}.cut-*"))
     saved.note_rest(end, went_back=bool(cuts))
-    violations += _lost_end(checker, measured)
+    # The log is written before the metrics. A run that was resumed without its log has a new one,
+    # which has no step before the next one ends.
+    noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
+    if measured is not None and isinstance(noted, int) and noted < measured:
+        said = f"the metrics know step {measured}, and the log ends in step {noted}, at byte {checker.at}"
+        violations.append(Violation(Rule.SOUND_LOG, f"{said}: what came after it is lost"))
     samples.compare_late()
     for path in cuts:
         size = path.stat().st_size
@@ -88,33 +95,9 @@ def check_log(folder: Path) -> Report:
     )
 
 
-def _lost_end(checker: Checker, measured: int | None) -> list[Violation]:
-    """Report a log that ends before the metrics do. The log is written first, so its end is lost.
-
-    A run that was resumed without its log has a new one, which has no step before the next one
-    ends.
-
-    Args:
-        checker: a checker that has read the log.
-        measured: the last step that has metrics, if known.
-    """
-    noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
-    if measured is None or not isinstance(noted, int) or noted >= measured:
-        return []
-    said = f"the metrics know step {measured}, and the log ends in step {noted}, at byte {checker.at}: what came after it is lost"
-    return [Violation(Rule.SOUND_LOG, said)]
-
-
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed the log in the folder of a buffer to a checker, for its rows only.
-
-    Args:
-        notes: gets a line for each gap in the log.
-
-    Raises:
-        UserError: the folder has no log.
-        FormatError: the log was written by another version of Weft.
-    """
+    """Feed the log in the folder of a buffer to a checker, for its rows only. `notes` gets a line for
+    each gap in the log. Raises the errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
@@ -123,15 +106,8 @@ def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
     """Feed the log in the folder of a buffer to a checker. Yield the end of each record and the
-    rules that it breaks.
-
-    Args:
-        damage: gets a line if the last record is incomplete because the run was killed.
-
-    Raises:
-        UserError: the folder has no log.
-        FormatError: the log was written by another version of Weft.
-    """
+    rules that it breaks. `damage` gets a line if the last record is incomplete because the run was
+    killed. Raises the errors of `check_log`."""
     log = folder / LOG
     if not log.exists():
         raise UserError(f"{folder} holds no log of a run ({LOG})")
@@ -140,7 +116,7 @@ def check_records(
         found = checker.feed(record, end.offset)
         end = reader.end
         yield end, found
-    broken = checker.end()
+    broken = checker.end_log()
     if not checker.rows.events:
         problem = f"{log} has no record: the run never began, or its log was emptied"
         broken.append(Violation(Rule.SOUND_LOG, problem))
@@ -151,7 +127,7 @@ def check_records(
     yield end, broken
 
 
-class SavedStates:
+class _SavedStates:
     """Checkpoints of the ledgers, to compare with the log."""
 
     def __init__(self, folder: Path, checker: Checker) -> None:
@@ -162,16 +138,10 @@ class SavedStates:
         self.violations: list[Violation] = []
         for path in ledger_checkpoints(folder):
             try:
-                position, _ = read_checkpoint(path)
+                self._paths[read_checkpoint(path)[0].offset] = path
             except (ValueError, OSError, KeyError) as error:
                 if path.exists():  # the run deletes old ones
                     self.damage.append(str(error))
-                continue
-            # A checkpoint of an empty log has nothing to compare.
-            if position == Position():
-                self.sound += 1
-            else:
-                self._paths[position.offset] = path
 
     def compare(self, end: Position) -> None:
         """Compare the checkpoint at this position, if any, with the rows in flight in the log."""
@@ -187,13 +157,8 @@ class SavedStates:
             self.damage.append(f"{path.name}: {_FOREIGN}")
             return
         self.sound += 1
-        groups = (record for record in records if record["do"] == "group")
-        saved = {
-            id: state
-            for record in groups
-            for level in record["levels"]
-            for id, state in _saved_states(level)
-        }
+        levels = (lv for record in records if record["do"] == "group" for lv in record["levels"])
+        saved = dict(state for level in levels for state in _saved_states(level))
         rows = self._checker.rows.in_flight
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
@@ -206,17 +171,11 @@ class SavedStates:
             if saved[id] != (done, leased):
                 self._complain(f"{path.name}: row {id} has other done or leased nodes than in the log")
 
-    def _complain(self, text: str) -> None:
-        self.violations.append(Violation(Rule.CHECKPOINT, text))
-
     def note_rest(self, end: Position, *, went_back: bool) -> None:
-        """Report the checkpoints whose position is not in the log.
+        """Report the checkpoints whose position is not in the log, which ends at `end`.
 
-        Args:
-            end: the end of the log.
-            went_back: whether a rollback cut the log. If not, a checkpoint beyond the end shows
-                that the log has lost its end, because the log is synced before a checkpoint is
-                written.
+        If no rollback cut the log, a checkpoint beyond the end shows that the log has lost its end,
+        because the log is synced before a checkpoint is written.
         """
         for offset, path in self._paths.items():
             beyond = f"{path.name}: at byte {offset} of the log; only {end.offset} bytes can be read"
@@ -225,7 +184,10 @@ class SavedStates:
             elif went_back:
                 self.damage.append(beyond)
             else:
-                self.violations.append(Violation(Rule.SOUND_LOG, beyond))
+                self._complain(beyond, Rule.SOUND_LOG)
+
+    def _complain(self, text: str, rule: Rule = Rule.CHECKPOINT) -> None:
+        self.violations.append(Violation(rule, text))
 
 
 def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -250,6 +212,17 @@ class RecordedSamples:
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
         """Leases with rows that were missing when the files were listed."""
+        self._is_late = False
+
+    def compare_late(self) -> None:
+        """List the files again, and compare the leases whose rows were missing."""
+        late, self._late, self._is_late = self._late, {}, True
+        if late:
+            found = _by_lease(sample_files(self._run))
+            self._checksums = noted_checksums(self._run)
+            self._parts |= {key: found[key] for key in late.keys() & found.keys()}
+        for (graph, lease), steps in late.items():
+            self.compare(graph, lease, steps)
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
         """Check that the files of a lease have these rows (sample id -> step), each under its step.
@@ -257,25 +230,6 @@ class RecordedSamples:
         A live run may add files after they were listed, so `compare_late` checks missing rows
         again.
         """
-        self._compare(graph, lease, steps, self._late)
-
-    def compare_late(self) -> None:
-        """List the files again, and compare the leases whose rows were missing."""
-        late, self._late = self._late, {}
-        if late:
-            found = _by_lease(sample_files(self._run))
-            self._checksums = noted_checksums(self._run)
-            self._parts |= {key: found[key] for key in late.keys() & found.keys()}
-        for (graph, lease), steps in late.items():
-            self._compare(graph, lease, steps, None)
-
-    def _compare(
-        self,
-        graph: str,
-        lease: int,
-        steps: Mapping[int, int],
-        late: dict[tuple[str, int], Mapping[int, int]] | None,
-    ) -> None:
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)
@@ -288,10 +242,9 @@ class RecordedSamples:
                 self._complain(f"{part.path} cannot be read: {error}")
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
-        # Look again at the end, because a live run may still write these files.
         if missing := sorted(steps.keys() - times.keys()):
-            if late is not None:
-                late[graph, lease] = dict(steps)
+            if not self._is_late:
+                self._late[graph, lease] = dict(steps)
                 return
             those = f"{len(missing)} are missing (sample ids {missing[:3]})"
             self._complain(f"{who} recorded {len(steps)} rows; {those}")
@@ -301,15 +254,10 @@ class RecordedSamples:
             self._complain(f"{who}: {len(wrong)} rows {those}")
         if wrong := [(id, step) for id, step in filed if steps.get(id, step) != step]:
             id, step = wrong[0]
-            self._complain(
-                f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}"
-            )
+            those = f"is filed under step {step}; it belongs to step {steps[id]}"
+            self._complain(f"{who}: sample {id} {those}")
         # Do not report a changed file twice.
-        if len(self.violations) == before:
-            self._compare_checksums(found)
-
-    def _compare_checksums(self, files: Sequence[SampleFile]) -> None:
-        for path in (part.path for part in files):
+        for path in [part.path for part in found] if len(self.violations) == before else ():
             noted = self._checksums.get(path.name)
             if noted is None:
                 self._without_checksum += 1

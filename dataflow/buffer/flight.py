@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import hmac
-import itertools
 import json
 import logging
 import os
@@ -30,19 +29,18 @@ import pyarrow.flight as pf
 
 from ..errors import DamagedSegment, UserError, nearest
 from ..runs.files import make_folder
-from .segment_store import delete_local
 from .segments import (
     END_OF_STREAM,
     FILE,
     Segment,
     SegmentReader,
+    delete_local,
     full_disk_named,
     verify_segment,
     write_all,
 )
 
 # Certificate
-
 
 NAME = "weft"
 """Name in every certificate. Clients trust the certificate itself, not the name."""
@@ -52,11 +50,9 @@ EARLIER = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """A certificate for one server of one run, with its private key, both in PEM form.
-
-    The key never leaves the process.
-    """
+class _Certificate:
+    """A certificate for one server of one run, with its private key, both in PEM form. The key never
+    leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -65,7 +61,7 @@ class Certificate:
         return "<Certificate with its key>"
 
 
-def make_certificate() -> Certificate:
+def make_certificate() -> _Certificate:
     """Make a P-256 key and a self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -87,12 +83,9 @@ def make_certificate() -> Certificate:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
-    return Certificate(
-        made.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    return _Certificate(made.public_bytes(pem), secret)
 
 
 # Flight
@@ -106,13 +99,12 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder: the node's folder.
-        node: the node's name. For other nodes, the folder only has copies of their messages.
+        folder, node: the node's folder and name. For other nodes, the folder only has copies of
+            their messages.
         host: the address to listen on, on a free port. The default is only reachable from this
             machine.
         token: the secret that every caller must send.
-        certificate: the server's certificate. None disables encryption, for use on a single
-            machine.
+        certificate: None disables encryption, for use on a single machine.
 
     Raises:
         ValueError: the token is empty.
@@ -127,7 +119,7 @@ class SegmentServer(pf.FlightServerBase):
         *,
         host: str = "127.0.0.1",
         token: str,
-        certificate: Certificate | None = None,
+        certificate: _Certificate | None = None,
     ) -> None:
         if not token:
             raise ValueError("SegmentServer.token is empty; set it, because it authenticates callers")
@@ -150,35 +142,32 @@ class SegmentServer(pf.FlightServerBase):
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
         # Pieces bound the size of each gRPC message.
+        starts = range(0, message.size, PIECE_BYTES)
         pieces = [schema.serialize()]
-        pieces += [
-            message.slice(i, min(PIECE_BYTES, message.size - i))
-            for i in range(0, message.size, PIECE_BYTES)
-        ]
+        pieces += [message.slice(i, min(PIECE_BYTES, message.size - i)) for i in starts]
         return pf.GeneratorStream(PIECES, map(_row, pieces))
 
     def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
         match action.type:
             case "delete":
-                return self._delete(json.loads(action.body.to_pybytes()))
+                self._delete(json.loads(action.body.to_pybytes()))
+                return []
             case "verify":
-                return self._verify(json.loads(action.body.to_pybytes()))
+                segments = list(map(Segment.from_json, json.loads(action.body.to_pybytes())))
+                return list(map(self._verify, segments))
             case _:
                 known = "the actions 'delete' and 'verify'"
                 raise pf.FlightServerError(f"a segment server knows {known}, not {action.type!r}")
 
-    def _verify(self, listed: Sequence[Sequence[Any]]) -> list[bytes]:
-        problems: list[bytes] = []
-        for segment in map(Segment.from_json, listed):
-            _check(segment.node, segment.file)
-            try:
-                verify_segment(self.folder, segment)
-                problems.append(b"")
-            except DamagedSegment as error:
-                problems.append(str(error).encode())
-        return problems
+    def _verify(self, segment: Segment) -> bytes:
+        _check(segment.node, segment.file)
+        try:
+            verify_segment(self.folder, segment)
+        except DamagedSegment as error:
+            return str(error).encode()
+        return b""
 
-    def _delete(self, files: Sequence[tuple[str, str]]) -> list[bytes]:
+    def _delete(self, files: Sequence[tuple[str, str]]) -> None:
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
@@ -189,7 +178,6 @@ class SegmentServer(pf.FlightServerBase):
                 failed = error
         if failed is not None:
             raise failed
-        return []
 
     def close(self) -> None:
         """Stop listening once the current calls have finished."""
@@ -201,11 +189,10 @@ class SegmentClient:
     """A channel to the segment server of one node.
 
     Args:
-        location: the server's address.
-        token: the server's token.
+        location, token: of the server.
         certificate: the server's certificate as PEM, the only one that the client trusts. None
             disables encryption.
-        timeout_s: time limit of a call.
+        timeout_s: time limit of a call. Afterwards, it raises TimeoutError.
     """
 
     def __init__(
@@ -223,10 +210,7 @@ class SegmentClient:
         self.close()
 
     def fetch(self, segment: Segment) -> pa.Buffer:
-        """Fetch a message of the server's node, with its schema.
-
-        Returns:
-            The bytes of an Arrow IPC stream.
+        """Fetch a message of the server's node, with its schema, as an Arrow IPC stream.
 
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
@@ -234,17 +218,15 @@ class SegmentClient:
             FlightUnauthenticatedError: the server has another token.
         """
         ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
+        what = f"fetching file {segment.file} of node {segment.node!r} from {self._location}"
         try:
-            with self._deadline(
-                f"fetching file {segment.file} of node {segment.node!r} from {self._location}"
-            ):
+            with self._deadline(what):
                 table = self._client.do_get(ticket, self._options()).read_all()
         except pf.FlightInternalError as error:
             if error.extra_info != DAMAGED:
                 raise
-            raise DamagedSegment(
-                segment, f"{self._location}/{segment.file}", f"its node says: {error}"
-            ) from None
+            path = f"{self._location}/{segment.file}"
+            raise DamagedSegment(segment, path, f"its node says: {error}") from None
         sink = pa.BufferOutputStream()
         for array in table.column("bytes").chunks:
             for piece in array:
@@ -253,35 +235,18 @@ class SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Let the server delete files, including its copies of other nodes' messages.
-
-        Args:
-            files: at least one (node, file).
-
-        Raises:
-            TimeoutError: the server cannot be reached, or did not answer in time.
-            FlightUnauthenticatedError: the server has another token.
-        """
+        """Let the server delete files, including its copies of other nodes' messages, given as at
+        least one (node, file)."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
             list(self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options()))
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify messages of its node.
-
-        Args:
-            segments: at least one.
-
-        Returns:
-            The problem of each segment; empty if it is intact.
-
-        Raises:
-            TimeoutError: the server cannot be reached, or did not answer in time.
-        """
+        """Let the server verify messages of its node, at least one. Return the problem of each; empty
+        if it is intact."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
-        with self._deadline(
-            f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
-        ):
+        what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
+        with self._deadline(what):
             results = self._client.do_action(pf.Action("verify", asked), self._options())
             return [result.body.to_pybytes().decode() for result in results]
 
@@ -335,7 +300,6 @@ def _row(piece: pa.Buffer) -> pa.RecordBatch:
 
 # Peers
 
-
 VERIFIED_AT_ONCE = 64
 """Most segments to verify in one call."""
 
@@ -358,37 +322,27 @@ class Peers:
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
         """Return the segments that cannot be read on their nodes, with the reason. Skips nodes that
         are not peers."""
+        by_node: dict[str, list[Segment]] = {}
+        for segment in sorted(segments, key=lambda one: (one.file, one.offset)):
+            by_node.setdefault(segment.node, []).append(segment)
         found: dict[Segment, str] = {}
-        for node, own in itertools.groupby(
-            # Sorted, because `groupby` needs the segments of a node next to each other.
-            sorted(segments, key=_place),
-            key=lambda segment: segment.node,
-        ):
+        for node, own in by_node.items():
             if (location := self.locations.get(node)) is None:
                 continue
-            left = list(own)
             with self.client(location, self.timeout_s) as client:
-                while left:
-                    some, left = left[:VERIFIED_AT_ONCE], left[VERIFIED_AT_ONCE:]
+                for k in range(0, len(own), VERIFIED_AT_ONCE):
+                    some = own[k : k + VERIFIED_AT_ONCE]
                     try:
                         problems = client.verify(some)
                     except TimeoutError as error:  # give up: each further call may take as long
-                        some, left = [*some, *left], []
-                        problems = [str(error)] * len(some)
-                    found |= {
-                        segment: problem
-                        for segment, problem in zip(some, problems, strict=True)
-                        if problem
-                    }
+                        found |= dict.fromkeys(own[k:], str(error))
+                        break
+                    found |= {s: problem for s, problem in zip(some, problems, strict=True) if problem}
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message to a file, unless it exists. A lock lets one process of the node fetch it
-        for all.
-
-        Args:
-            segment: a segment of another node.
-            path: the file to write, an Arrow IPC stream.
+        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file exists.
+        A lock lets one process of the node fetch it for all.
 
         Raises:
             UserError: the node is not a peer.
@@ -397,15 +351,13 @@ class Peers:
         """
         if (location := self.locations.get(segment.node)) is None:
             hint = nearest(segment.node, self.locations) or f"; there are {', '.join(self.locations)}"
-            raise UserError(
-                f"segment {segment.file} is on node {segment.node!r}, which is not a peer{hint}"
-            )
+            who = f"segment {segment.file} is on node {segment.node!r}"
+            raise UserError(f"{who}, which is not a peer{hint}")
         make_folder(path.parent)
         deadline = time.monotonic() + self.timeout_s
+        what = f"fetching file {segment.file} of node {segment.node!r} from {location}"
         with open(f"{path}.lock", "wb") as lock:
-            self._wait_for(
-                lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}"
-            )
+            self._wait_for(lock, deadline, what)
             # Another process fetched it while this one waited for the lock.
             if path.exists():
                 return
@@ -431,12 +383,7 @@ class Peers:
                 time.sleep(min(0.002, left))
 
 
-def _place(segment: Segment) -> tuple[str, str, int]:
-    return segment.node, segment.file, segment.offset
-
-
 # Deletions
-
 
 MAX_FILES = 10_000
 """Most files to remember for a peer that does not answer; the oldest are forgotten first."""
@@ -455,7 +402,6 @@ class Deletions:
     there only cost disk space.
 
     Args:
-        peers: the servers to call.
         timeout_s: time limit of a call to a peer.
         pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`.
     """

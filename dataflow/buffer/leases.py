@@ -17,11 +17,8 @@ import numpy as np
 from ..errors import LeaseError
 from ..graph import SOURCE, Graph, Node
 from ..source import file_columns
-from .rows import Group, LevelRows, Part, Row, places_in
+from .rows import Group, LevelRows, Row, StoredPart, places_in
 from .segments import Segment
-
-REMEMBERED_LEASES = 1000
-"""Number of void leases to remember, so that a late holder gets the reason."""
 
 Fate = Literal["wait", "mask", "requeue", "drop"]
 """How to handle a group that is too old when an update claims it: keep it waiting for a larger
@@ -40,17 +37,22 @@ class Staleness:
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of rows that are too old."""
+        """Return the places of rows that are too old. Rows without a version come from no policy,
+        and never become too old."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
-            # Rows without a version come from no policy and never become stale.
-            place
-            for place in places_in(mask)
-            if (v := versions[place]) is not None and 0 <= v < oldest
+            place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
         ]
 
 
+# Published rows
+
 NONE = np.empty(0, np.int64)
+
+PublishedLists: TypeAlias = tuple[
+    list[int], list[int], list[int] | None, list[int] | None, list[int] | None
+]
+"""Columns of `Published` as lists of Python numbers: ids, num_tokens, versions, parents, finished."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +76,19 @@ class Published:
     newest: int = -1
     """Newest policy version of any token, if the node generated them. It is not logged."""
 
+    @property
+    def _columns(self) -> tuple[np.ndarray | None, ...]:
+        return self.ids, self.num_tokens, self.versions, self.parents, self.finished
+
     @classmethod
-    def of_lists(
-        cls,
-        ids: Sequence[int],
-        num_tokens: Sequence[int],
-        versions: Sequence[int] | None,
-        parents: Sequence[int] | None,
-        finished: Sequence[int] | None,
-    ) -> Published:
-        made = [
-            None if numbers is None else np.array(numbers, np.int64)
-            for numbers in (versions, parents, finished)
-        ]
-        return cls(np.array(ids, np.int64), np.array(num_tokens, np.int64), made[0], made[1], made[2])
+    def of_lists(cls, *columns: Sequence[int] | None) -> Published:
+        made: list[Any] = [None if column is None else np.array(column, np.int64) for column in columns]
+        return cls(*made)
 
     @cached_property
     def lists(self) -> PublishedLists:
-        versions, parents, finished = self.versions, self.parents, self.finished
-        return PublishedLists(
-            self.ids.tolist(),
-            self.num_tokens.tolist(),
-            None if versions is None else versions.tolist(),
-            None if parents is None else parents.tolist(),
-            None if finished is None else finished.tolist(),
-        )
+        lists: Any = [None if column is None else column.tolist() for column in self._columns]
+        return tuple(lists)
 
     @property
     def ends_parents(self) -> bool:
@@ -110,20 +100,11 @@ class Published:
         expand, or none does."""
         if len(parts) == 1:
             return parts[0]
-        first = parts[0]
-        join = np.concatenate
-        return cls(
-            join([part.ids for part in parts]),
-            join([part.num_tokens for part in parts]),
-            None
-            if first.versions is None
-            else join([p.versions for p in parts if p.versions is not None]),
-            None if first.parents is None else join([p.parents for p in parts if p.parents is not None]),
-            None
-            if first.parents is None
-            else join([NONE if p.finished is None else p.finished for p in parts]),
-            max([part.newest for part in parts]),
-        )
+        columns: list[Any] = []
+        for column in zip(*(part._columns for part in parts), strict=True):
+            found = [values for values in column if values is not None]
+            columns.append(np.concatenate(found) if found else None)
+        return cls(*columns, newest=max(part.newest for part in parts))
 
     def not_of(self, parents: Container[int]) -> np.ndarray:
         """[rows] bool: the row has none of these parents."""
@@ -132,17 +113,11 @@ class Published:
 
     def without(self, parents: Container[int]) -> Published:
         """Return a copy without the rows of these parents."""
-        assert self.parents is not None
-        kept = self.not_of(parents)
-        finished = (
-            None
-            if self.finished is None
-            else self.finished[[p not in parents for p in self.finished.tolist()]]
-        )
-        versions = None if self.versions is None else self.versions[kept]
-        return Published(
-            self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest
-        )
+        kept, finished = self.not_of(parents), self.finished
+        if finished is not None:
+            finished = finished[[parent not in parents for parent in finished.tolist()]]
+        columns = [None if column is None else column[kept] for column in self._columns[:4]]
+        return Published(*columns, finished, self.newest)  # type: ignore[arg-type]
 
 
 class Spread(NamedTuple):
@@ -153,19 +128,14 @@ class Spread(NamedTuple):
     """Rows in each segment, in the order of the rows."""
 
     def only(self, kept: np.ndarray) -> Spread:
-        """Return the segments of a subset of the rows.
-
-        Args:
-            kept: [rows] bool.
-        """
+        """Return the segments of a subset of the rows, given as [rows] bool."""
         parts = np.split(kept, np.cumsum(self.counts)[:-1])
         return Spread(self.segments, [int(part.sum()) for part in parts])
 
     def to_json(self) -> list[list[Any]]:
         """Return a list of [number of rows, *segment], as in the log."""
-        return [
-            [rows, *segment.to_json()] for segment, rows in zip(self.segments, self.counts, strict=True)
-        ]
+        pairs = zip(self.counts, self.segments, strict=True)
+        return [[rows, *segment.to_json()] for rows, segment in pairs]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[Any]]) -> Spread:
@@ -176,15 +146,7 @@ Written: TypeAlias = Segment | Spread | None
 """Where the columns of published rows are stored; None if nothing was written."""
 
 
-class PublishedLists(NamedTuple):
-    """`Published` as lists of Python numbers. The driver makes one for each row."""
-
-    ids: list[int]
-    num_tokens: list[int]
-    versions: list[int] | None
-    parents: list[int] | None
-    finished: list[int] | None
-
+# Leases
 
 Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
 """Rows of one group in a lease: the group, their level, their mask, and their places in the order
@@ -227,8 +189,7 @@ class Lease:
         tokens: list[int] = []
         for group, mask in taken:
             rows = group.levels[level]
-            # More than one bit is set.
-            if mask & (mask - 1):
+            if mask & (mask - 1):  # several rows
                 places = rows.in_order(mask)
                 ids += map(rows.ids.__getitem__, places)
                 tokens += map(rows.tokens.__getitem__, places)
@@ -294,11 +255,7 @@ class Lease:
         return [len(places) for _, _, _, places in self.taken]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
-        """Repeat a value of each group for all of its rows, as [rows] int64.
-
-        Args:
-            values: one for each of `groups`.
-        """
+        """Repeat a value of each group for all of its rows, as [rows] int64."""
         return np.repeat(np.array(values, np.int64), self._rows_of_groups)
 
     @cached_property
@@ -324,10 +281,7 @@ class Lease:
         return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
-        """Refuse rows that may not be published under this lease.
-
-        Args:
-            rows: the group of each sample id in flight.
+        """Refuse rows that may not be published under this lease. `rows` has all rows in flight.
 
         Raises:
             LeaseError: rows or parents are not in the lease or were published before, or columns
@@ -351,9 +305,7 @@ class Lease:
         again = len(set(ids)) != len(ids) or (len(finished) > 1 and len(set(finished)) != len(finished))
         # Children must be new: neither in flight nor staged in this lease.
         if makes and not again:
-            staged = (
-                {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
-            )
+            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
             again = any(map(rows.__contains__, ids)) or any(map(staged.__contains__, ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
@@ -362,11 +314,14 @@ class Lease:
 class Leases:
     """Open leases of one graph, oldest first, and the most recent released ones."""
 
+    REMEMBERED = 1000
+    """Number of void leases to remember, so that a late holder gets the reason."""
+
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """Heap of (when, token)."""
+        """Heap of (when, token). Leases that ended earlier stay in it."""
         self._num_groups: dict[str, int] = {}
         self._given_up: list[tuple[int, int]] = []
         self.next_token = 1
@@ -402,40 +357,28 @@ class Leases:
         """Return how many groups a node that takes groups or batches has leased."""
         return self._num_groups.get(node.name, 0)
 
-    def begin(self, lease: Lease) -> None:
+    def grant(self, lease: Lease) -> None:
         self._open[lease.token] = lease
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
         if lease.deadline is not None:
             heapq.heappush(self._deadlines, (lease.deadline, lease.token))
-        level = lease.node.makes_level
-        for group, of, _, places in lease.taken if level is not None else ():
-            rows = group.levels[of]
-            under = rows.made_under = rows.made_under or {}
-            # `give_up` finds the lease of a parent here.
-            under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
-    def take_token(self) -> int:
-        self.next_token += 1
-        return self.next_token - 1
-
-    def finish(self, lease: Lease) -> None:
+    def close(self, lease: Lease) -> None:
         del self._open[lease.token]
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] -= lease.num_groups
 
-    def release(self, lease: Lease, why: str) -> None:
-        """Void a lease. Its holder is refused from here on, with this reason."""
-        self.finish(lease)
-        # Keep the reason for a late holder.
+    def void(self, lease: Lease, why: str) -> None:
+        """Close a lease. Its holder is refused from here on, with this reason."""
+        self.close(lease)
         self._void[lease.token] = why
-        if len(self._void) > REMEMBERED_LEASES:
+        if len(self._void) > self.REMEMBERED:
             del self._void[next(iter(self._void))]
 
     def take_overdue(self, now: float) -> list[Lease]:
         """Return open leases whose deadline has passed, each once."""
         overdue: list[Lease] = []
-        # Leases that ended earlier are still in the heap, and are skipped here.
         while self._deadlines and self._deadlines[0][0] <= now:
             _, token = heapq.heappop(self._deadlines)
             if token in self._open:
@@ -447,10 +390,10 @@ class Leases:
         """Time of the next deadline; None if no lease has one."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def give_up(self, parents: LevelRows, place: int, level: int) -> None:
+    def give_up_parent(self, node: Node, id: int) -> None:
         """Stop waiting for more children of a parent, although its holder is still making them."""
-        assert parents.made_under is not None
-        lease, id = self._open[parents.made_under[place, level]], parents.ids[place]
+        leases = (lease for lease in self._open.values() if lease.node.name == node.name)
+        lease = next(lease for lease in leases if id in lease.open)
         del lease.open[id]
         lease.given_up.add(id)
         self._given_up.append((lease.token, id))
@@ -462,11 +405,11 @@ class Leases:
         return given_up
 
 
-# Pieces
+# Columns that a node reads
 
 
 @dataclass(frozen=True)
-class Piece:
+class ColumnPiece:
     """Columns of a consumer's rows that one node wrote, or that the source has.
 
     `keys` select the rows in the segments. They are sample ids, or row numbers of the source's
@@ -482,11 +425,10 @@ class Piece:
     """Whether the columns come from the user's file, and so keep their types."""
 
 
-class Pieces:
+class ColumnPieces:
     """Locations of the columns that a node reads, found once and split into shares for ranks.
 
     Args:
-        graph: the graph of the node.
         source: the segment with the rows of the graph's source.
         lease: the rows, and the node that reads them.
     """
@@ -499,7 +441,7 @@ class Pieces:
             writer = node.writers[column]
             by_writer.setdefault((writer, not writer and column in of_file), []).append(column)
         self._source, self._of_file = source, of_file
-        self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
+        self._found: list[tuple[tuple[str, ...], np.ndarray, list[StoredPart] | None]] = []
         """Columns, the keys of all rows, and the part of each; None for columns of the source."""
         numbers = {other.name: i for i, other in enumerate(graph.nodes)}
         for (writer, _), columns in by_writer.items():
@@ -511,7 +453,7 @@ class Pieces:
                 self._found.append((tuple(columns), positions, None))
                 continue
             level, i = graph.level_of(writer), numbers[writer]
-            parts: list[Part | None] = []
+            parts: list[StoredPart | None] = []
             owners: list[int] = []
             for group, at, _, places in lease.taken:
                 rows = group.levels[level]
@@ -526,42 +468,28 @@ class Pieces:
             ids = lease.ids if level == node.level else np.array(owners, np.int64)
             self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
-    def of(self, share: Sequence[int]) -> list[Piece]:
-        """Return the pieces of some of the rows (see `cut`)."""
-        return self.cut([share], np.array(share, np.int64))[0]
-
-    def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[Piece]]:
-        """Return the pieces of each share of the rows.
+    def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[ColumnPiece]]:
+        """Return the pieces of each share of the rows: one per node that wrote some of the columns,
+        and one for the source.
 
         Args:
             shares: for each share, the indexes of its rows in the wanted order.
             index: all shares concatenated.
-
-        Returns:
-            For each share, one piece per node that wrote some of the columns, and one for the
-            source. Pieces of an empty share have no keys, and name a segment whose columns have the
-            right types.
         """
-        pieces: list[list[Piece]] = [[] for _ in shares]
+        pieces: list[list[ColumnPiece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:
             ordered, begin = keys[index], 0
             for share, own in zip(shares, pieces, strict=True):
                 end = begin + len(share)
                 if parts is None:
                     assert self._source is not None
-                    own.append(
-                        Piece(
-                            columns,
-                            ordered[begin:end],
-                            (self._source,),
-                            True,
-                            of_file=columns[0] in self._of_file,
-                        )
-                    )
+                    of_file = columns[0] in self._of_file
+                    own.append(ColumnPiece(columns, ordered[begin:end], (self._source,), True, of_file))
                 else:
                     # An empty share still needs a segment, for the types of its columns.
                     of = dict.fromkeys([parts[k] for k in share or (0,)])
-                    own.append(Piece(columns, ordered[begin:end], tuple([part.segment for part in of])))
+                    segments = tuple([part.segment for part in of])
+                    own.append(ColumnPiece(columns, ordered[begin:end], segments))
                 begin = end
         return pieces
 
@@ -570,8 +498,6 @@ def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequ
     """Map rows of level `at` to the places of their ancestors on `level`."""
     while at != level:
         rows = group.levels[at]
-        at, places = (
-            rows.above,
-            [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places],
-        )
+        places = [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]
+        at = rows.above
     return places

@@ -1,7 +1,9 @@
-"""LiveRows: unfinished rows and groups of a graph, and how they change when a node finishes, skips
-or drops rows.
+"""Rows in flight: which rows and groups each node can claim, and what follows when a node finishes,
+skips or drops rows.
 
-Leases are in `leases.py`; the ledger (`ledger.py`) writes the log.
+    a row at a node that takes rows        blocked ──offer_rows─> ready ──take_rows──> leased ──> done
+    a group at a node that takes groups    gathering ──offer_group──> ready ──claim_group──> claimed
+                                                too old <──set_too_old──┘
 """
 
 from __future__ import annotations
@@ -9,78 +11,263 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 from ..graph import SOURCE, Graph, Node
-from .readiness import Readiness, Wiring
-from .rows import Group, GroupState, Ids, Part, Row, places_in
+from .rows import Group, GroupState, Ids, Row, StoredPart, StoredParts, Wiring, mask_of, places_in
 from .segments import Segment
 
-# Stored parts
+# Readiness
+
+YOUNGEST = 1 << 62
+"""Sort key for rows that no policy generated: after all others, because they never become too old."""
 
 
-class StoredParts:
-    """The segments that rows in flight need, with counts. A segment is freed with its last row."""
+class Readiness:
+    """Counts and queues by node, updated at each event.
 
-    def __init__(self) -> None:
-        self._parts: dict[Part, None] = {}
-        self._freed: list[Segment] = []
-        self.num_bytes = 0
-        self.published_bytes = 0
-        self.finished_bytes = 0.0
-        """Published bytes of finished groups. Groups that share a segment have their share by rows."""
-        self.largest_group_bytes = 0
+    Stale entries stay in a queue until they reach its head, and are not counted.
 
-    @property
-    def segments(self) -> list[Segment]:
-        return [part.segment for part in self._parts]
+    Invariant: the state kept event by event equals what `of` computes from the groups in flight.
+    """
 
-    def add(self, segment: Segment, rows: int) -> Part:
-        """Add a segment that a call wrote, with its number of rows."""
-        self.published_bytes += segment.num_bytes
-        part = Part(segment, rows, rows)
-        self.put(part)
-        if not rows:  # no row will ever need it
-            self.finished_bytes += segment.num_bytes
-            self._free(part)
-        return part
+    def __init__(self, wiring: Wiring) -> None:
+        number = len(wiring.graph.nodes)
+        self._wiring = wiring
+        self.row_queues: list[list[int]] = [[] for _ in range(number)]
+        """Heaps of ids of groups that may have ready rows. A node claims rows of the oldest group
+        first."""
+        self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
+        self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+        """Heaps of (age, group id). An update takes the groups with the oldest tokens first, because
+        they become too old first. Ids do not tell the age, because a group may be generated again."""
+        self.num_rows = [0] * number
+        """Ready rows; for a node that takes groups, rows of ready groups."""
+        self.num_groups = [0] * number
+        self.num_unclaimed = [0] * number
+        """Groups in flight that a node which takes groups has not claimed."""
+        self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
+        self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
+        """For an update: version when generation began -> unclaimed groups."""
+        self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
+        """The part of `unclaimed_of` that was offered."""
+        self.todo = [0] * number
+        self.unfinished_levels = [0] * wiring.num_levels
+        """Number of groups that can get more rows on a level."""
 
-    def put(self, part: Part) -> None:
-        self._parts[part] = None
-        self.num_bytes += part.segment.num_bytes
+    @classmethod
+    def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
+        """Compute the readiness of groups from the states of their rows."""
+        readiness = cls(wiring)
+        for group in groups:
+            readiness._count(group)
+        return readiness
 
-    def discard(self, segment: Segment) -> None:
-        self._freed.append(segment)
+    def _count(self, group: Group) -> None:
+        self._tally(group, 1)
+        for level, complete in enumerate(group.complete):
+            self.unfinished_levels[level] += not complete
+        for i, node in enumerate(self._wiring.graph.nodes):
+            rows = group.levels[node.level]
+            self.todo[i] += rows.awaiting(i).bit_count()
+            if not self._wiring.takes_groups[i]:
+                if number := rows.ready(i).bit_count():
+                    self.offer_rows(group, number, i)
+                continue
+            state = group.state(i)
+            self.num_unclaimed[i] += state is not GroupState.CLAIMED
+            if state is GroupState.TOO_OLD:
+                self.too_old_groups[i].add(group.id)
+            elif state is GroupState.READY:
+                self._enqueue(group, i)
 
-    def finish(self, group: Group) -> None:
-        """Count a finished group, and free the segments that only it needed."""
-        num_bytes = 0.0
-        columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
-        for column in columns:  # in a fixed order, so that a replayed ledger frees in the same order
-            for part, rows in _counted(column):
-                num_bytes += part.row_bytes * rows
-                part.in_flight -= rows
-                if not part.in_flight:
-                    self._free(part)
-        self.finished_bytes += num_bytes
-        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
+    # Open and close groups
 
-    def _free(self, part: Part) -> None:
-        del self._parts[part]
-        self.num_bytes -= part.segment.num_bytes
-        self._freed.append(part.segment)
+    def open_group(self) -> None:
+        for level in range(1, len(self.unfinished_levels)):
+            self.unfinished_levels[level] += 1
+        for i, takes_groups in enumerate(self._wiring.takes_groups):
+            self.num_unclaimed[i] += takes_groups
 
-    def take_freed(self) -> list[Segment]:
-        """Return segments that no row in flight refers to, each once."""
-        freed, self._freed = self._freed, []
-        return freed
+    def close_group(self, group: Group) -> None:
+        self._tally(group, -1)
+        for i, takes_groups in enumerate(self._wiring.takes_groups):
+            self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
+    def set_version(self, group: Group, version: int | None) -> None:
+        """Set the policy version when a group's generation began; None if it has not begun."""
+        self._tally(group, -1)
+        group.version = version
+        self._tally(group, 1)
 
-def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
-    first = column[0]
-    if first is not None and column.count(first) == len(column):
-        return [(first, len(column))]
-    return [(part, number) for part, number in Counter(column).items() if part is not None]
+    def _tally(self, group: Group, by: int) -> None:
+        """Remove a group from the counts by version (-1) before a change, and add it again (1)
+        afterwards."""
+        if group.version is None:
+            return
+        for i in self._wiring.updates:
+            if not group.claimed >> i & 1:
+                for counts in (self.unclaimed_of[i], self.offered_of[i])[: 1 + (group.offered >> i & 1)]:
+                    counts[group.version] += by
+                    if not counts[group.version]:
+                        del counts[group.version]
+
+    # Rows
+
+    def offer_rows(self, group: Group, number: int, i: int) -> None:
+        if group.id not in self.in_row_queues[i]:
+            self.in_row_queues[i].add(group.id)
+            heapq.heappush(self.row_queues[i], group.id)
+        self.num_rows[i] += number
+
+    def take_rows(
+        self, i: int, number: int | None, known: Mapping[int, Group]
+    ) -> list[tuple[Group, int]]:
+        """Take up to `number` ready rows for node i, in order of group and id, as masks by group."""
+        queue, queued, level = self.row_queues[i], self.in_row_queues[i], self._wiring.level[i]
+        taken: list[tuple[Group, int]] = []
+        # Taking everything needs no heap.
+        if number is None or number >= self.num_rows[i]:
+            for id in sorted(queue):
+                group = known.get(id)
+                if group is not None and (mask := group.levels[level].ready(i)):
+                    taken.append((group, mask))
+            queue.clear()
+            queued.clear()
+            self.num_rows[i] = 0
+            return taken
+        self.num_rows[i] -= number
+        while number:
+            group = known.get(queue[0])
+            mask = group.levels[level].ready(i) if group is not None else 0
+            if mask.bit_count() > number and group is not None:  # the others of the group stay
+                mask = mask_of(group.levels[level].in_order(mask)[:number])
+            else:
+                queued.remove(heapq.heappop(queue))
+            number -= mask.bit_count()
+            if group is not None and mask:
+                taken.append((group, mask))
+        return taken
+
+    # Groups
+
+    def offered_rows(self, group: Group, i: int) -> int:
+        """Return the rows of a group that node i gets when it claims the group."""
+        quorum = self._wiring.quorum[i]
+        if quorum:
+            return mask_of((group.order or {})[i][:quorum])
+        rows = group.levels[self._wiring.level[i]]
+        return rows.all & ~rows.skipped[i]
+
+    def _num_offered(self, group: Group, i: int) -> int:
+        quorum = self._wiring.quorum[i]
+        return min(group.num_ready(i), quorum) if quorum else self.offered_rows(group, i).bit_count()
+
+    def offer_group(self, group: Group, i: int) -> None:
+        self._tally(group, -1)
+        group.offered |= 1 << i
+        self._tally(group, 1)
+        self._enqueue(group, i)
+
+    def _enqueue(self, group: Group, i: int) -> None:
+        age = self.oldest_version(group, i) if i in self._wiring.updates else 0
+        heapq.heappush(self.group_queues[i], (age, group.id))
+        self.num_groups[i] += 1
+        self.num_rows[i] += self._num_offered(group, i)
+
+    def oldest_version(self, group: Group, i: int) -> int:
+        """Return the oldest policy version in the rows that a group offers to node i; YOUNGEST if
+        no policy generated them."""
+        versions = group.levels[self._wiring.level[i]].versions
+        offered = places_in(self.offered_rows(group, i))
+        return min(
+            (v for place in offered if (v := versions[place]) is not None and v >= 0), default=YOUNGEST
+        )
+
+    def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
+        queue = self.group_queues[i]
+        while queue:
+            group = known.get(queue[0][1])
+            if group is not None and group.state(i) is GroupState.READY:
+                return group
+            # A stale entry: the group was claimed, dropped or set aside.
+            heapq.heappop(queue)
+        return None
+
+    def ready_ids(self, i: int, known: Mapping[int, Group]) -> list[int]:
+        """Return the sorted ids of the groups that are ready for node i, which takes groups."""
+        queued = {id for _, id in self.group_queues[i]}
+        return sorted(id for id in queued if id in known and known[id].state(i) is GroupState.READY)
+
+    def withdraw_group(self, group: Group, i: int) -> None:
+        """Mark a group as no longer ready for node i. Its queue entry becomes stale."""
+        self.num_rows[i] -= self._num_offered(group, i)
+        self.num_groups[i] -= 1
+
+    def set_too_old(self, group: Group, i: int) -> None:
+        """Mark a withdrawn group as too old for node i, so that it waits for a larger bound."""
+        group.too_old |= 1 << i
+        self.too_old_groups[i].add(group.id)
+
+    def clear_too_old(self, group: Group, i: int) -> None:
+        group.too_old &= ~(1 << i)
+        self.too_old_groups[i].remove(group.id)
+
+    def claim_group(self, group: Group, i: int) -> None:
+        self.withdraw_group(group, i)
+        self._set_claimed(group, group.claimed | 1 << i)
+        self.num_unclaimed[i] -= 1
+
+    def unclaim_group(self, group: Group, i: int) -> None:
+        self._set_claimed(group, group.claimed & ~(1 << i))
+        self.num_unclaimed[i] += 1
+        self.offer_group(group, i)
+
+    def _set_claimed(self, group: Group, mask: int) -> None:
+        self._tally(group, -1)
+        group.claimed = mask
+        self._tally(group, 1)
+
+    # Queries
+
+    def ready(self, node: Node) -> int:
+        """Return how many rows a claim on this node could get."""
+        return self.num_rows[self._wiring.index[node.name]]
+
+    def ready_groups(self, node: Node) -> int:
+        """Return how many groups a claim on this node, which takes groups, could get."""
+        return self.num_groups[self._wiring.index[node.name]]
+
+    def unclaimed(self, node: Node) -> int:
+        """Return how many groups in flight this node, which takes groups, has not claimed."""
+        return self.num_unclaimed[self._wiring.index[node.name]]
+
+    def too_old(self, node: Node) -> int:
+        """Return how many groups are too old for this node and wait for a larger bound."""
+        return len(self.too_old_groups[self._wiring.index[node.name]])
+
+    def settled(self, node: Node) -> bool:
+        """Return whether all rows issued so far that will reach this node are ready there, and none
+        is leased."""
+        i = self._wiring.index[node.name]
+        if self._wiring.quorum[i]:
+            return self.num_groups[i] == self.num_unclaimed[i] > 0
+        complete = self.unfinished_levels[node.level] == 0
+        return complete and self.num_rows[i] == self.todo[i] > 0
+
+    def exhausted(self, node: Node) -> bool:
+        """Return whether this node has no work left for the rows issued so far."""
+        return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
+
+    def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
+        """Return, for each version of an unclaimed group, ascending, how many groups that began at
+        this version or before were not yet offered to an update."""
+        i = self._wiring.index[node.name]
+        unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
+        versions = sorted(unclaimed)
+        counts = accumulate(unclaimed[v] - offered.get(v, 0) for v in versions)
+        return list(zip(versions, counts, strict=True))
 
 
 # Live rows
@@ -88,27 +275,22 @@ def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
 Orders: TypeAlias = Mapping[Group, Sequence[int]]
 
 
-class RowsById(Mapping[int, Row]):
-    """View of the rows in flight by sample id, in order of arrival.
-
-    Args:
-        group_of: sample id -> its group.
-    """
+class _RowsById(Mapping[int, Row]):
+    """View of the rows in flight by sample id, in order of arrival."""
 
     def __init__(self, group_of: Mapping[int, Group]) -> None:
         self._group_of = group_of
 
     def __getitem__(self, id: int) -> Row:
-        return self._group_of[id].find(id)
+        group = self._group_of[id]
+        level = next(level for level, rows in enumerate(group.levels) if id in rows.ids)
+        return Row(group, level, group.levels[level].place(id))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._group_of)
 
     def __len__(self) -> int:
         return len(self._group_of)
-
-    def __contains__(self, id: object) -> bool:
-        return id in self._group_of
 
 
 class LiveRows:
@@ -122,15 +304,12 @@ class LiveRows:
     """
 
     def __init__(self, graph: Graph, ids: Ids, clock: Callable[[], float]) -> None:
-        """
-        Args:
-            ids: id counters of the run.
-            clock: seconds, for the deadlines of quorums.
-        """
+        """`clock` gives seconds, for the deadlines of quorums."""
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
-        self.rows = RowsById(self.group_of)
+        """Sample id -> group."""
+        self.rows = _RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
         """Groups in flight by id, oldest first."""
         self.readiness = Readiness(self.wiring)
@@ -158,15 +337,14 @@ class LiveRows:
     # Add rows
 
     def issue(self, position: int, tokens: int, step: int) -> None:
-        group = Group(
-            self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes)
-        )
+        number, self._ids.next_group = self._ids.next_group, self._ids.next_group + 1
+        group = Group(number, position, step, tokens, self.wiring.above, len(self.graph.nodes))
         self.groups[group.id] = group
         self.groups_of_step[step] += 1
         self.readiness.open_group()
         group.complete[SOURCE] = True
-        id = self._ids.take(1)
-        group.levels[SOURCE].add(id, 0, tokens, None)
+        id = self._ids.reserve(1)
+        group.levels[SOURCE].append(id, 0, tokens, None)
         self.group_of[id] = group
         self._begin({group: 1}, SOURCE)
         self.retire_if_finished(group)
@@ -186,21 +364,18 @@ class LiveRows:
             if quorum and group.num_ready(i) and group.state(i) is GroupState.GATHERING:
                 self._set_quorum_deadline(group, i)
 
-    def add(
+    def add_children(
         self,
         i: int,
         ids: Sequence[int],
         parents: Sequence[int],
         tokens: Sequence[int],
         versions: Sequence[int] | None,
-        parts: Sequence[Part],
+        parts: Sequence[StoredPart],
     ) -> None:
         """Add rows that node i made, and offer them to the next nodes.
 
         Args:
-            i: the node.
-            ids: sample ids of the rows.
-            parents: sample ids of their parents.
             tokens: tokens that each row has beyond its parent's.
             versions: oldest policy version in each row; None takes the parents' versions.
             parts: parts that the node wrote: one per row, a single one for all rows, or none.
@@ -214,7 +389,7 @@ class LiveRows:
             source, rows = group.levels[above], group.levels[level]
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
-            bit = rows.add(id, parent, source.tokens[parent] + tokens[k], version)
+            bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
             if one is not None:
                 rows.column(i)[-1] = parts[k] if several else one
             group_of[id] = group
@@ -236,7 +411,7 @@ class LiveRows:
             for i in nodes if group.closed else ():
                 if group.closed >> i & 1 and (late := mask & group.levels[level].awaiting(i)):
                     # a later quorum must not see rows that are late at an earlier one
-                    self.cancel(group, late, i, f"late at {self.graph.nodes[i].name}")
+                    self.cancel_rows(group, late, i, f"late at {self.graph.nodes[i].name}")
             if wiring.may_be_cut_off[level]:
                 self._skip_what_is_cut_off(group, level, mask)
         for i in wiring.first_on_level[level]:
@@ -248,23 +423,19 @@ class LiveRows:
         for i in self.wiring.on_level[level]:
             cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
             for j in (i, *self.wiring.downstream[i]) if cut else ():
-                node = self.graph.nodes[j]
                 left = cut & ~rows.skipped[j]
-                if node.level == level and left:
+                if self.wiring.level[j] == level and left:
                     self.skip(group, left, j)
-                    if node.makes_level is not None:
-                        self._finish_level_if_complete(group, node.makes_level)
+                    self._finish_level_made_by(group, j)
+
+    # Offer rows
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Offer rows to node i if all earlier nodes are done with them.
-
-        Args:
-            order: places of each group's rows in order of becoming ready; None means
-                in order of arrival.
-        """
+        """Offer rows to node i if all earlier nodes are done with them. `order` has the places of
+        each group's rows in order of becoming ready; None means in order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
-        queued, fresh = self.readiness.in_row_queues[i], self.readiness.fresh_row_queues[i]
+        queued, queue = self.readiness.in_row_queues[i], self.readiness.row_queues[i]
         counted = 0
         for group, mask in masks.items():
             rows = group.levels[level]
@@ -285,9 +456,10 @@ class LiveRows:
                 if group.complete[level]:
                     self._offer_group_if_ready(group, i)
                 continue
+            # As `Readiness.offer_rows`, without a call for each group.
             if group.id not in queued:
                 queued.add(group.id)
-                fresh.append(group.id)
+                heapq.heappush(queue, group.id)
             counted += mask.bit_count()
             if group.complete[level]:
                 self.note_if_whole(group, i)
@@ -322,37 +494,20 @@ class LiveRows:
         if whole or 0 < self.wiring.quorum[i] <= ready.bit_count():
             self.readiness.offer_group(group, i)
 
-    def _finish_level_if_complete(self, group: Group, level: int) -> None:
-        """Mark a level complete when its maker has no work left, and continue with the levels
-        below."""
-        i = self.wiring.maker[level]
-        above = self.wiring.level[i]
-        if group.complete[level] or not group.complete[above] or group.levels[above].awaiting(i):
+    def note_if_whole(self, group: Group, i: int) -> None:
+        """Note a group if all its rows have reached node i (which takes rows), and some may be
+        ready."""
+        if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
-        group.complete[level] = True
-        self.readiness.unfinished_levels[level] -= 1
-        for j in self.wiring.on_level[level]:
-            self._offer_group_if_ready(group, j)
-            self.note_if_whole(group, j)
-            makes = self.graph.nodes[j].makes_level
-            if makes is not None:
-                self._finish_level_if_complete(group, makes)
-
-    def cancel(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Drop rows that a quorum does not need, with pending work that only the quorum needs."""
-        self.drop(group, mask, i, reason)
         rows = group.levels[self.wiring.level[i]]
-        rows.cancelled[i] |= mask
-        for j in self.wiring.upstream_only[i]:
-            self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
+        if rows.all == rows.offered[i] | rows.skipped[i] | rows.done[i]:
+            self._whole[i].add(group.id)
 
-    def finish(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Mark rows as done at node i, and offer them to the next nodes.
+    # Finish rows
 
-        Args:
-            masks: the rows of each group.
-            order: places in order of finishing; None means in order of arrival.
-        """
+    def finish_rows(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
+        """Mark rows as done at node i, and offer them to the next nodes. `order` has the places in
+        order of finishing; None means in order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
         for group, mask in masks.items():
@@ -368,25 +523,43 @@ class LiveRows:
             if wiring.level[j] == level:
                 self._offer_if_ready(masks, j, order)
             else:
-                below = {
-                    group: wiring.below(group, level, mask, wiring.level[j])
-                    for group, mask in masks.items()
-                }
+                below = {g: wiring.below(g, level, mask, wiring.level[j]) for g, mask in masks.items()}
                 self._offer_if_ready(below, j)
-        made = self.graph.nodes[i].makes_level
         for group in masks:
-            if made is not None:
-                self._finish_level_if_complete(group, made)
+            self._finish_level_made_by(group, i)
             # Only recording is left, or nothing.
             if group.open == group.behind:
                 self.retire_if_finished(group)
 
+    def _finish_level_made_by(self, group: Group, i: int) -> None:
+        """Mark the level that node i makes complete when the node has no work left, and continue
+        with the levels below."""
+        level, above = self.graph.nodes[i].makes_level, self.wiring.level[i]
+        if level is None or group.complete[level]:
+            return
+        if not group.complete[above] or group.levels[above].awaiting(i):
+            return
+        group.complete[level] = True
+        self.readiness.unfinished_levels[level] -= 1
+        for j in self.wiring.on_level[level]:
+            self._offer_group_if_ready(group, j)
+            self.note_if_whole(group, j)
+            self._finish_level_made_by(group, j)
+
+    # Drop rows
+
+    def cancel_rows(self, group: Group, mask: int, i: int, reason: str) -> None:
+        """Drop rows that a quorum does not need, with pending work that only the quorum needs."""
+        self.drop(group, mask, i, reason)
+        rows = group.levels[self.wiring.level[i]]
+        rows.cancelled[i] |= mask
+        for j in self.wiring.upstream_only[i]:
+            self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
+
     def drop(self, group: Group, mask: int, i: int, reason: str) -> None:
         """Take rows away from node i, which has not seen them, and from all downstream nodes."""
         self.skip(group, mask, i)
-        makes = self.graph.nodes[i].makes_level
-        if makes is not None:
-            self._finish_level_if_complete(group, makes)
+        self._finish_level_made_by(group, i)
         self.drop_downstream(group, mask, i, reason)
 
     def drop_downstream(self, group: Group, mask: int, i: int, reason: str) -> None:
@@ -394,14 +567,10 @@ class LiveRows:
         self.dropped[reason] += mask.bit_count()
         level = self.wiring.level[i]
         for j in self.wiring.downstream[i]:
-            node = self.graph.nodes[j]
-            self.skip(
-                group,
-                self.wiring.below(group, level, mask, node.level) & group.levels[node.level].awaiting(j),
-                j,
-            )
-            if node.makes_level is not None:
-                self._finish_level_if_complete(group, node.makes_level)
+            lower = self.wiring.level[j]
+            left = self.wiring.below(group, level, mask, lower) & group.levels[lower].awaiting(j)
+            self.skip(group, left, j)
+            self._finish_level_made_by(group, j)
 
     def skip(self, group: Group, mask: int, j: int) -> None:
         if not mask:
@@ -443,7 +612,7 @@ class LiveRows:
             self._rest(group)
         if group.open:
             return
-        self.parts.finish(group)
+        self.parts.finish_group(group)
         group_of = self.group_of
         for rows in group.levels:
             for id in rows.ids:
@@ -480,56 +649,38 @@ class LiveRows:
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
         """Return the source rows of groups in flight that none of these nodes has claimed, oldest
         first."""
-        mask = sum(1 << self.wiring.index[node.name] for node in nodes)
+        mask = mask_of(self.wiring.index[node.name] for node in nodes)
         return [group.position for group in self.groups.values() if not group.claimed & mask]
-
-    def note_if_whole(self, group: Group, i: int) -> None:
-        """Note a group if all its rows have reached node i (which takes rows), and some may be
-        ready."""
-        if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
-            return
-        rows = group.levels[self.wiring.level[i]]
-        if rows.all == rows.offered[i] | rows.skipped[i] | rows.done[i]:
-            self._whole[i].add(group.id)
 
     def is_awaited(self, node: Node) -> bool:
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Return whether all ready rows of a node (which takes rows) should wait for siblings.
-
-        That is the case if more rows of each group may come to the node, and no quorum waits for
-        it.
-        """
+        """Return whether all ready rows of a node (which takes rows) should wait for siblings: more
+        rows of each group may come to the node, and no quorum waits for it."""
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
-        level, whole = self.wiring.level[i], self._whole[i]
+        whole = self._whole[i]
         # Entries may be stale: drop those without ready rows.
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)
-            if group is not None and group.levels[level].ready(i):
+            if group is not None and group.levels[node.level].ready(i):
                 return False
             whole.discard(id)  # noted again if a row is given back
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
         """Return the step of the first row or group that a claim would get, and how many of that
-        step are ready.
-
-        It scans all that is ready for the node.
-        """
-        i = self.wiring.index[node.name]
-        groups, level = self.groups, self.wiring.level[i]
-        step, number = -1, 0
+        step are ready. Scans all that is ready for the node."""
+        i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
         else:
-            waiting = sorted(self.readiness.in_row_queues[i])
-            queued = [
-                (g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))
-            ]
+            waiting = [groups[id] for id in sorted(self.readiness.in_row_queues[i]) if id in groups]
+            queued = [(group, group.levels[node.level].ready(i).bit_count()) for group in waiting]
+        step, number = -1, 0
         for group, ready in queued:
             if ready and step not in (-1, group.issued_in):
                 break
@@ -540,25 +691,20 @@ class LiveRows:
         """Return the oldest policy version among the groups that wait as too old for a node; None
         if there are none."""
         i = self.wiring.index[node.name]
-        versions = (
-            group.levels[node.level].versions[place]
-            for group in (self.groups[id] for id in self.readiness.too_old_groups[i])
-            for place in places_in(self.readiness.offered_rows(group, i))
-        )
-        return min((v for v in versions if v is not None and v >= 0), default=None)
+        waiting = (self.groups[id] for id in self.readiness.too_old_groups[i])
+        oldest = min((self.readiness.oldest_version(group, i) for group in waiting), default=YOUNGEST)
+        return None if oldest == YOUNGEST else oldest
 
     def groups_in(self, segments: Collection[Segment]) -> list[tuple[int, Segment]]:
         """Return the groups with columns in these segments, each with the first such segment."""
-        found: dict[int, Segment] = {}
+        found: list[tuple[int, Segment]] = []
         for group in self.groups.values() if segments else ():
             columns = (column for rows in group.levels for column in rows.parts.values())
-            parts = dict.fromkeys(
-                part for column in columns for part in dict.fromkeys(column) if part is not None
-            )
+            parts = (part for column in columns for part in dict.fromkeys(column) if part is not None)
             there = next((part.segment for part in parts if part.segment in segments), None)
             if there is not None:
-                found[group.id] = there
-        return list(found.items())
+                found.append((group.id, there))
+        return found
 
     def is_in_training(self, group_id: int) -> bool:
         """Return whether an update has claimed a group that still has work left other than
@@ -580,3 +726,35 @@ class LiveRows:
             "done": self.done,
             "dropped": retired - self.done + dropped_live,
         }
+
+    def waits_for(self, group_id: int) -> str:
+        """Return what a group waits for, one line per node that has not finished it."""
+        group = self.groups.get(group_id)
+        if group is None:
+            return f"group {group_id} is not in flight: it is finished, or it was never issued"
+        return "\n".join(
+            f"{node.name}: {line}"
+            for i, node in enumerate(self.graph.nodes)
+            if (line := self._work_left(group, node, i))
+        )
+
+    def _work_left(self, group: Group, node: Node, i: int) -> str:
+        rows, complete = group.levels[node.level], group.complete[node.level]
+        left = [Row(group, node.level, place) for place in places_in(rows.awaiting(i))]
+        if not left and complete:
+            return ""
+        leased = (rows.leased[i] & rows.awaiting(i)).bit_count()
+        missing = sorted({a for r in left for a in node.after if not self.wiring.has_passed(r, a)})
+        if not complete:
+            missing.append(f"the rest of the group from {self.graph.levels[node.level]!r}")
+        if node.operation.behind and not group.rested:
+            missing.append("all else to be done with the group")
+        state = f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+        if leased:
+            state = f"{leased} leased"
+        if group.too_old >> i & 1:
+            oldest = min(
+                (r.version for r in left if r.version is not None and r.version >= 0), default=None
+            )
+            state = f"too old, of version {oldest}; waits for a larger bound"
+        return f"{len(left)} of {len(rows)} rows to do; {state}"

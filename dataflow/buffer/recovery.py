@@ -16,29 +16,20 @@ from ..graph import SOURCE, Graph
 from ..runs.files import LOG, Disk
 from ..runs.log import LogReader, Position, Record, described_graph, has_position, line_of
 from ..safe_files import open_file, parse_json
-from .events import (
-    Claim,
-    Drop,
-    Event,
-    Finish,
-    Issue,
-    Lose,
-    Offer,
-    Publish,
-    Release,
-    SetSource,
-    from_record,
-)
 from .leases import Lease, Published, Spread
 from .ledger import Ledger
-from .readiness import Readiness, Wiring
-from .rows import Group, Ids, LevelRows, Part
+from .live_rows import Readiness
+from .rows import Group, Ids, LevelRows, StoredPart, Wiring
 from .segments import Segment
 
 # Ledger state
 #
 # A checkpoint has only facts: rows, their masks and parts, open leases. Counts and readiness are
 # computed on load. Rows are saved as columns, so that loading does no work per row.
+
+
+GROUP_FIELDS = ("issued_in", "trained_in", "version", "offered", "closed")
+ROW_COLUMNS = ("ids", "parents", "tokens", "versions")
 
 
 def save(ledger: Ledger) -> Iterator[Record]:
@@ -52,41 +43,37 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "issued": live.issued,
         "done": live.done,
         "dropped": dict(live.dropped),
-        "stale": dict(ledger.claims.stale),
+        "stale": dict(ledger.stale),
         "largest": live.largest_group,
         "bytes": parts.published_bytes,
         "finished_bytes": parts.finished_bytes,
         "largest_bytes": parts.largest_group_bytes,
         "token": ledger.leases.next_token,
     }
-    numbers: dict[Part, int] = {}
+    numbers: dict[StoredPart, int] = {}
     for group in live.groups.values():
         yield _group_record(ledger, group, numbers)
     for lease in ledger.leases:
+        # Without finished groups.
+        held = [[g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups]
+        staged = [[ids, made.lists, where and where.to_json()] for ids, made, where in lease.staged]
         yield {
             "do": "lease",
             "graph": ledger.name,
             "token": lease.token,
             "node": lease.node.name,
-            "held": [
-                [g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups
-            ],  # without finished groups
+            "held": held,
             "open": list(lease.open),
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),
             "masked": sorted(lease.masked),
-            "staged": [
-                [ids, published.lists, s.to_json() if s else None] for ids, published, s in lease.staged
-            ],
+            "staged": staged,
         }
 
 
-def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Record:
-    """
-    Args:
-        numbers: part -> number, for the parts saved so far. New parts are added, and saved with
-            this group.
-    """
+def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
+    """Return the record of a group. `numbers` has the parts saved so far; new parts are added, and
+    saved with this group."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -94,37 +81,24 @@ def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Rec
                 if part is not None and part not in numbers:
                     numbers[part] = len(numbers)
                     parts.append([part.segment.to_json(), part.written])
+    on_level = ledger.live.wiring.on_level
     return {
         "do": "group",
         "graph": ledger.name,
-        "id": group.id,
-        "position": group.position,
-        "issued_in": group.issued_in,
-        "trained_in": group.trained_in,
-        "tokens": group.tokens,
-        "version": group.version,
-        "offered": group.offered,
+        **{name: getattr(group, name) for name in ("id", "position", "tokens", *GROUP_FIELDS)},
         "held": group.too_old,
-        "closed": group.closed,
         "order": [[i, places] for i, places in (group.order or {}).items()],
         "parts": parts,
         "levels": [
-            _level_record(rows, on_level, numbers)
-            for rows, on_level in zip(group.levels, ledger.live.wiring.on_level, strict=True)
+            _level_record(r, nodes, numbers) for r, nodes in zip(group.levels, on_level, strict=True)
         ],
     }
 
 
-def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[Part, int]) -> Record:
-    """Return the record of a level. `states` has the masks of each node: done, offered, leased,
-    skipped and cancelled."""
-    masks = ((i, (rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled)) for i in nodes)
+def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[StoredPart, int]) -> Record:
     return {
-        "ids": rows.ids,
-        "parents": rows.parents,
-        "tokens": rows.tokens,
-        "versions": rows.versions,
-        "states": [[i, *(f"{mask[i]:x}" for mask in of)] for i, of in masks],
+        **{name: getattr(rows, name) for name in ROW_COLUMNS},
+        "states": [[i, *(f"{mask[i]:x}" for mask in _masks(rows))] for i in nodes],
         "parts": [
             [i, *(None if part is None else numbers[part] for part in column)]
             for i, column in sorted(rows.parts.items())
@@ -133,21 +107,26 @@ def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[Part, int
     }
 
 
+def _masks(rows: LevelRows) -> tuple[list[int], ...]:
+    """Return the masks by node that a checkpoint keeps, in its order."""
+    return rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled
+
+
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
     """Restore a new ledger from records. Leases lose their deadlines, because their holders are
     called again or gone."""
-    live, parts = ledger.live, list[Part]()
+    live, parts = ledger.live, list[StoredPart]()
     for record in records:
         match record["do"]:
             case "ledger":
                 _load_totals(ledger, record)
             case "group":
-                parts += [Part(Segment.from_json(s), written, 0) for s, written in record["parts"]]
+                parts += [StoredPart(Segment.from_json(s), written, 0) for s, written in record["parts"]]
                 _load_group(ledger, record, parts)
             case "lease":
                 _load_lease(ledger, record)
     for part in parts:
-        ledger.parts.put(part)
+        ledger.parts.restore(part)
     live.readiness = Readiness.of(live.wiring, live.groups.values())
 
 
@@ -156,7 +135,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.source = Segment.from_json(record["source"]) if record["source"] else None
     ledger.prompts_issued = record["prompts"]
     live.issued, live.done = record["issued"], record["done"]
-    live.dropped, ledger.claims.stale = Counter(record["dropped"]), Counter(record["stale"])
+    live.dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])
     live.largest_group, parts.published_bytes = record["largest"], record["bytes"]
     parts.finished_bytes, parts.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
     ledger.leases.next_token = record["token"]
@@ -172,26 +151,25 @@ def _load_lease(ledger: Ledger, record: Record) -> None:
         (ids, Published.of_lists(*lists), Segment.from_json(s) if s else None)
         for ids, lists, s in record["staged"]
     ]
-    ledger.leases.begin(lease)
+    ledger.leases.grant(lease)
 
 
-def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
+def _load_group(ledger: Ledger, record: Record, parts: list[StoredPart]) -> None:
     live, number = ledger.live, len(ledger.graph.nodes)
     ids = record["id"], record["position"], record["issued_in"]
     group = Group(*ids, record["tokens"], live.wiring.above, number)
-    group.version, group.trained_in = record["version"], record["trained_in"]
-    group.offered, group.too_old, group.closed = record["offered"], record["held"], record["closed"]
+    for name in GROUP_FIELDS:
+        setattr(group, name, record[name])
+    group.too_old = record["held"]
     for rows, saved in zip(group.levels, record["levels"], strict=True):
-        rows.ids, rows.parents, rows.tokens, rows.versions = (
-            saved[name] for name in ("ids", "parents", "tokens", "versions")
-        )
+        for name in ROW_COLUMNS:
+            setattr(rows, name, saved[name])
         for i, *masks in saved["states"]:
-            of = (rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled)
-            for mask, value in zip(of, masks, strict=True):
+            for mask, value in zip(_masks(rows), masks, strict=True):
                 mask[i] = int(value, 16)
-        for i, *lie_in in saved["parts"]:
-            rows.parts[i] = [None if k is None else parts[k] for k in lie_in]
-            for k in lie_in:
+        for i, *numbers in saved["parts"]:
+            rows.parts[i] = [None if k is None else parts[k] for k in numbers]
+            for k in numbers:
                 if k is not None:
                     parts[k].in_flight += 1
         rows.aside = {(place, level): first for place, level, first in saved["aside"]} or None
@@ -253,13 +231,13 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
     records = list(reader)
     if reader.damage:
         raise ValueError(reader.damage)
-    if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
+    if len(records) < 2 or records[-1].get("do") != "end":
         raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
     first, *state, last = records
-    _check_format(path, first)
+    position = _position_of(path, first)
     if last["records"] != len(state):
         raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
-    return Position(first["offset"], first["checksum"]), state
+    return position, state
 
 
 def is_sound_checkpoint(path: Path, position: Position) -> bool:
@@ -290,29 +268,25 @@ def checkpoint_position(path: Path) -> Position:
     Raises:
         ValueError: the first line is damaged, or from another version of Weft.
     """
-    first = next(iter(LogReader(path)), {})
-    if first.get("do") != "checkpoint":
-        raise ValueError(f"{path} does not begin with a checkpoint record")
-    _check_format(path, first)
-    return Position(first["offset"], first["checksum"])
+    return _position_of(path, next(iter(LogReader(path)), {}))
 
 
 def _start(position: Position) -> Record:
-    return {
-        "do": "checkpoint",
-        "offset": position.offset,
-        "checksum": position.checksum,
-        "format": FORMAT,
-    }
+    place = {"offset": position.offset, "checksum": position.checksum}
+    return {"do": "checkpoint", **place, "format": FORMAT}
 
 
-def _check_format(path: Path, start: Record) -> None:
-    found = start.get("format", 1)
+def _position_of(path: Path, first: Record) -> Position:
+    """Return the position in the first record of a checkpoint."""
+    if first.get("do") != "checkpoint":
+        raise ValueError(f"{path} does not begin with a checkpoint record")
+    found = first.get("format", 1)
     if found != FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
         raise ValueError(
             f"{path} has format {found}, of {which} version of Weft; this version reads format {FORMAT}"
         )
+    return Position(first["offset"], first["checksum"])
 
 
 # Files of the sample buffer
@@ -341,49 +315,52 @@ def replay(ledger: Ledger, record: Record) -> None:
 
     Raises:
         ValueError: the ledger is not in the state that it had when the record was written.
+        LookupError: the record lacks a field, or was written by another version of Weft.
     """
     log, ledger.log = ledger.log, None
     try:
-        _apply(ledger, from_record(record))
+        _apply(ledger, record)
     finally:
         ledger.log = log
 
 
-def _apply(ledger: Ledger, event: Event) -> None:
-    match event:
-        case Issue():
-            if (event.first, event.group) != (ledger.ids.next_id, ledger.ids.next_group):
-                raise ValueError(
-                    f"rows were issued from id {event.first}, but {ledger.ids.next_id} is next"
-                )
-            ledger.issue(event.positions, event.tokens, step=event.step)
-        case SetSource():
-            ledger.set_source(Segment.from_json(event.segment))
-        case Claim():
-            ledger.claim_again(event)
-        case Publish():
-            arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
-            written = Segment.from_json(event.segment) if event.segment else None
-            if event.segments is not None:
-                written = Spread.from_json(event.segments)
-            ledger.publish(ledger.leases[event.lease], Published.of_lists(*arrays), written)
-        case Finish():
-            ledger.finish(ledger.leases[event.lease], step=event.step)
-        case Release():
-            ledger.release(ledger.leases[event.lease], event.why, ids=event.ids)
-        case Drop():
-            ledger.drop(ledger.graph[event.node], event.ids, event.why)
-        case Lose():
-            ledger.lose(event.group, event.why, issue_again=event.again)
-        case Offer():
-            ledger.offer(ledger.graph[event.node], ledger.live.groups[event.group])
+def _apply(ledger: Ledger, record: Record) -> None:
+    match record["do"]:
+        case "issue":
+            first, group, known = record["first"], record["group"], ledger.ids
+            if (first, group) != (known.next_id, known.next_group):
+                raise ValueError(f"rows were issued from id {first}, but {known.next_id} is next")
+            ledger.issue(record["positions"], record["tokens"], step=record["step"])
+        case "source":
+            ledger.set_source(Segment.from_json(record["segment"]))
+        case "claim":
+            ledger.claim_again(record)
+        case "publish":
+            optional = (record.get(name) for name in ("versions", "parents", "finished"))
+            made = Published.of_lists(record["ids"], record["tokens"], *optional)
+            written = Segment.from_json(record["segment"]) if record.get("segment") else None
+            if record.get("segments") is not None:
+                written = Spread.from_json(record["segments"])
+            ledger.publish(ledger.leases[record["lease"]], made, written)
+        case "finish":
+            ledger.finish(ledger.leases[record["lease"]], step=record.get("step"))
+        case "release":
+            ledger.release(ledger.leases[record["lease"]], record["why"], ids=record.get("ids"))
+        case "drop":
+            ledger.drop(ledger.graph[record["node"]], record["ids"], record["why"])
+        case "lose":
+            ledger.lose(record["group"], record["why"], issue_again=record.get("again", True))
+        case "offer":
+            ledger.offer(ledger.graph[record["node"]], ledger.live.groups[record["group"]])
+        case do:
+            raise LookupError(f"unknown event {do!r}; a later version of Weft wrote it")
 
 
 # Recovery
 
 
 @dataclass
-class RestoredState:
+class _RestoredState:
     """The state of a run at a position of its log."""
 
     ledgers: dict[str, Ledger]
@@ -398,6 +375,7 @@ class RestoredState:
     unwritten: list[str] = field(default_factory=list)
     """Graphs that the log does not name, because the run ended while it was being created."""
     pinned: set[Segment] = field(default_factory=set)
+    """Segments that the checkpoint refers to."""
 
 
 def restore(
@@ -406,14 +384,12 @@ def restore(
     *,
     at: Position | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> RestoredState:
+) -> _RestoredState:
     """Restore the ledgers of a run from its log. Only reads, so it also works during the run.
 
     Args:
-        folder: the folder of the buffer, with the log.
         graphs: the graphs of the run; None takes their outlines from the log, for read-only use.
         at: the log position to go back to; None is the end of the valid part.
-        clock: seconds since any moment, for deadlines.
 
     Raises:
         UserError: the graphs differ from the graphs of the run.
@@ -421,15 +397,32 @@ def restore(
     """
     damage: list[str] = []
     start, state, sound = _latest_checkpoint(folder, at, damage)
-    restored = RestoredState({}, Ids(), {}, start, sound, damage)
+    restored = _RestoredState({}, Ids(), {}, start, sound, damage)
+
+    def take(record: Record) -> None:
+        match record["do"]:
+            case "graph":
+                name = record["graph"]
+                if name not in restored.ledgers:
+                    graph = _same_graph(name, record, graphs)
+                    restored.ledgers[name] = Ledger(graph, ids=restored.ids, name=name, clock=clock)
+            case "ids":
+                restored.ids.next_id, restored.ids.next_group = record["next_id"], record["next_group"]
+            case "note":
+                restored.notes[record["key"]] = record["value"]
+            case "ledger" | "group" | "lease" | "epoch":
+                pass  # `load` restores the first three together; only the log's writer needs epochs
+            case _:
+                replay(restored.ledgers[record["graph"]], record)
+
     for record in state:
-        _take(restored, record, graphs, clock)
+        take(record)
     for name, ledger in restored.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
     if start != at:  # else the checkpoint is the complete state
-        begun |= _replay_log(restored, folder / LOG, at, graphs, clock)
+        begun |= _replay_log(restored, folder / LOG, at, take)
     if at is not None and restored.end != at:
         damage.append(
             f"{folder / LOG} is sound to byte {restored.end.offset}: the state at byte {at.offset} is not there"
@@ -446,11 +439,7 @@ def restore(
 
 
 def _replay_log(
-    restored: RestoredState,
-    log: Path,
-    at: Position | None,
-    graphs: Mapping[str, Graph] | None,
-    clock: Callable[[], float],
+    restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
     """Replay the log up to a position. Return whether it has records other than the beginning of a
     run."""
@@ -462,36 +451,12 @@ def _replay_log(
         restored.end = reader.end
         begun |= record["do"] not in ("epoch", "ids", "graph")
         try:
-            _take(restored, record, graphs, clock)
+            take(record)
         except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:
             raise RecoveryError(f"{log}, byte {restored.end.offset}: {record['do']}: {error}") from error
     if reader.damage:
         restored.damage.append(f"{reader.damage}; the state before it is used")
     return begun
-
-
-def _take(
-    restored: RestoredState,
-    record: Record,
-    graphs: Mapping[str, Graph] | None,
-    clock: Callable[[], float],
-) -> None:
-    match record["do"]:
-        case "graph":
-            name = record["graph"]
-            if name not in restored.ledgers:
-                graph = _same_graph(name, record, graphs)
-                restored.ledgers[name] = Ledger(graph, ids=restored.ids, name=name, clock=clock)
-        case "ids":
-            restored.ids.next_id, restored.ids.next_group = record["next_id"], record["next_group"]
-        case "note":
-            restored.notes[record["key"]] = record["value"]
-        case "ledger" | "group" | "lease":
-            pass  # `load` restores these together
-        case "epoch":
-            pass  # only the log's writer needs it
-        case _:
-            replay(restored.ledgers[record["graph"]], record)
 
 
 def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -> Graph:
@@ -500,25 +465,23 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
-    now = graphs[name]
-    if json.loads(json.dumps(now.outline())) != outline:
-        names = [n.name for n in then.nodes]
-        changed = [n.name for n in now.nodes if n.name not in names] or [
-            n["name"]
-            for n, m in zip(
-                json.loads(json.dumps(now.outline()["nodes"])), outline["nodes"], strict=False
-            )
-            if n != m
+    now = json.loads(json.dumps(graphs[name].outline()))
+    if now != outline:
+        earlier, nodes = {n["name"] for n in outline["nodes"]}, now["nodes"]
+        changed = [n["name"] for n in nodes if n["name"] not in earlier] or [
+            n["name"] for n, m in zip(nodes, outline["nodes"], strict=False) if n != m
         ]
         raise UserError(
             f"graph {name!r} differs from when the run was started; check {', '.join(changed) or 'its source'}"
         )
-    return now
+    return graphs[name]
 
 
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
+    """Return the position and the records of the latest valid checkpoint up to `at`, and all valid
+    ones."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):
@@ -526,20 +489,21 @@ def _latest_checkpoint(
             position = checkpoint_position(path)
             if at is not None and position.offset > at.offset:
                 continue
+            in_log = has_position(folder / LOG, position)
             # Parse only the checkpoint to use; verifying checksums is enough for the others.
             if best is None or not is_sound_checkpoint(path, position):
-                position, state = read_checkpoint(path)
-                best = best or ((position, state) if has_position(folder / LOG, position) else None)
+                state = read_checkpoint(path)
+                best = best or (state if in_log else None)
         except (ValueError, OSError) as error:
             damage.append(f"{error}; the checkpoint before it is used")
             continue
-        if not has_position(folder / LOG, position):
+        if in_log:
+            sound.append(path)
+        else:
             damage.append(
                 f"{path} is at byte {position.offset} of the log, but the log has no record with its checksum there: "
                 "part of the log is missing, or was replaced"
             )
-            continue
-        sound.append(path)
     start, records = best or (Position(), [])
     return start, records, sound
 

@@ -1,12 +1,15 @@
-"""Rows and groups as the ledger keeps them: ids, states and locations, but no tokens."""
+"""Rows and groups as the ledger keeps them: ids, states, locations, and the nodes that they wait for,
+but no tokens."""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graph import SOURCE
+from ..graph import SOURCE, Graph, Node
 from .segments import Segment
 
 MAX_CHILDREN = 4096
@@ -17,41 +20,18 @@ class Ids:
     """Id counters of a run: sample ids are unique over all graphs, group ids are in order of issue.
 
     >>> ids = Ids()
-    >>> ids.take(3), ids.take(1), ids.take_group(), ids.take_group()
-    (0, 3, 0, 1)
+    >>> ids.reserve(3), ids.reserve(1), ids.next_id
+    (0, 3, 4)
     """
 
     def __init__(self, next_id: int = 0, next_group: int = 0) -> None:
         self.next_id = next_id
         self.next_group = next_group
 
-    def take(self, number: int) -> int:
+    def reserve(self, number: int) -> int:
         """Reserve `number` consecutive sample ids and return the first."""
         first, self.next_id = self.next_id, self.next_id + number
         return first
-
-    def take_group(self) -> int:
-        group, self.next_group = self.next_group, self.next_group + 1
-        return group
-
-
-class RowState(enum.Enum):
-    """State of a row at a node of its level.
-
-    BLOCKED ──offer──> READY ──claim──> LEASED ──publish──> DONE
-       │                │ ^───release─────┘
-       └─────skip───────┴──────────────────────────────────> DROPPED
-    """
-
-    BLOCKED = "blocked"
-    """Waiting for other nodes, or for the rest of its group."""
-    READY = "ready"
-    """All earlier nodes are done with the row. For a node that takes groups, the rest of the group
-    is ready as well."""
-    LEASED = "leased"
-    DONE = "done"
-    DROPPED = "dropped"
-    """The node never sees it: a filter or a quorum left it out, it was too old, or it was lost."""
 
 
 class GroupState(enum.Enum):
@@ -74,20 +54,18 @@ class GroupState(enum.Enum):
     """It was offered, but none of its rows is left."""
 
 
-class Part:
-    """The segment that one call of a node wrote, shared by all rows of the call.
+@dataclass(slots=True, eq=False)
+class StoredPart:
+    """The segment that one call of a node wrote, shared by all rows of the call."""
 
-    It counts the rows written and the rows in flight. When the last row is finished, the segment is
-    freed.
-    """
+    segment: Segment
+    written: int
+    """Rows in the segment."""
+    in_flight: int
+    """Rows in flight that need it. With the last one, the segment is freed."""
 
-    __slots__ = ("in_flight", "row_bytes", "segment", "written")
 
-    def __init__(self, segment: Segment, written: int, in_flight: int) -> None:
-        self.segment = segment
-        self.written = written
-        self.row_bytes = segment.num_bytes / written if written else 0.0
-        self.in_flight = in_flight
+# Masks
 
 
 def places_in(mask: int) -> Sequence[int]:
@@ -110,40 +88,43 @@ def places_in(mask: int) -> Sequence[int]:
 
 
 def mask_of(places: Iterable[int]) -> int:
-    """Return the mask with these bits set.
-
-    >>> bin(mask_of([1, 2, 4]))
-    '0b10110'
-    """
+    """Return the mask with these bits set."""
     mask = 0
     for place in places:
         mask |= 1 << place
     return mask
 
 
+def union(masks: Iterable[int], mask: int = 0) -> int:
+    """Return the bitwise or of these masks."""
+    for one in masks:
+        mask |= one
+    return mask
+
+
+# Rows and groups
+
+SEARCHED = 64
+"""Levels with more rows than this use an index to find an id; smaller ones search the list."""
+
+
 class LevelRows:
     """The rows of one level of a group, as columns.
 
     A row's place is its number in order of arrival; bit k of a mask is the row at place k. One
-    integer operation thus updates any set of rows.
+    integer operation thus updates any set of rows. At each node of its level, a row is in one state:
+
+    blocked ──offer──> ready ──claim──> leased ──publish──> done
+       │                │ ^───release─────┘
+       └──────skip──────┴─────────────────────────────────> dropped
+
+    Dropped rows are those that the node never sees: a filter or a quorum left them out, or they
+    were too old or lost.
     """
 
     __slots__ = (
-        "_places",
-        "above",
-        "aside",
-        "cancelled",
-        "done",
-        "ids",
-        "leased",
-        "lost",
-        "made_under",
-        "offered",
-        "parents",
-        "parts",
-        "skipped",
-        "tokens",
-        "versions",
+        *("_places", "above", "aside", "cancelled", "done", "ids", "leased", "lost"),
+        *("offered", "parents", "parts", "skipped", "tokens", "versions"),
     )
 
     def __init__(self, above: int, num_nodes: int) -> None:
@@ -156,18 +137,16 @@ class LevelRows:
         """Oldest policy version in each row; None if no policy made it."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
-        """Node -> mask of the rows in this state there."""
+        """Node -> mask of the rows that are done, were offered, are leased, or are dropped there."""
         self.cancelled = none.copy()
         """Node with a quorum -> mask of the rows that it cancelled, a subset of `skipped`."""
         self.lost = 0
         """Mask of rows that were given up, whatever their state at each node."""
-        self.parts: dict[int, list[Part | None]] = {}
+        self.parts: dict[int, list[StoredPart | None]] = {}
         """Node -> part with the columns that it wrote for each row."""
         self.aside: dict[tuple[int, int], int] | None = None
         """(place, level) -> first of the MAX_CHILDREN sample ids reserved for that row's children
         on that level."""
-        self.made_under: dict[tuple[int, int], int] | None = None
-        """(place, level) -> token of the latest lease that makes that row's children on that level."""
         self._places: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -186,7 +165,7 @@ class LevelRows:
             known[self.ids[place]] = place
         return known[id]
 
-    def add(self, id: int, parent: int, tokens: int, version: int | None) -> int:
+    def append(self, id: int, parent: int, tokens: int, version: int | None) -> int:
         """Add a row and return the mask with its bit."""
         bit = 1 << len(self.ids)
         self.ids.append(id)
@@ -198,7 +177,7 @@ class LevelRows:
             column.append(None)
         return bit
 
-    def put(self, part: Part, i: int, mask: int) -> None:
+    def put(self, part: StoredPart, i: int, mask: int) -> None:
         """Note that node i wrote columns of these rows to one part."""
         if mask == self.all:
             self.parts[i] = [part] * len(self.ids)
@@ -207,7 +186,7 @@ class LevelRows:
             for place in places_in(mask):
                 column[place] = part
 
-    def column(self, i: int) -> list[Part | None]:
+    def column(self, i: int) -> list[StoredPart | None]:
         """Return the parts that node i wrote, one per row, as a list to fill in."""
         column = self.parts.get(i)
         if column is None:
@@ -229,13 +208,8 @@ class LevelRows:
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
-        """Return the first sample id reserved for a row's children on a level; -1 if none is
-        reserved."""
+        """Return the first sample id reserved for a row's children on a level; -1 if none is."""
         return -1 if self.aside is None else self.aside.get((place, level), -1)
-
-
-SEARCHED = 64
-"""Levels with more rows than this use an index to find an id; smaller ones search the list."""
 
 
 class Group:
@@ -245,31 +219,14 @@ class Group:
     """
 
     __slots__ = (
-        "behind",
-        "claimed",
-        "closed",
-        "complete",
-        "id",
-        "issued_in",
-        "levels",
-        "offered",
-        "open",
-        "order",
-        "position",
-        "rested",
-        "tokens",
-        "too_old",
-        "trained_in",
-        "version",
+        *("behind", "claimed", "closed", "complete", "id", "issued_in", "levels", "offered"),
+        *("open", "order", "position", "rested", "tokens", "too_old", "trained_in", "version"),
     )
 
     def __init__(
         self, id: int, position: int, step: int, tokens: int, above: Sequence[int], num_nodes: int
     ) -> None:
-        """
-        Args:
-            above: level -> the level of its parents.
-        """
+        """`above` has the level of the parents of each level."""
         self.id = id
         self.position = position
         self.issued_in = step
@@ -322,22 +279,6 @@ class Group:
             [(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels]
         )
 
-    def find(self, id: int) -> Row:
-        for level, rows in enumerate(self.levels):
-            if id in rows.ids:
-                return Row(self, level, rows.place(id))
-        raise KeyError(id)
-
-    def rows(self, level: int) -> list[Row]:
-        return [Row(self, level, place) for place in range(len(self.levels[level].ids))]
-
-
-def union(masks: Iterable[int], mask: int = 0) -> int:
-    """Return the bitwise or of these masks."""
-    for one in masks:
-        mask |= one
-    return mask
-
 
 class Row(NamedTuple):
     """View of one row; its group has the data."""
@@ -372,17 +313,6 @@ class Row(NamedTuple):
         rows = self._level
         return None if self.level == SOURCE else Row(self.group, rows.above, rows.parents[self.place])
 
-    def state(self, i: int) -> RowState:
-        rows, place = self._level, self.place
-        # A row may have several bits, so the order of these checks matters.
-        if rows.done[i] >> place & 1:
-            return RowState.DONE
-        if rows.leased[i] >> place & 1:
-            return RowState.LEASED
-        if rows.skipped[i] >> place & 1:
-            return RowState.DROPPED
-        return RowState.READY if rows.offered[i] >> place & 1 else RowState.BLOCKED
-
     def ancestor(self, level: int) -> Row:
         """Return the row of a level that this one comes from, or itself."""
         row = self
@@ -391,14 +321,9 @@ class Row(NamedTuple):
             assert row is not None
         return row
 
-    def part(self, i: int) -> Part | None:
-        column = self._level.parts.get(i)
-        return column[self.place] if column else None
-
     def made(self, level: int) -> list[Row]:
         """Return the children of this row on a level."""
         rows = self.group.levels[level]
-        # No node makes rows of that level from this one.
         if rows.above != self.level:
             return []
         return [
@@ -425,8 +350,213 @@ class Row(NamedTuple):
         the source. It is empty for the first expansion of a row of the source.
         """
         path, row = [makes_level], self
-        while row.level != SOURCE:
+        while row.parent is not None:
             path += [row.number, row.level]
-            row = row.ancestor(row.group.levels[row.level].above)
+            row = row.parent
         # Samples of a prompt are identified by their number alone.
         return [] if path == [1] else path
+
+
+# Stored parts
+
+
+class StoredParts:
+    """The segments that rows in flight need, with counts. A segment is freed with its last row."""
+
+    def __init__(self) -> None:
+        self._parts: dict[StoredPart, None] = {}
+        self._freed: list[Segment] = []
+        self.num_bytes = 0
+        self.published_bytes = 0
+        self.finished_bytes = 0.0
+        """Published bytes of finished groups. Groups that share a segment have their share by rows."""
+        self.largest_group_bytes = 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [part.segment for part in self._parts]
+
+    def add_segment(self, segment: Segment, rows: int) -> StoredPart:
+        """Add a segment that a call wrote, with its number of rows."""
+        self.published_bytes += segment.num_bytes
+        part = StoredPart(segment, rows, rows)
+        self.restore(part)
+        if not rows:  # no row will ever need it
+            self.finished_bytes += segment.num_bytes
+            self._free(part)
+        return part
+
+    def restore(self, part: StoredPart) -> None:
+        self._parts[part] = None
+        self.num_bytes += part.segment.num_bytes
+
+    def discard(self, segment: Segment) -> None:
+        self._freed.append(segment)
+
+    def finish_group(self, group: Group) -> None:
+        """Count a finished group, and free the segments that only it needed."""
+        num_bytes = 0.0
+        columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
+        for column in columns:  # in a fixed order, so that a replayed ledger frees in the same order
+            first = column[0]
+            whole = first is not None and column.count(first) == len(column)
+            for part, rows in ((first, len(column)),) if whole else Counter(column).items():
+                if part is not None:
+                    num_bytes += part.segment.num_bytes / part.written * rows
+                    part.in_flight -= rows
+                    if not part.in_flight:
+                        self._free(part)
+        self.finished_bytes += num_bytes
+        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
+
+    def _free(self, part: StoredPart) -> None:
+        del self._parts[part]
+        self.num_bytes -= part.segment.num_bytes
+        self._freed.append(part.segment)
+
+    def take_freed(self) -> list[Segment]:
+        """Return segments that no row in flight refers to, each once."""
+        freed, self._freed = self._freed, []
+        return freed
+
+
+# Wiring
+
+
+class Wiring:
+    """Dependencies between the nodes of a graph.
+
+    Nodes are indexes into `graph.nodes`. Lists are indexed by node or by level; bit i of a mask is
+    node i.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        nodes = graph.nodes
+        self.graph = graph
+        self.index = {n.name: i for i, n in enumerate(nodes)}
+        self.level = [n.level for n in nodes]
+        self.maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
+        """Level -> the node that makes its rows."""
+        self.num_levels = max([SOURCE, *self.maker]) + 1
+        self.on_level = [
+            [i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self.num_levels)
+        ]
+        self.takes_groups = [n.operation.takes_groups for n in nodes]
+        self.behind = [n.operation.behind for n in nodes]
+        self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
+        """Rows in each node's quorum; 0 without a quorum."""
+        self.updates = [i for i, n in enumerate(nodes) if n.operation.updates]
+        self.above = [SOURCE, *(graph.parent_level(lv) for lv in range(1, self.num_levels))]
+        """Level -> the level of its parents."""
+        needs = [self._needs(n) for n in nodes]
+        self.needs_of_row = [[j for lv, j in needs[i] if lv == n.level] for i, n in enumerate(nodes)]
+        """Node -> nodes that must be done with a row before it is ready."""
+        self.needs_above = [[(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)]
+        """Node -> (level, node) of nodes that must be done with an ancestor of a row before it is
+        ready."""
+        self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
+        """Level -> nodes that a new row may be ready for."""
+        self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
+        """Level -> whether one of its nodes depends on ancestors of its rows."""
+        self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
+        self.users = [[j for j, m in enumerate(nodes) if n.name in m.after] for n in nodes]
+        """Node -> nodes that come after it."""
+        self.then = [
+            [j for j in self.users[i] if n.makes_level != nodes[j].level] for i, n in enumerate(nodes)
+        ]
+        """Node -> nodes that may become ready when it finishes a row, on the same level or deeper
+        ones."""
+        self.downstream = [self._downstream(n) for n in nodes]
+        """Node -> nodes that only see rows that it lets through: its dependents, and theirs. Nodes
+        that see the rows it makes are not included, because existing rows continue if it makes no
+        more."""
+        self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
+        """Quorum -> nodes of its level whose results only the quorum and its downstream nodes use."""
+        self.served = [
+            [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
+        ]
+        """Node -> quorums that it is upstream-only of."""
+        self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
+        """Quorum -> the node that makes its rows, if only the quorum, its upstream-only nodes and
+        its downstream nodes use them."""
+
+    def ends_in_quorum(self, i: int) -> bool:
+        """Return whether rows that node i finishes may go to a quorum, so that their order matters."""
+        return any(self.quorum[j] for j in self.then[i])
+
+    def through_above(self, group: Group, i: int, mask: int) -> int:
+        """Return the rows whose ancestors are done at all nodes that node i waits for."""
+        for level, j in self.needs_above[i]:
+            mask &= self.below(group, level, group.levels[level].done[j], self.level[i])
+        return mask
+
+    def cut_off(self, group: Group, i: int) -> int:
+        """Return the rows that never become ready for node i, because an ancestor was skipped."""
+        mask = 0
+        for level, j in self.needs_above[i]:
+            mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
+        return mask
+
+    def has_passed(self, row: Row, name: str) -> bool:
+        node = self.graph[name]
+        if self._makes_ancestor(node, row.level):
+            return True
+        owner = row.ancestor(node.level)
+        return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
+
+    def below(self, group: Group, level: int, mask: int, made: int) -> int:
+        """Return the mask of the rows on level `made` that descend from these rows, or the rows
+        themselves."""
+        path: list[int] = []
+        while made not in (SOURCE, level):
+            path.append(made)
+            made = self.above[made]
+        if made != level:
+            return 0
+        for lower in reversed(path):
+            rows = group.levels[lower]
+            if mask == group.levels[rows.above].all:
+                mask = rows.all
+            elif mask:
+                mask = mask_of([place for place, parent in enumerate(rows.parents) if mask >> parent & 1])
+        return mask
+
+    def _needs(self, node: Node) -> list[tuple[int, int]]:
+        before = [self.graph[name] for name in node.after]
+        return sorted(
+            {(n.level, self.index[n.name]) for n in before if not self._makes_ancestor(n, node.level)}
+        )
+
+    def _makes_ancestor(self, node: Node, level: int) -> bool:
+        """Return whether a row of this level exists only because the node is done with an ancestor."""
+        while level != SOURCE:
+            if node.makes_level == level:
+                return True
+            level = self.above[level]
+        return False
+
+    def _downstream(self, node: Node) -> list[int]:
+        reached = {node.name}
+        for other in self.graph.nodes:  # dependencies come first
+            made = self._makes_ancestor(node, other.level)
+            if any(a in reached and not (a == node.name and made) for a in other.after):
+                reached.add(other.name)
+        return [self.index[name] for name in reached if name != node.name]
+
+    def _upstream_only(self, i: int) -> list[int]:
+        nodes, served = self.graph.nodes, {i, *self.downstream[i]}
+        found: list[int] = []
+        for j in reversed(range(len(nodes))):  # a branch may also come after node i
+            alike = self.level[j] == self.level[i] and nodes[j].makes_level is None
+            users = set(self.users[j])
+            if j not in served and alike and not self.takes_groups[j] and users and users <= served:
+                served.add(j)
+                found.append(j)
+        return found
+
+    def _makes_for(self, i: int) -> int | None:
+        j = self.maker.get(self.level[i])
+        if j is None or self.takes_groups[j]:
+            return None
+        alone = set(self.users[j]) <= {i, *self.downstream[i], *self.upstream_only[i]}
+        return j if alone else None

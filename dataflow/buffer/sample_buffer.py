@@ -20,10 +20,12 @@ from pydantic import Field
 from ..config import Config
 from ..errors import DamagedSegment, UserError
 from ..graph import Graph
+from ..operation import Shape
 from ..runs.files import LOG, SEGMENTS, Disk, is_full, make_folder, remove
 from ..runs.log import SYNC_INTERVAL_S, Fence, Log, LogCutting, LogReader, Position, Record, graph_record
+from .events import RESTARTED
 from .leases import Fate, Lease, Published, Spread, Written
-from .ledger import Capacity, Ledger, capacity
+from .ledger import Ledger
 from .recovery import (
     checkpoint_path,
     checkpoint_position,
@@ -35,8 +37,7 @@ from .recovery import (
 )
 from .rows import Ids
 from .scratch import Scratch
-from .segment_store import Pins, SegmentStore
-from .segments import Segment, verify_segment, with_file
+from .segments import Segment, SegmentStore, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
 """Checkpoints of the ledgers to keep if the caller does not say."""
@@ -104,14 +105,14 @@ class SampleBuffer:
     """Ledger checkpoints to keep besides the ones that model checkpoints need."""
 
     def __post_init__(self) -> None:
-        self._pins = Pins(self.store)
         self.cutting = LogCutting(self.log, CUT_BYTES)
         self._saved_at = self.log.position.offset
         """Byte offset in the log of the latest checkpoint, or where this process started to write."""
 
     @property
     def segments(self) -> Path:
-        return _root(self.folder, self.scratch) / self.node
+        """Folder with the segments of this node."""
+        return self.store.folder
 
     # Create, recover, close
 
@@ -134,9 +135,6 @@ class SampleBuffer:
         """Create a buffer in a folder that has none.
 
         Args:
-            folder: folder of the buffer, created if missing.
-            graphs: graphs by their names in the run.
-            config: capacity and durability of the buffer.
             node: name of the driver's node.
             disk: where to write the log; a test passes one that fails.
             clock: seconds since any moment, for deadlines.
@@ -154,9 +152,7 @@ class SampleBuffer:
             raise UserError(
                 f"{folder} already has the buffer of a run; resume it with SampleBuffer.recover()"
             )
-        root = _root(folder, scratch) if scratch is None else scratch.hold()
-        _make_folders(folder, root, node)
-        disk = disk or Disk()
+        store, disk = _make_store(folder, node, scratch), disk or Disk()
         log = Log(folder / LOG, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
         # A resumed run without its log continues the ids of the old one.
@@ -169,20 +165,8 @@ class SampleBuffer:
         for name, graph in graphs.items():
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
-        store = SegmentStore(root / node, node)
-        kept = keep_checkpoints
-        return cls(
-            folder,
-            node,
-            config,
-            ledgers,
-            ids,
-            log,
-            store,
-            disk=disk,
-            scratch=scratch,
-            keep_checkpoints=kept,
-        )
+        own: dict[str, Any] = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        return cls(folder, node, config, ledgers, ids, log, store, **own)
 
     @classmethod
     def recover(
@@ -207,13 +191,11 @@ class SampleBuffer:
         are skipped. Groups whose columns cannot be read are requeued. `damage` lists each of these.
 
         Args:
-            folder: folder of the buffer.
             graphs: graphs of the run; None takes their outlines from the log, for read-only use.
-            config, node, disk, clock, scratch, sync_interval_s, keep_checkpoints: as in `create`.
+            config, node, disk, clock, fence, scratch, sync_interval_s, keep_checkpoints: as in `create`.
             at: log position to go back to, from the checkpoint of a saved model; None is the end.
             check: raises DamagedSegment for columns that cannot be read. None reads the folders of
                 all nodes that are visible here; call `drop_lost` later for other nodes.
-            fence: ensures that the log has a single writer.
 
         Raises:
             UserError: the folder has no log, or the log has other graphs.
@@ -221,27 +203,26 @@ class SampleBuffer:
         """
         if not (folder / LOG).exists():
             raise UserError(f"{folder} holds no log of a run ({LOG})")
-        root = _root(folder, scratch) if scratch is None else scratch.hold()
-        _make_folders(folder, root, node)
-        disk = disk or Disk()
+        store, disk = _make_store(folder, node, scratch), disk or Disk()
         restored = restore(folder, graphs, at=at, clock=clock)
+        end = restored.end
         log = Log(
-            folder / LOG,
-            at=restored.end,
-            sync_interval_s=sync_interval_s,
-            disk=disk,
-            clock=clock,
-            fence=fence,
+            folder / LOG, at=end, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence
         )
-        store = SegmentStore(root / node, node)
-        buffer = cls(
-            folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch
-        )
-        buffer.keep_checkpoints = keep_checkpoints
-        buffer.notes, buffer.damage = restored.notes, restored.damage
-        buffer._remove_checkpoints_but(restored.checkpoints)
-        buffer._log_graphs(restored.unwritten)
-        buffer._release_leases()
+        state = restored.ledgers, restored.ids, log, store, restored.notes, restored.damage
+        own: dict[str, Any] = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
+        buffer = cls(folder, node, config, *state, **own)
+        # Checkpoints that are damaged, incomplete, or later than the restored position.
+        for path in folder.glob("*.checkpoint*"):
+            if path not in restored.checkpoints:
+                remove(path)
+        for name in restored.unwritten:
+            log.append(graph_record(name, buffer.ledgers[name].graph.outline()))
+        # The holders of all leases are gone. From here on, the ledgers write to the log.
+        for ledger in buffer.ledgers.values():
+            ledger.log = log
+            for lease in ledger.leases:
+                ledger.release(lease, RESTARTED)
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         # The releases above must be on disk before any worker starts.
@@ -249,12 +230,8 @@ class SampleBuffer:
         return buffer
 
     def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Delete the segments if no row is in flight.
-
-        Args:
-            going_on: whether a run will resume from a checkpoint. If so, keep the segments that the
-                checkpoint needs.
-        """
+        """Sync the log to disk. Delete the segments if no row is in flight, except those that a
+        checkpoint needs if the run is `going_on` from it."""
         try:
             try:
                 self.commit(sync=True)
@@ -266,33 +243,14 @@ class SampleBuffer:
             if not is_full(error):  # on a full disk, the log is valid up to its last complete record
                 raise
         if self.scratch is not None:
-            self.scratch.release(over=not going_on)
+            self.scratch.let_go(over=not going_on)
             return
-        pinned = (
-            self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
-        )
+        sources = {ledger.source for ledger in self.ledgers.values()}
+        pinned = self.store.pinned - sources if going_on else ()
         if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
     # Recovery
-
-    def _remove_checkpoints_but(self, kept: Collection[Path]) -> None:
-        """Remove checkpoints that are damaged, incomplete, or later than the restored position."""
-        for path in self.folder.glob("*.checkpoint*"):
-            if path not in kept:
-                remove(path)
-
-    def _log_graphs(self, names: Collection[str]) -> None:
-        for name in names:
-            self.log.append(graph_record(name, self.ledgers[name].graph.outline()))
-
-    def _release_leases(self) -> None:
-        """Release all leases, because their holders are gone. From here on, the ledgers write to
-        the log."""
-        for ledger in self.ledgers.values():
-            ledger.log = self.log
-            for lease in ledger.leases:
-                ledger.release(lease, "the run was started again")
 
     def _drop_damaged(self, check: Callable[[Segment], None]) -> None:
         lost: dict[Segment, str] = {}
@@ -322,9 +280,9 @@ class SampleBuffer:
         for segment in live | pinned:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
-            self._pins.add(path.name, pinned)
+            self.store.pin(path.name, pinned)
         # Freed once their checkpoint is removed.
-        self._pins.free(pinned - live)
+        self.store.freed(pinned - live)
         self.store.sweep()
         for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
             self.store.writer_ended(writer, node)
@@ -336,63 +294,45 @@ class SampleBuffer:
         check them."""
         if self.scratch is None:
             return []
-        root, here = self.segments.parent, self.node
-        all_parts = (segment for ledger in self.ledgers.values() for segment in ledger.parts.segments)
+        root = self.segments.parent
         return [
             segment
-            for segment in all_parts
-            if segment.node != here and not (root / segment.node).is_dir()
+            for ledger in self.ledgers.values()
+            for segment in ledger.parts.segments
+            if segment.node != self.node and not (root / segment.node).is_dir()
         ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
-        """Requeue the groups that have columns in lost segments. Call it at recovery, before any
-        worker call.
-
-        Args:
-            lost: segment -> why it cannot be read.
-
-        Returns:
-            One line for each group, saying how it was handled.
-        """
+        """Requeue the groups that have columns in lost segments, given with the reason. Call it at
+        recovery, before any worker call. Return a line for each group, saying how it was handled."""
         said: list[str] = []
         for ledger in self.ledgers.values():
-            for group, segment in ledger.live.groups_in(
-                {s: lost[s] for s in ledger.parts.segments if s in lost}
-            ):
+            for group, segment in ledger.live.groups_in({s for s in ledger.parts.segments if s in lost}):
                 again = ledger.lose(group, lost[segment])
                 became = "is issued again" if again else "is done, but its samples cannot be recorded"
                 said.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight that have columns on nodes other than the given ones.
+        """Return the groups in flight that have columns on nodes other than the given ones: graph ->
+        group -> its first segment that cannot be read.
 
         Args:
-            nodes: names of the nodes whose segments can be read.
             live: skip groups that an update has begun to train on, because training on them twice
                 would be wrong. The update either has their columns or fails by itself.
-
-        Returns:
-            Graph -> group -> its first segment that cannot be read.
         """
         found: dict[str, dict[int, Segment]] = {}
         for name, ledger in self.ledgers.items():
             gone = {segment for segment in ledger.parts.segments if segment.node not in nodes}
-            groups = dict(ledger.live.groups_in(gone)) if gone else {}
-            if live:
-                groups = {
-                    id: segment for id, segment in groups.items() if not ledger.live.is_in_training(id)
-                }
-            if groups:
-                found[name] = groups
+            groups = ledger.live.groups_in(gone)
+            kept = {id: s for id, s in groups if not (live and ledger.live.is_in_training(id))}
+            if kept:
+                found[name] = kept
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the `unreachable` groups. No row of them may be leased.
-
-        Returns:
-            (graph, group) of each requeued group.
-        """
+        """Requeue the `unreachable` groups, and return their (graph, group). No row of them may be
+        leased."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -409,7 +349,7 @@ class SampleBuffer:
         self.ledgers[name].set_source(segment)
         self.store.published(segment)
         if before is not None:
-            self._pins.free_later(before)
+            self.store.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
         """Publish rows as `Ledger.publish` does, and keep their segment files while rows need them."""
@@ -419,38 +359,26 @@ class SampleBuffer:
                 self.store.published(segment)
 
     def note(self, key: str, value: Any) -> None:
-        """Write a value to the log, so that recovery restores it (see `notes`).
-
-        Args:
-            key: its name.
-            value: any JSON value.
-        """
+        """Write a JSON value to the log, so that recovery restores it (see `notes`)."""
         self.notes[key] = value
         self.log.append({"do": "note", "key": key, "value": value})
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write all pending events to the log, then free segments that no row needs.
-
-        Args:
-            sync: whether the events must survive a power loss once this returns.
-        """
+        """Write all pending events to the log, then free segments that no row needs. With `sync`,
+        the events survive a power loss once this returns."""
         self.log.commit(sync=sync)
         self.cutting.finish()
-        self._pins.free(
-            segment for ledger in self.ledgers.values() for segment in ledger.parts.take_freed()
-        )
+        for ledger in self.ledgers.values():
+            self.store.freed(ledger.parts.take_freed())
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
         """Save the state of the ledgers as a starting point for recovery, and archive the log that
-        no checkpoint needs.
+        no checkpoint needs. Return the log position of the checkpoint.
 
         When this returns, everything on this node that the checkpoint refers to is on disk.
 
         Args:
             kept: positions whose checkpoints must stay, because model checkpoints refer to them.
-
-        Returns:
-            The log position of the checkpoint.
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
@@ -466,13 +394,13 @@ class SampleBuffer:
         ]
         path, self._saved_at = checkpoint_path(self.folder, position), position.offset
         write_checkpoint(path, position, records, disk=self.disk)
-        self._pins.add(path.name, segments_of(self.ledgers.values()))
+        self.store.pin(path.name, segments_of(self.ledgers.values()))
         stay = {checkpoint_path(self.folder, one) for one in kept}
         present = ledger_checkpoints(self.folder)
         dropped = [old for old in present[self.keep_checkpoints :] if old not in stay]
         for old in dropped:
             remove(old)
-        self._pins.drop(*(old.name for old in dropped))
+        self.store.unpin([old.name for old in dropped])
         with suppress(ValueError, OSError):  # a damaged checkpoint: keep the log before it
             self.cutting.begin(checkpoint_position(present[: self.keep_checkpoints][-1]))
         return position
@@ -487,7 +415,7 @@ class SampleBuffer:
         """Delete the checkpoint of this position, if there is one."""
         path = checkpoint_path(self.folder, position)
         path.unlink(missing_ok=True)
-        self._pins.drop(path.name)
+        self.store.unpin([path.name])
 
     def capacity(
         self,
@@ -498,24 +426,78 @@ class SampleBuffer:
         lag: int = 0,
         taken: int = 0,
     ) -> Capacity:
-        """Return how many groups of a graph may be issued, within the configured limits (see
-        `capacity`)."""
-        return capacity(
-            self.ledgers[name],
-            max_rows=self.config.max_rows,
-            max_bytes=self.config.max_bytes,
-            groups_per_update=groups_per_update,
-            staleness=staleness,
-            lag=lag,
-            taken=taken,
-        )
+        """Return how many groups of a graph may be issued, by the smallest of the limits.
+
+        Assumes that each group is as large as the largest finished one; `max_bytes` has no effect
+        before a group is finished.
+
+        Args:
+            name: the graph.
+            groups_per_update: groups in an update. One update's groups are always admitted, even
+                beyond the limits, because rows are only freed after training.
+            staleness: most updates that a row may lag the weights that it trains. Groups are only
+                admitted if they will be trained on within it, so that rows need not be discarded.
+                None sets no bound.
+            lag: number of updates that the generating weights are behind the trained ones.
+            taken: groups that the current update has claimed so far, finished or not.
+        """
+        ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
+        live, parts, groups = ledger.live, ledger.parts, len(ledger.live.groups)
+        updates = [n for n in ledger.graph.nodes if n.operation.updates]
+        too_old = max(map(ledger.readiness.too_old, updates), default=0)
+        missing = groups_per_update - live.groups_at_work + too_old
+        bounds: list[tuple[int, str]] = []
+        if max_rows is not None:
+            expected = expected_rows(ledger.graph)
+            each = max(expected, live.largest_group)
+            free = max_rows // each - groups
+            free = max(free, missing) if live.largest_group > expected else free
+            bounds.append((free, f"{len(live.rows)} rows in flight, max_rows={max_rows}, {each} a group"))
+        if max_bytes is not None:
+            each, stored = parts.largest_group_bytes, parts.num_bytes
+            written = round(parts.published_bytes - parts.finished_bytes)  # by groups in flight
+            room = max_bytes - stored - max(0, each * groups - written)
+            free = max(room // each if each else UNBOUNDED, missing)
+            bounds.append(
+                (free, f"{stored} bytes in flight, max_bytes={max_bytes}, up to {each} a group")
+            )
+        if staleness is not None and updates:
+            ahead = max(
+                ledger.readiness.unclaimed(n) + max(taken, ledger.leases.num_groups(n)) for n in updates
+            )
+            free = (staleness + 1 - lag) * groups_per_update - ahead
+            bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
+        free, reason = min(bounds, default=(UNBOUNDED, ""))
+        return Capacity(max(0, free), reason)
 
 
-def _root(folder: Path, scratch: Scratch | None) -> Path:
-    """Return the folder with one subfolder of segments per node."""
-    return folder / SEGMENTS if scratch is None else scratch.path
-
-
-def _make_folders(folder: Path, root: Path, node: str) -> None:
+def _make_store(folder: Path, node: str, scratch: Scratch | None) -> SegmentStore:
+    """Make the folders of a buffer, with one subfolder of segments for each node."""
+    root = folder / SEGMENTS if scratch is None else scratch.hold()
     for made in (folder, root, root / node):
         make_folder(made)
+    return SegmentStore(root / node, node)
+
+
+# Capacity
+
+UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Number of groups that may be issued, and the limit that allows no more."""
+
+    groups: int
+    reason: str = ""
+
+
+def expected_rows(graph: Graph) -> int:
+    """Estimate the rows of a group on all levels together, from the argument `n` of its expansions."""
+    sizes = {0: 1}
+    for node in graph.nodes:
+        if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
+            number = node.arguments.get("n", 1)
+            number = number if isinstance(number, int) and number > 0 else 1
+            sizes[node.makes_level] = sizes[node.level] * number
+    return sum(sizes.values())

@@ -5,9 +5,9 @@ several machines.
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until it ends
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
 
-A small program (`scratch_watch.py`) removes the folder once no process has held it for GRACE_S,
-however the run ended. A run that is restarted within that time finds its rows; a later restart
-makes them again.
+A daemon (`watch`) removes the folder once no process has held it for GRACE_S, however the run ended.
+A run that is restarted within that time finds its rows; a later restart makes them again. This
+module is also the daemon's program, so it imports little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +40,14 @@ GRACE_S = 30.0
 """[s] Keep a run's folder this long after the last process released it."""
 HOLD_S = 10.0
 """[s] Longest wait for a folder that is being removed."""
+POLL_S = 0.5
+"""[s] Pause between two looks at a folder that may be free."""
 LEAST_BYTES = 1 << 30
 """Warn if less space is free."""
 MOUNTS = Path("/proc/self/mounts")
-NETWORK = frozenset(
-    """9p afs beegfs ceph cifs coda gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs virtiofs
-    wekafs""".split()  # noqa: SIM905
+NETWORK = (
+    *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
+    *("nfs", "nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
 )
 """Network file systems. Types that begin with `fuse.` count as network, except for `LOCAL_FUSE`."""
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
@@ -66,12 +67,7 @@ class Scratch:
     @classmethod
     def of(cls, buffer: Path, parent: Path | None) -> Scratch:
         """Return the scratch folder of a run. Its name is stored in the buffer's folder, so that
-        each start uses the same one.
-
-        Args:
-            buffer: the buffer's folder, in the run directory.
-            parent: the folder that the user chose; None is the machine's temporary folder.
-        """
+        each start uses the same one. `parent` is the folder that the user chose."""
         noted, made = buffer / NOTE, None
         with suppress(OSError, ValueError, LookupError, TypeError):
             found = read_json(noted)
@@ -81,9 +77,8 @@ class Scratch:
                     return made
         made = made or cls(f"{_prefix(buffer.parent)}{secrets.token_hex(4)}", parent)
         make_folder(buffer)
-        Disk().write_whole(
-            noted, json.dumps({"name": made.name, "path": str(made.path)}).encode() + b"\n"
-        )
+        note = json.dumps({"name": made.name, "path": str(made.path)})
+        Disk().write_whole(noted, note.encode() + b"\n")
         return made
 
     @property
@@ -97,10 +92,7 @@ class Scratch:
             return False
 
     def hold(self) -> Path:
-        """Create the folder, and hold it until this process releases it or ends.
-
-        Returns:
-            The folder.
+        """Create the folder, hold it until this process lets it go or ends, and return it.
 
         Raises:
             UserError: it cannot be created, or belongs to another user.
@@ -121,7 +113,7 @@ class Scratch:
             if _lock(descriptor, path / IN_USE):
                 _held[path] = descriptor
                 (path / OVER).unlink(missing_ok=True)  # from an earlier start
-                _watch(path, self.grace_s)
+                _start_watching(path, self.grace_s)
                 break
             os.close(descriptor)
             if time.monotonic() > deadline:
@@ -131,13 +123,9 @@ class Scratch:
             time.sleep(0.01)
         return path
 
-    def release(self, *, over: bool) -> None:
-        """Release the folder.
-
-        Args:
-            over: whether the run is over. If so, the folder is removed when its last process on
-                this machine ends.
-        """
+    def let_go(self, *, over: bool) -> None:
+        """Release the folder. If the run is over, it is removed when its last process on this
+        machine ends."""
         if (descriptor := _held.pop(self.path, None)) is None:
             return
         if over and self.path.is_dir():
@@ -164,12 +152,8 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Return warnings about a folder for segments: a network file system, or little free space.
-
-    Args:
-        folder: the folder, which need not exist yet.
-        needed_bytes: bytes that may be needed, if known.
-    """
+    """Return warnings about a folder for segments, which need not exist yet: a network file system,
+    or fewer free bytes than may be needed."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)
@@ -184,12 +168,8 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the file system type of a path, such as "ext4" or "nfs4"; empty if unknown.
-
-    Args:
-        path: an existing path.
-        mounts: the file with the list of mounts.
-    """
+    """Return the file system type of an existing path, such as "ext4" or "nfs4", from the list of
+    mounts; empty if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
@@ -247,12 +227,61 @@ def _remove_free(path: Path) -> None:
         os.close(descriptor)
 
 
-def _watch(path: Path, grace_s: float) -> None:
-    """Start the program that removes the folder. It outlives this process. If several run, all but
-    one exit at once."""
-    program = Path(__file__).with_name("scratch_watch.py")
-    command: Sequence[str] = [sys.executable, "-I", "-S", str(program), str(path), str(grace_s)]
+# Watch
+
+
+def watch(folder: Path, grace_s: float) -> None:
+    """Wait until no process has held the folder for `grace_s`, and remove it.
+
+    It watches a lock, because the kernel releases a process's locks however the process ends.
+    """
+    try:
+        own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        in_use = os.open(folder / IN_USE, os.O_RDWR)
+    except OSError:  # another daemon watches the folder, or the folder is gone
+        return
+    free_since: float | None = None
+    while folder.exists():
+        time.sleep(POLL_S)
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free_since = None
+            continue
+        free_since = free_since or time.monotonic()
+        if (folder / OVER).exists() or time.monotonic() - free_since >= grace_s:
+            removed = folder.with_name(f"{folder.name}.removed-{os.getpid()}")
+            # Rename first: a process that starts during the removal then creates a new folder.
+            folder.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+            return
+        fcntl.flock(in_use, fcntl.LOCK_UN)
+
+
+def _start_watching(path: Path, grace_s: float) -> None:
+    """Start a daemon that watches the folder. If several run, all but one exit at once."""
+    command = [sys.executable, "-P", "-m", __name__, str(path), str(grace_s)]
+    # Nothing else of this process's environment: it may have secrets, and the daemon outlives it.
+    environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = subprocess.DEVNULL
     subprocess.run(
-        command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60
+        command,
+        stdin=quiet,
+        stdout=quiet,
+        stderr=quiet,
+        cwd="/",
+        env=environment,
+        check=False,
+        timeout=60,
     )
+
+
+if __name__ == "__main__":
+    # Fork twice, so that the daemon belongs to neither the parent's session nor the parent.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            watch(Path(sys.argv[1]), float(sys.argv[2]))
+        os._exit(0)
+    os.wait()

@@ -10,9 +10,9 @@ file. Files survive the process that wrote them. Write-back by the kernel, and `
 excess to disk.
 
 Overwriting the pages of an existing file is twice as fast as filling a new one, so files are
-recycled. `SegmentStore` (`segment_store.py`) moves files without live rows to the folder `free`. A
-`SegmentWriter` takes over a file unless a process still maps it: each mapping holds a shared lock.
-Arrays that were read thus never change.
+recycled. `SegmentStore` moves files without live rows to the folder `free`. A `SegmentWriter` takes
+over a file unless a process still maps it: each mapping holds a shared lock. Arrays that were read
+thus never change.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -29,7 +30,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,6 @@ from ..runs.files import make_folder
 
 # Segment files
 
-
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CHUNK_BYTES = 1 << 20  # hashed and then written while it is in the core's cache
 FETCHED = "fetched"  # subfolder of a node's folder: messages fetched from other nodes
@@ -53,16 +54,17 @@ MAX_FREE_BYTES = 4 * (64 << 20)
 MAX_FREE_FILES = 64
 
 _libc = ctypes.CDLL(None)
+logger = logging.getLogger(__name__)
 
 
-class StreamFile:
+class _StreamFile:
     """The open file of one schema of a writer, with the Arrow writer that encodes its messages."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self.descriptor, self.path, self.sequence, self.end, self.capacity = -1, Path(), -1, 0, 0
-        self._pieces = _Pieces()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._pieces, "w"), schema)
+        self._sink = _Sink()
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), schema)
         # Arrow writes the schema with the first message.
         self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
@@ -70,7 +72,8 @@ class StreamFile:
         """Encode a message as pieces: the buffers of its columns, not copied, with metadata and
         padding between them."""
         self._writer.write_batch(record)
-        return self._pieces.take()
+        pieces, self._sink.pieces = self._sink.pieces, []
+        return pieces
 
     def leave(self) -> None:
         if self.descriptor >= 0:
@@ -79,26 +82,24 @@ class StreamFile:
             self.descriptor = -1
 
 
-class _Pieces:
+class _Sink:
+    """A file for Arrow that keeps what is written as separate pieces."""
+
     closed = False
 
     def __init__(self) -> None:
-        self._pieces: list[Any] = []
+        self.pieces: list[Any] = []
 
     def write(self, piece: Any) -> int:
-        self._pieces.append(piece)
+        self.pieces.append(piece)
         return len(piece)
-
-    def take(self) -> list[Any]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
+def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
     """Split pieces into chunks for one system call each: at most `CHUNK_BYTES` bytes and 512
     pieces."""
     chunk, left = [], CHUNK_BYTES
@@ -124,20 +125,12 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
     return position
 
 
-def new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of this size that begins with `start`: a free file that no process maps, or a new
-    one.
+def _new_file(path: Path, capacity: int, start: bytes) -> int:
+    """Open a file of `capacity` bytes that begins with `start`: a free file that no process maps, or
+    a new one. Return its descriptor, which holds a shared lock.
 
     The file gets its name after `start` is written, so that readers never see the contents of
     another file under it.
-
-    Args:
-        path: its name.
-        capacity: its size in bytes.
-        start: the bytes of the schema and the end-of-stream marker.
-
-    Returns:
-        An open descriptor, which holds a shared lock.
 
     Raises:
         OSError: the disk is full.
@@ -191,32 +184,32 @@ def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
         ) from None
 
 
-def recycle(path: Path, max_free_bytes: int) -> None:
-    """Move a file to the free ones, and delete the oldest free files beyond `max_free_bytes` and
-    `MAX_FREE_FILES`."""
+def delete_local(folder: Path, here: str, node: str, file: str) -> None:
+    """Drop a segment file of any node from the folder of node `here`, if it is there: delete copies
+    of its messages, or move an own file to the free ones. The oldest free files beyond
+    `MAX_FREE_BYTES` and `MAX_FREE_FILES` are deleted."""
+    if node != here:
+        shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
+        return
+    path = folder / file
     try:
         make_folder(path.parent / FREE)
         os.rename(path, path.parent / FREE / path.name)
     except FileNotFoundError:
         return
-    free = sorted(_free_files(path.parent))
+    free = sorted(_free_files(folder))
     num_bytes = sum(size for _, size, _ in free)
     for left, (_, size, oldest) in zip(range(len(free), 0, -1), free, strict=True):
-        if num_bytes <= max_free_bytes and left <= MAX_FREE_FILES:
+        if num_bytes <= MAX_FREE_BYTES and left <= MAX_FREE_FILES:
             break
         oldest.unlink(missing_ok=True)
         num_bytes -= size
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`.
-    All stay readable.
-
-    Pages that a process has mapped stay in memory, and so do files on tmpfs.
-
-    Returns:
-        Bytes of the evicted files; 0 if all fit.
-    """
+    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`, and
+    return their bytes. All stay readable. Pages that a process has mapped stay in memory, and so do
+    files on tmpfs."""
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
         if found := with_file(path, _resident_since):
@@ -258,11 +251,8 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
     """Return (last write in ns, bytes without holes) of a file; None if it is not in memory."""
     status = os.fstat(descriptor)
-    return (
-        (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512))
-        if is_resident(descriptor)
-        else None
-    )
+    size = min(status.st_size, status.st_blocks * 512)
+    return (status.st_mtime_ns, size) if is_resident(descriptor) else None
 
 
 def is_resident(descriptor: int) -> bool:
@@ -323,8 +313,7 @@ class SegmentReader:
     once per node.
 
     Args:
-        folder: the folder of this process's node.
-        node: the name of that node.
+        folder, node: the folder and the name of this process's node.
         fetch: fetches messages from other nodes. None if there are none, or none are known yet.
         retry_s: time to retry fetching from a node that does not answer, because its server may be
             restarting. `fetch` may be replaced during that time.
@@ -361,31 +350,26 @@ class SegmentReader:
                 f"segment {segment.file} is on node {segment.node!r}; this reader is on {self.node!r} and has no peers"
             )
         path = fetched_path(self.folder, segment)
-        for attempt in (1, 2):
-            if path not in self._mappings and not path.exists():
-                self._fetch(segment, path)
-            try:
-                mapping = self._mapping(path, segment)
-                return mapping.message(segment, mapping.start), mapping.schema
-            except DamagedSegment:
-                if attempt == 2:
-                    raise
-                with self._lock:
-                    self._mappings.pop(path, None)
-                path.unlink(missing_ok=True)
-        raise AssertionError
+        try:
+            return self._fetched(segment, path)
+        except DamagedSegment:  # fetch the copy again, once
+            with self._lock:
+                self._mappings.pop(path, None)
+            path.unlink(missing_ok=True)
+            return self._fetched(segment, path)
 
-    def _fetch(self, segment: Segment, path: Path) -> None:
+    def _fetched(self, segment: Segment, path: Path) -> tuple[pa.Buffer, pa.Schema]:
         deadline = time.monotonic() + self.retry_s
-        while True:
+        while path not in self._mappings and not path.exists():
             try:
                 assert self.fetch is not None
                 self.fetch(segment, path)
-                return
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(min(RETRY_PAUSE_S, self.retry_s))
+        mapping = self._mapping(path, segment)
+        return mapping.message(segment, mapping.start), mapping.schema
 
     def close(self) -> None:
         """Drop the mappings. Each one stays as long as an array uses it."""
@@ -488,7 +472,6 @@ def _compare(segment: Segment, path: Path, checksum: int) -> None:
 
 # Segment writer
 
-
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -497,8 +480,7 @@ class SegmentWriter:
     worker needs a new one.
 
     Args:
-        folder: the node's folder, created if missing.
-        node: the node's name in references.
+        folder, node: the folder and the name of the node. The folder is created if missing.
         name: the writer's name, unique in the cluster: letters, digits, `_` and `-`.
         file_bytes: size of a file. A message that does not fit starts the next file; a larger
             message gets its own file.
@@ -521,27 +503,20 @@ class SegmentWriter:
         if not NAME.fullmatch(name):
             raise UserError(f"a writer's name is letters, digits, '_' and '-', not {name!r}")
         make_folder(folder)
-        if used := sorted(
-            path.name for kind in (".", FREE) for path in (folder / kind).glob(f"{name}.*")
-        ):
+        if used := sorted(p.name for kind in (".", FREE) for p in (folder / kind).glob(f"{name}.*")):
             raise UserError(
                 f"the name {name!r} was used before: {folder} has {', '.join(used)} of that writer; take a new name"
             )
         self.folder, self.node, self.name = folder, node, name
         self.file_bytes, self.memory_bytes = file_bytes, memory_bytes
-        self._streams: list[StreamFile] = []
+        self._streams: list[_StreamFile] = []
         self._lock = threading.Lock()
 
     def append(self, batch: Batch) -> Segment:
         """Write the rows of a batch. Once this returns, they survive the death of this process.
 
-        If the batch is a slice, only the slice's rows are written. Dictionary-encoded columns are decoded.
-
-        Args:
-            batch: [rows], with any columns.
-
-        Returns:
-            Reference to the rows.
+        If the batch is a slice, only the slice's rows are written. Dictionary-encoded columns are
+        decoded.
 
         Raises:
             OSError: the disk is full. Nothing is published, and the next append overwrites the
@@ -554,7 +529,7 @@ class SegmentWriter:
                 record = _decoded(record)
                 stream = self._stream(record.schema)
             if stream is None:
-                self._streams.append(stream := StreamFile(record.schema))
+                self._streams.append(stream := _StreamFile(record.schema))
             pieces = stream.message(record)
             num_bytes = sum(map(len, pieces))
             with full_disk_named(self.folder, f"writer {self.name!r}", num_bytes):
@@ -566,17 +541,17 @@ class SegmentWriter:
             for stream in self._streams:
                 stream.leave()
 
-    def _stream(self, schema: pa.Schema) -> StreamFile | None:
+    def _stream(self, schema: pa.Schema) -> _StreamFile | None:
         return next((s for s in self._streams if s.schema.equals(schema, check_metadata=True)), None)
 
-    def _write(self, stream: StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
+    def _write(self, stream: _StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
         if stream.descriptor < 0 or stream.end + num_bytes + len(END_OF_STREAM) > stream.capacity:
             self._next_file(stream, num_bytes)
         # Write the first eight bytes last. Until then, the end-of-stream marker is in their place.
         start = b"".join(pieces[:3])  # continuation marker, length, metadata
         digest = xxhash.xxh3_64(start[:8])
         position = stream.end + 8
-        for chunk in chunks([start[8:], *pieces[3:], END_OF_STREAM]):
+        for chunk in _chunks([start[8:], *pieces[3:], END_OF_STREAM]):
             for piece in chunk:
                 if piece is not END_OF_STREAM:
                     digest.update(piece)
@@ -586,7 +561,7 @@ class SegmentWriter:
         stream.end += num_bytes
         return segment
 
-    def _next_file(self, stream: StreamFile, num_bytes: int) -> None:
+    def _next_file(self, stream: _StreamFile, num_bytes: int) -> None:
         if stream.descriptor >= 0:
             stream.leave()
             if self.memory_bytes is not None:
@@ -595,15 +570,15 @@ class SegmentWriter:
         capacity = max(self.file_bytes, len(start) + num_bytes + len(END_OF_STREAM))
         stream.sequence += 1
         name = f"{self.name}.{self._streams.index(stream)}.{stream.sequence:06d}.arrows"
-        stream.descriptor = new_file(self.folder / name, capacity, start + END_OF_STREAM)
+        stream.descriptor = _new_file(self.folder / name, capacity, start + END_OF_STREAM)
         stream.path, stream.end, stream.capacity = self.folder / name, len(start), capacity
 
 
 def _decoded(record: pa.RecordBatch) -> pa.RecordBatch:
     """Decode dictionary columns, because dictionaries would be separate messages."""
-    for i, field in enumerate(record.schema):
-        if (plain := _plain(field.type)) != field.type:
-            record = record.set_column(i, field.with_type(plain), record.column(i).cast(plain))
+    for i, kind in enumerate(record.schema):
+        if (plain := _plain(kind.type)) != kind.type:
+            record = record.set_column(i, kind.with_type(plain), record.column(i).cast(plain))
     return record
 
 
@@ -615,3 +590,141 @@ def _plain(type: Any) -> pa.DataType:
     if pa.types.is_large_list(type):
         return pa.large_list(type.value_field.with_type(_plain(type.value_type)))
     return type
+
+
+# Segment store
+
+
+class SegmentStore:
+    """Counts the live segments of each file, in the driver, and recycles or deletes complete files
+    without any.
+
+    Replies of a writer arrive in order, so a segment in file k + 1 of a stream shows that file k is
+    complete. Checkpoints pin segments: they stay live after their rows are finished.
+
+    Args:
+        folder, node: the folder and the name of this process's node.
+        delete_remote: called as `(node, file)` for each dropped file, because other nodes may have
+            copies of its messages (see `Deletions`). None if there is one node.
+    """
+
+    def __init__(
+        self, folder: Path, node: str, delete_remote: Callable[[str, str], None] | None = None
+    ) -> None:
+        self.folder, self.node, self.delete_remote = folder, node, delete_remote
+        self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and stream number
+        self._ended: set[tuple[str, str]] = set()
+        self._pins: dict[str, set[Segment]] = {}
+        """Checkpoint -> its segments."""
+        self.pinned: set[Segment] = set()
+        self._waiting: list[Segment] = []
+        """Segments that no row needs, to free once no checkpoint needs them."""
+
+    def published(self, segment: Segment) -> None:
+        stream, sequence = _stream(segment.node, segment.file)
+        files = self._live.get(stream)
+        if files is None:
+            files = self._live[stream] = _LiveFiles()
+        before = files.latest
+        if sequence == before and sequence in files.offsets:
+            files.offsets[sequence].add(segment.offset)
+            return
+        files.latest = max(before, sequence)
+        files.offsets.setdefault(sequence, set()).add(segment.offset)
+        if before < files.latest and not files.offsets.get(before, {0}):  # complete, and empty
+            self._delete(stream, before)
+
+    def freed(self, segments: Iterable[Segment]) -> None:
+        """Note that no live row refers to these segments.
+
+        Raises:
+            ValueError: a segment was never published, or was freed before.
+        """
+        for segment in segments:
+            if segment in self.pinned:
+                self._waiting.append(segment)
+                continue
+            stream, sequence = _stream(segment.node, segment.file)
+            files = self._live.get(stream)
+            offsets = files.offsets.get(sequence) if files is not None else None
+            if files is None or offsets is None or segment.offset not in offsets:
+                raise ValueError(f"{segment} is freed, but is not live: never published, or freed before")
+            offsets.remove(segment.offset)
+            if not offsets and (sequence < files.latest or stream[:2] in self._ended):
+                self._delete(stream, sequence)
+
+    def free_later(self, segment: Segment) -> None:
+        """Free a segment after the next checkpoint, when the current log is on disk."""
+        self._waiting.append(segment)
+
+    def pin(self, checkpoint: str, segments: Iterable[Segment]) -> None:
+        """Keep the segments that a checkpoint refers to until it is dropped."""
+        self._pins[checkpoint] = set(segments)
+        self.pinned |= self._pins[checkpoint]
+
+    def unpin(self, checkpoints: Iterable[str]) -> None:
+        """Free the segments that only these checkpoints pinned. Names without pins are ignored."""
+        for checkpoint in checkpoints:
+            self._pins.pop(checkpoint, None)
+        self.pinned = set().union(*self._pins.values())
+        waiting, self._waiting = self._waiting, []
+        self.freed(waiting)
+
+    def writer_ended(self, writer_name: str, node: str) -> None:
+        """Mark all files of a writer as complete, once all its replies have arrived."""
+        self._ended.add((node, writer_name))
+        for stream in [s for s in self._live if s[:2] == (node, writer_name)]:
+            for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
+                self._delete(stream, sequence)
+        if node == self.node:  # also recycle files without published segments
+            self._sweep(f"{writer_name}.*.arrows")
+
+    def sweep(self) -> int:
+        """Recycle all files of this node without live segments, and return their number. Call it at
+        recovery, before any writer starts."""
+        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while creating it
+            unfinished.unlink()
+        return self._sweep("*.arrows")
+
+    def _sweep(self, pattern: str) -> int:
+        own = [(stream, files) for stream, files in self._live.items() if stream[0] == self.node]
+        live = {_file_name(stream, k) for stream, files in own for k in files.offsets}
+        found = [path.name for path in self.folder.glob(pattern) if FILE.fullmatch(path.name)]
+        dead = [name for name in found if name not in live]
+        for file in dead:
+            self._recycle(self.node, file)
+        return len(dead)
+
+    def _delete(self, stream: tuple[str, str, int], sequence: int) -> None:
+        del self._live[stream].offsets[sequence]
+        if not self._live[stream].offsets:
+            del self._live[stream]
+        self._recycle(stream[0], _file_name(stream, sequence))
+
+    def _recycle(self, node: str, file: str) -> None:
+        try:
+            delete_local(self.folder, self.node, node, file)
+        except OSError as error:  # the file only costs disk space
+            logger.warning("file %s of node %r cannot be recycled: %s", file, node, error)
+        if self.delete_remote is not None:
+            self.delete_remote(node, file)
+
+
+@dataclass
+class _LiveFiles:
+    offsets: dict[int, set[int]] = field(default_factory=dict)
+    """Sequence number of a file -> offsets of its live segments."""
+    latest: int = -1
+    """The file that may still grow; only this one can be empty."""
+
+
+@lru_cache(maxsize=1 << 14)  # the driver gets segments for each row, in few files
+def _stream(node: str, file: str) -> tuple[tuple[str, str, int], int]:
+    match = FILE.fullmatch(file)
+    if match is None:
+        raise ValueError(f"a segment's file is named writer.stream.sequence.arrows, not {file!r}")
+    return (node, match[1], int(match[2])), int(match[3])
+
+
+def _file_name(stream: tuple[str, str, int], sequence: int) -> str:
+    return f"{stream[1]}.{stream[2]}.{sequence:06d}.arrows"

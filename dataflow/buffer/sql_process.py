@@ -1,4 +1,4 @@
-"""Program of the process that answers one SQL query. `sql.py` runs this file as a subprocess and
+"""Program of the process that answers one SQL query. `queries.py` runs this file as a subprocess and
 kills it when the query ends.
 
 DuckDB can only be interrupted between two pieces of work, not in a function, the parser or the

@@ -24,7 +24,7 @@ from weft.controllers.simulation.backend import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import sample_buffer
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.leases import Piece, Pieces
+from weft.dataflow.buffer.leases import ColumnPiece, ColumnPieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
@@ -159,7 +159,9 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     lease = ledger.claim(score)
     assert lease is not None
     reader = SegmentReader(buffer.segments, node)
-    (answers, responses) = Pieces(ledger.graph, ledger.source, lease).of(range(lease.num_rows))
+    [(answers, responses)] = ColumnPieces(ledger.graph, ledger.source, lease).cut(
+        [range(lease.num_rows)], np.arange(lease.num_rows)
+    )
     operation = score.operation
     rows = gather(
         RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader
@@ -182,7 +184,7 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
     writer, reader = SegmentWriter(tmp_path, "here", "writer"), SegmentReader(tmp_path, "here")
     ids = np.array([3, 4])
     segment = writer.append(Batch.of(sample_id=ids, response_ids=[[1, 2], [5]]))
-    piece = Piece(("response_ids",), ids, (segment,))
+    piece = ColumnPiece(("response_ids",), ids, (segment,))
     rows = gather(RowTask(Operation("update"), (), ids, ids, ids, [piece], masked=frozenset([3])), reader)
     assert rows["response_mask"].to_pylist() == [[0, 0], [1]]
     writer.close()

@@ -84,7 +84,7 @@ def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: P
     assert files.scratch is not None
     elsewhere = files.logs_of_node("n1", tmp_path / "not" / "here")
     assert elsewhere == files.scratch.path / "n1" / "logs" and not (tmp_path / "not").exists()
-    files.scratch.release(over=True)
+    files.scratch.let_go(over=True)
 
 
 class Host:

@@ -17,7 +17,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.checked_rows import GraphCounts
+from weft.dataflow.buffer.logged_rows import GraphCounts
 from weft.dataflow.errors import RunError, SampleError, UserError, WorkerError
 from weft.dataflow.graph import Node, group
 from weft.dataflow.operation import Shape, node

@@ -2,9 +2,9 @@
 
 import math
 
-from weft.dataflow.buffer.checked_rows import CheckedGroup, CheckedNode, CheckedRow, GraphCounts
-from weft.dataflow.buffer.checker import Checker
 from weft.dataflow.buffer.leases import Staleness
+from weft.dataflow.buffer.logged_rows import GraphCounts, LoggedGroup, LoggedNode, LoggedRow
+from weft.dataflow.buffer.rules import Checker
 from weft.dataflow.graph import Graph, Node
 from weft.dataflow.runs.log import Log, LogReader, graph_record
 
@@ -34,32 +34,32 @@ class Model:
         assert self._reader.end == self._log.position
 
     @property
-    def rows(self) -> dict[int, CheckedRow]:
+    def rows(self) -> dict[int, LoggedRow]:
         return self.checker.rows.in_flight
 
     @property
-    def groups(self) -> dict[int, CheckedGroup]:
+    def groups(self) -> dict[int, LoggedGroup]:
         return self.checker.rows.groups
 
     @property
     def counts(self) -> GraphCounts:
         return self.checker.rows.counts()[self.graph.name]
 
-    def states(self, n: Node) -> CheckedNode:
+    def states(self, n: Node) -> LoggedNode:
         return self.graph.by_name[n.name]
 
-    def todo(self, group: CheckedGroup, n: Node) -> set[int]:
+    def todo(self, group: LoggedGroup, n: Node) -> set[int]:
         node = self.states(n)
         return group.levels[node.level] & (node.waiting | node.leased)
 
-    def is_complete(self, group: CheckedGroup, n: Node) -> bool:
+    def is_complete(self, group: LoggedGroup, n: Node) -> bool:
         return self.graph.is_complete(group, self.states(n))
 
-    def is_claimed(self, group: CheckedGroup, n: Node) -> bool:
+    def is_claimed(self, group: LoggedGroup, n: Node) -> bool:
         node = self.states(n)
         return bool(group.levels[node.level] & (node.leased | node.done))
 
-    def ready(self, group: CheckedGroup, n: Node) -> tuple[int, list[int]]:
+    def ready(self, group: LoggedGroup, n: Node) -> tuple[int, list[int]]:
         """Return how many rows of a group a claim gets, and the candidates.
 
         A quorum leaves some rows. The checker judges which of them were ready first.
@@ -81,7 +81,7 @@ class Model:
         versions = (self.rows[id].version for id in ids)
         return min((v for v in versions if v is not None and v >= 0), default=math.inf)
 
-    def too_old(self, group: CheckedGroup, n: Node, staleness: Staleness) -> set[int]:
+    def too_old(self, group: LoggedGroup, n: Node, staleness: Staleness) -> set[int]:
         return {
             id for id in self.todo(group, n) if self.rows[id].age(staleness.version) > staleness.bound
         }

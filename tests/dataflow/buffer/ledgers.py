@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from weft.dataflow.buffer.leases import Lease, Published, Written
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.readiness import Readiness
+from weft.dataflow.buffer.live_rows import Readiness
 from weft.dataflow.buffer.rows import GroupState
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.buffer.leases import Lease, Published, Staleness
-from weft.dataflow.buffer.ledger import expected_rows
-from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer, expected_rows
 from weft.dataflow.buffer.segments import Segment
 
 
@@ -122,7 +121,7 @@ class Stream:
             return False
         staleness = None if self.staleness is None else Staleness(self.version, self.staleness, "wait")
         self.training = self.ledger.claim(self.update, max_groups=number, staleness=staleness)
-        assert self.training is not None and not self.ledger.claims.stale, "a group is too old"
+        assert self.training is not None and not self.ledger.stale, "a group is too old"
         assert sorted(set(self.training.group_ids.tolist())) == first
         self.oldest = max(self.oldest, self.version - min(row.version or 0 for row in self.training.rows))
         return True

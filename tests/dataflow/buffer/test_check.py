@@ -11,7 +11,7 @@ from played_ledgers import at, drive, publish, report_of
 from recorded_run import write_samples
 
 from weft.dataflow.buffer.check import RecordedSamples, check_log
-from weft.dataflow.buffer.history import history
+from weft.dataflow.buffer.queries import history
 from weft.dataflow.buffer.recovery import read_checkpoint, restore, save, write_checkpoint
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import FormatError, UserError

@@ -18,8 +18,13 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.flight import Deletions, Peers, SegmentClient, SegmentServer, make_certificate
-from weft.dataflow.buffer.segment_store import SegmentStore
-from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter, fetched_path
+from weft.dataflow.buffer.segments import (
+    Segment,
+    SegmentReader,
+    SegmentStore,
+    SegmentWriter,
+    fetched_path,
+)
 from weft.dataflow.errors import DamagedSegment, UserError
 
 TOKEN = "secret"

@@ -18,8 +18,7 @@ from ledgers import (
     segment,
 )
 
-from weft.dataflow.buffer.history import waits_for
-from weft.dataflow.buffer.leases import Pieces, Published, Spread
+from weft.dataflow.buffer.leases import ColumnPieces, Published, Spread
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.errors import LeaseError
@@ -77,7 +76,11 @@ def test_rows_of_several_ranks_are_published_together_in_the_segments_of_their_r
     ranks = [segment("first rank"), segment("second rank"), segment("of a rank without rows")]
     publish(ledger, claim(ledger, "score"), into=Spread(ranks, [2, 4, 0]))
     score = ledger.live.wiring.index["score"]
-    parts = [part for row in ledger.live.rows.values() if (part := row.part(score))]
+    parts = [
+        part
+        for row in ledger.live.rows.values()
+        if (part := row.group.levels[row.level].parts.get(score, {row.place: None})[row.place])
+    ]
     rows = [part.segment.file for part in parts if part is not None]
     assert rows == ["first rank"] * 2 + ["second rank"] * 4
     assert [s.file for s in ledger.parts.take_freed()] == ["of a rank without rows"], (
@@ -278,7 +281,9 @@ def test_a_parent_without_children_is_done():
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, only=[1])
     ledger.finish(lease)
-    assert list(ledger.live.groups) == [1] and waits_for(ledger, 0).startswith("group 0 is not in flight")
+    assert list(ledger.live.groups) == [1] and ledger.live.waits_for(0).startswith(
+        "group 0 is not in flight"
+    )
 
 
 def test_settled_and_exhausted_say_whether_more_can_come():
@@ -332,8 +337,8 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
     lease = claim(ledger, "join")
-    pieces = Pieces(ledger.graph, ledger.source, lease)
-    found = {p.columns: p for p in pieces.of([1, 2, 3])}
+    pieces = ColumnPieces(ledger.graph, ledger.source, lease)
+    found = {p.columns: p for p in pieces.cut([[1, 2, 3]], np.array([1, 2, 3]))[0]}
     assert lease.ids.tolist() == [100, 101, 200, 201]
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]
     assert found[("difficulty_c",)].keys.tolist() == [0, 1, 1]
@@ -347,19 +352,19 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
 def test_why_names_the_nodes_a_group_waits_for():
     ledger = Ledger(grpo())
     ledger.issue([0], [1], step=0)
-    assert waits_for(ledger, 0).splitlines() == [
+    assert ledger.live.waits_for(0).splitlines() == [
         "generate: 1 of 1 rows to do; ready, not claimed",
         "score: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "advantages: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "updater.update: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
     ]
     lease = claim(ledger, "generate")
-    assert waits_for(ledger, 0).startswith("generate: 1 of 1 rows to do; 1 leased")
+    assert ledger.live.waits_for(0).startswith("generate: 1 of 1 rows to do; 1 leased")
     expand(ledger, lease, 2)
     ledger.finish(lease)
     lease = claim(ledger, "score")
     publish(ledger, lease, [1000])
-    assert waits_for(ledger, 0).splitlines() == [
+    assert ledger.live.waits_for(0).splitlines() == [
         "score: 1 of 2 rows to do; 1 leased",
         "advantages: 2 of 2 rows to do; waits for score",
         "updater.update: 2 of 2 rows to do; waits for advantages",

@@ -19,7 +19,7 @@ from ledgers import (
 
 from weft.dataflow.buffer.leases import Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.readiness import Readiness
+from weft.dataflow.buffer.live_rows import Readiness
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.operation import Quorum, Shape
 
@@ -210,7 +210,7 @@ def test_a_group_that_is_too_old_waits_for_a_larger_bound():
     update = node(ledger, "update")
     assert ledger.live.oldest_too_old(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 2)).ids.tolist() == [1000, 1002]
-    assert (ledger.readiness.too_old(update), ledger.readiness.ready(update), ledger.claims.stale) == (
+    assert (ledger.readiness.too_old(update), ledger.readiness.ready(update), ledger.stale) == (
         1,
         0,
         {"wait": 1},
@@ -218,7 +218,7 @@ def test_a_group_that_is_too_old_waits_for_a_larger_bound():
     assert ledger.live.oldest_too_old(update) == 3
     assert ledger.claim(update, staleness=Staleness(6, 2)) is None and ledger.claim(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 3)).ids.tolist() == [1001]
-    assert ledger.claims.stale == {"wait": 1} and ledger.readiness.too_old(update) == 0
+    assert ledger.stale == {"wait": 1} and ledger.readiness.too_old(update) == 0
 
 
 def test_a_group_that_is_too_old_is_masked():
@@ -227,7 +227,7 @@ def test_a_group_that_is_too_old_is_masked():
     assert (
         lease.ids.tolist() == [1000, 1001, 1002]
         and lease.masked == {1001}
-        and ledger.claims.stale == {"mask": 1}
+        and ledger.stale == {"mask": 1}
     )
 
 
@@ -236,7 +236,7 @@ def test_the_prompt_of_a_group_that_is_too_old_is_issued_again():
     lease = claim(ledger, "update", max_groups=2, staleness=Staleness(6, 2, "requeue"))
     assert lease.ids.tolist() == [1000, 1002] and list(ledger.live.groups) == [0, 2, 3]
     assert [r.position for r in claim(ledger, "generate").rows] == [1]
-    assert ledger.claims.stale == {"requeue": 1} and ledger.live.dropped == {"stale at updater.update": 1}
+    assert ledger.stale == {"requeue": 1} and ledger.live.dropped == {"stale at updater.update": 1}
 
 
 def test_a_group_that_is_too_old_is_dropped():
@@ -244,7 +244,7 @@ def test_a_group_that_is_too_old_is_dropped():
     assert ledger.claim(node(ledger, "update"), staleness=Staleness(6, 2, "drop")) is None
     assert (
         list(ledger.live.groups) == []
-        and ledger.claims.stale == {"drop": 1}
+        and ledger.stale == {"drop": 1}
         and ledger.live.counts()["dropped"] == 1
     )
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from ledger_model import Model
 from ledgers import Clock, forgotten, random_graph, readiness_state, segment
 
-from weft.dataflow.buffer.history import waits_for
-from weft.dataflow.buffer.leases import Fate, Lease, Pieces, Published, Staleness
+from weft.dataflow.buffer.leases import ColumnPieces, Fate, Lease, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.readiness import Readiness
+from weft.dataflow.buffer.live_rows import Readiness
 from weft.dataflow.buffer.recovery import count, load, replay, save
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.buffer.segments import Segment
@@ -162,7 +161,8 @@ class Play:
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        for piece in Pieces(self.graph, self.ledger.source, lease).of(range(lease.num_rows)):
+        pieces, every = ColumnPieces(self.graph, self.ledger.source, lease), range(lease.num_rows)
+        for piece in pieces.cut([every], np.arange(len(every)))[0]:
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:
@@ -401,8 +401,8 @@ class Play:
         assert copy.parts.num_bytes == one.parts.num_bytes and list(copy.live.groups) == list(
             one.live.groups
         )
-        assert [waits_for(copy, g) for g in list(one.live.groups)] == [
-            waits_for(one, g) for g in list(one.live.groups)
+        assert [copy.live.waits_for(g) for g in list(one.live.groups)] == [
+            one.live.waits_for(g) for g in list(one.live.groups)
         ]
         assert set(copy.parts.segments) == set(one.parts.segments)
         assert len(copy.parts.segments) == len(one.parts.segments)
@@ -431,9 +431,9 @@ class Play:
         known = [counts.issued, counts.waiting, counts.leased, counts.done, counts.dropped.total()]
         assert list(ledger.live.counts().values()) == known
         assert ledger.live.dropped == {k: v for k, v in self.dropped.items() if v}
-        assert ledger.claims.stale == counts.stale
+        assert ledger.stale == counts.stale
         for group in model.groups.values():
-            explained = waits_for(ledger, group.id)
+            explained = ledger.live.waits_for(group.id)
             waiting = [
                 n.name
                 for n in self.graph.nodes
@@ -514,7 +514,7 @@ def play(seed: int, number: int) -> int:
         graph.nodes
     )  # removes offers of rows that were taken away
     assert forgotten(play.ledger)
-    assert not play.model.checker.end()
+    assert not play.model.checker.end_log()
     return play.operations
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from weft.dataflow.buffer import sql
-from weft.dataflow.buffer.sql import QueryProcess, ask, end_prepared, prepare
+from weft.dataflow.buffer import queries
+from weft.dataflow.buffer.queries import QueryProcess, ask, end_prepared, prepare
 
 QUESTION = {
     "sql": "select max(x) as most from numbers",
@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__()
             pids.append(self.pid)
 
-    monkeypatch.setattr(sql, "QueryProcess", Noted)
+    monkeypatch.setattr(queries, "QueryProcess", Noted)
     return pids
 
 
@@ -75,19 +75,19 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
 
 
 def test_an_unused_process_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sql, "PREPARED_S", 1)  # waited out
+    monkeypatch.setattr(queries, "PREPARED_S", 1)  # waited out
     waiting = QueryProcess()
     deadline = time.monotonic() + 30
-    while waiting.is_alive and time.monotonic() < deadline:
+    while waiting.exit_code is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not waiting.is_alive
-    assert waiting.ask(QUESTION, TABLES, 30) is None
+    assert waiting.exit_code is not None
+    assert waiting.run_query(QUESTION, TABLES, 30) is None
 
 
 ENDS = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from weft.dataflow.buffer.sql import QueryProcess
+from weft.dataflow.buffer.queries import QueryProcess
 waiting = QueryProcess()
 print(waiting.pid)
 """
@@ -103,6 +103,6 @@ def test_it_ends_with_the_program_that_prepared_it():
 
 
 def test_nothing_is_prepared_without_duckdb(monkeypatch: pytest.MonkeyPatch, started: list[int]):
-    monkeypatch.setattr(sql, "find_spec", lambda name: None)
+    monkeypatch.setattr(queries, "find_spec", lambda name: None)
     prepare()
     assert not started

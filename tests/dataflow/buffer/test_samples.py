@@ -4,7 +4,7 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_run import Run, write_samples
 
-from weft.dataflow.buffer.sql import query, recorded_or_archived
+from weft.dataflow.buffer.queries import query, recorded_or_archived
 from weft.dataflow.errors import UserError
 from weft.dataflow.runs.samples import archive
 

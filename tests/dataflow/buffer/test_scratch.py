@@ -15,7 +15,7 @@ import pytest
 from buffer_graphs import GRAPHS
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import scratch_watch
+from weft.dataflow.buffer import scratch as scratch_module
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.scratch import (
@@ -98,7 +98,7 @@ def test_a_run_resumed_after_its_end_is_not_over(tmp_path: Path):
     scratch.path.mkdir()
     (scratch.path / OVER).touch()
     assert not (scratch.hold() / OVER).exists()
-    scratch.release(over=True)
+    scratch.let_go(over=True)
     until(lambda: not scratch.path.exists())
 
 
@@ -132,7 +132,7 @@ def test_the_folder_of_a_run_that_is_over_is_removed_at_once(tmp_path: Path):
     folder = scratch.hold()
     (folder / "node").mkdir()
     assert folder.stat().st_mode & 0o777 == 0o700 and scratch.hold() == folder
-    scratch.release(over=True)
+    scratch.let_go(over=True)
     until(lambda: not folder.exists())
 
 
@@ -140,12 +140,12 @@ def test_the_folder_of_a_run_that_is_over_is_removed_at_once(tmp_path: Path):
 def test_the_folder_of_a_resumable_run_stays_for_its_next_start(tmp_path: Path):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path, grace_s=3.0)
     (scratch.hold() / "rows").touch()
-    scratch.release(over=False)
+    scratch.let_go(over=False)
     time.sleep(1.5)
     assert (scratch.hold() / "rows").exists()
     time.sleep(3.5)
     assert (scratch.path / "rows").exists(), "it is held again"
-    scratch.release(over=False)
+    scratch.let_go(over=False)
     until(lambda: not scratch.path.exists())
 
 
@@ -181,13 +181,13 @@ def test_a_start_during_a_removal_keeps_its_folder(tmp_path: Path, monkeypatch: 
         (scratch.hold() / "node").mkdir()
         really(path, ignore_errors=ignore_errors)
 
-    monkeypatch.setattr(scratch_watch.shutil, "rmtree", with_a_start_in_the_middle)
-    scratch_watch.main(scratch.path, 0.0)
+    monkeypatch.setattr(scratch_module.shutil, "rmtree", with_a_start_in_the_middle)
+    scratch_module.watch(scratch.path, 0.0)
     monkeypatch.undo()
     assert (scratch.path / "node").is_dir() and [path.name for path in tmp_path.iterdir()] == [
         scratch.path.name
     ]
-    scratch.release(over=True)
+    scratch.let_go(over=True)
     until(lambda: not list(tmp_path.iterdir()))
 
 
@@ -207,7 +207,7 @@ def test_the_next_beginning_of_a_run_removes_the_folders_of_earlier_ones(tmp_pat
     held = begun_again.hold()
     Scratch("weft-x-00000000-00000000", tmp_path / "s").remove_earlier(run)
     assert held.exists(), "it is held"
-    begun_again.release(over=True)
+    begun_again.let_go(over=True)
     until(lambda: not held.exists())
 
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_store import SegmentStore
 from weft.dataflow.buffer.segments import (
     Segment,
     SegmentReader,
+    SegmentStore,
     SegmentWriter,
     is_resident,
     spill,
@@ -384,8 +384,9 @@ def test_recovery_keeps_live_segments_and_removes_unpublished_ones_of_dead_write
     assert "w10.0.000000.arrows" not in names(tmp_path)
 
 
-def test_free_files_are_kept_up_to_a_bound(tmp_path: Path):
-    store = SegmentStore(tmp_path, "n0", max_free_bytes=10_000)
+def test_free_files_are_kept_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("weft.dataflow.buffer.segments.MAX_FREE_BYTES", 10_000)
+    store = SegmentStore(tmp_path, "n0")
     writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=3000)
     segments = [writer.append(numbered(n)) for n in range(8)]
     for segment in segments:

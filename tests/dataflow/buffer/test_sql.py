@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_run import Run
 
-from weft.dataflow.buffer.sql import columns, query
+from weft.dataflow.buffer.queries import columns, query
 from weft.dataflow.errors import UserError
 from weft.dataflow.runs.files import SEGMENTS
 

@@ -19,7 +19,7 @@ from played_buffers import (  # pyright: ignore[reportMissingImports]
 )
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.history import history
+from weft.dataflow.buffer.queries import history
 from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.errors import TakenOverError, UserError
 from weft.dataflow.runs.files import LOG, Disk

@@ -1,20 +1,20 @@
-"""Checker: find the events of a log that break the rules for rows. It shares only the record format
-with the ledger.
+"""Rules for rows, and the checker that finds the events of a log which break them. It shares only the
+record format with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
         for violation in checker.feed(record):
             print(violation, violation.rule.value)
-    violations = checker.end()
+    violations = checker.end_log()
 
 `check_log` (`check.py`) does this for the log of a run, for `weft buffer check`. To add a rule:
 
 1. name it in `Rule`;
 2. compare the event that can break it with the rows in flight, in the method of that event here
    (`_claim`, `_publish`, ...);
-3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_checker.py`.
+3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_rules.py`.
 
-Events change sets of rows (`checked_rows.py`).
+Events change sets of rows (`logged_rows.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from typing import Any
 from ..errors import BrokenRule, nearest
 from ..operation import Shape
 from ..runs.log import Record, described_graph
-from .checked_rows import (
-    CheckedGraph,
-    CheckedGroup,
-    CheckedLease,
-    CheckedNode,
-    CheckedRow,
-    CheckedRows,
+from .events import RESTARTED
+from .logged_rows import (
+    LoggedGraph,
+    LoggedGroup,
+    LoggedLease,
+    LoggedNode,
+    LoggedRow,
+    LoggedRows,
     segments_of_rows,
 )
 
@@ -85,9 +86,6 @@ class Violation:
 
 # Checker
 
-RESTARTED = "the run was started again"
-"""The reason that recovery logs when it releases the leases of lost workers."""
-
 
 class Checker:
     """Checks each event of a log against the rows in flight of all graphs of a run."""
@@ -95,7 +93,7 @@ class Checker:
     def __init__(
         self,
         *,
-        on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None = None,
+        on_finished: Callable[[LoggedGroup, Mapping[int, LoggedRow]], None] | None = None,
         on_recorded: Callable[[str, int, Mapping[int, int]], None] | None = None,
         keep_parts: bool = False,
     ) -> None:
@@ -106,8 +104,23 @@ class Checker:
                 and sample id -> step of the rows that must be among the samples.
             keep_parts: keep the segments of rows in flight.
         """
-        self.graphs: dict[str, CheckedGraph] = {}
-        self.rows = CheckedRows(on_finished, keep_parts=keep_parts)
+        self._handlers: Mapping[str, Callable[[Record], None]] = {
+            "claim": self._claim,
+            "publish": self._publish,
+            "finish": self._finish,
+            "release": self._release,
+            "issue": self._issue,
+            "drop": self._drop,
+            "lose": self._lose,
+            "offer": self._offer,
+            "graph": self._graph,
+            "source": self._source,
+            "note": self._note,
+            "ids": self._begin_ids,
+            "epoch": self._begin_epoch,
+        }
+        self.graphs: dict[str, LoggedGraph] = {}
+        self.rows = LoggedRows(on_finished, keep_parts=keep_parts)
         self.notes: dict[str, Any] = {}
         self.sources: dict[str, Sequence[Any]] = {}
         self.segments: set[tuple[str, str, int]] = set()
@@ -122,24 +135,19 @@ class Checker:
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Process the next event.
-
-        Args:
-            record: the event.
-            at: byte offset of the record in the log, for messages.
-
-        Returns:
-            The rules that it breaks.
-        """
+        """Process the next event, and return the rules that it breaks. `at` is the byte offset of the
+        record in the log, for messages."""
         self.at, self._violations = at, []
         try:
-            if (
-                self._restarting
-                and record["do"] not in ("lose", "epoch")
-                and record.get("why") != RESTARTED
-            ):
+            released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED
+            if self._restarting and not released:
                 self._end_restart()
-            self._take(record)
+            handler = self._handlers.get(record["do"])
+            if handler is None:
+                raise BrokenRule(
+                    "no such record is known; the log was written by another version", Rule.KNOWN_RECORD
+                )
+            handler(record)
         except BrokenRule as broken:
             assert isinstance(broken.rule, Rule)
             self._break(broken.rule, f"{record['do']}: {broken}")
@@ -150,60 +158,26 @@ class Checker:
         self.rows.forget_finished_groups()
         return self._violations
 
-    def end(self) -> list[Violation]:
+    def end_log(self) -> list[Violation]:
         """Process the end of the log. Returns the violations that no single event causes."""
         self._violations = []
         if self._restarting:
             self._end_restart()
+        problems: list[str] = []
         for name, counts in self.rows.counts().items():
             graph = self.graphs[name]
             total = counts.waiting + counts.leased + counts.done + counts.dropped.total()
             if total != counts.issued:
-                problem = f"graph {name!r}: {counts.issued} rows were issued, {total} are accounted for"
-                self._violations.append(Violation(Rule.ACCOUNTED, problem))
+                problems.append(f"{name!r}: {counts.issued} rows were issued, {total} are accounted for")
             for row in (row for row in self.rows.in_flight.values() if row.group.graph is graph):
                 for node in graph.on_level[row.level]:
-                    if (
-                        sum(row.id in ids for ids in (node.waiting, node.leased, node.done, node.dropped))
-                        != 1
-                    ):
-                        problem = f"graph {name!r}: row {row.id} is in no state, or in two, at node {node.name!r}"
-                        self._violations.append(Violation(Rule.ACCOUNTED, problem))
+                    states = (node.waiting, node.leased, node.done, node.dropped)
+                    if sum(row.id in ids for ids in states) != 1:
+                        problems.append(
+                            f"{name!r}: row {row.id} is in no state, or in two, at node {node.name!r}"
+                        )
+        self._violations += [Violation(Rule.ACCOUNTED, f"graph {problem}") for problem in problems]
         return self._violations
-
-    def _take(self, record: Record) -> None:
-        match record["do"]:
-            case "claim":
-                self._claim(record)
-            case "publish":
-                self._publish(record)
-            case "finish":
-                self._finish(record)
-            case "release":
-                self._release(record)
-            case "issue":
-                self._issue(record)
-            case "drop":
-                self._drop(record)
-            case "lose":
-                self._lose(record)
-            case "offer":
-                self._offer(record)
-            case "graph":
-                self._graph(record)
-            case "source":
-                self.sources[self._graph_of(record).name] = record["segment"]
-                self._refer(record["segment"])
-            case "note":
-                self._note(record["key"], record["value"])
-            case "ids":
-                self._begin_ids(record)
-            case "epoch":
-                self._begin_epoch(record)
-            case _:
-                raise BrokenRule(
-                    "no such record is known; the log was written by another version", Rule.KNOWN_RECORD
-                )
 
     def _break(self, rule: Rule, text: str) -> None:
         self._violations.append(Violation(rule, text, self.at))
@@ -228,15 +202,15 @@ class Checker:
             who = f"lease {number} of node {lease.node.name!r} in graph {graph!r}, claimed at byte {lease.at},"
             self._break(Rule.ONE_WRITER, f"the run was started again, but {who} was not released")
 
-    def _note(self, key: str, value: Any) -> None:
+    def _note(self, record: Record) -> None:
+        key, value = record["key"], record["value"]
         if key.startswith("version/"):
             self._count_update(key.removeprefix("version/"), value)
         elif key == "step":
             for name, at in self._versions.items():
                 if not at:
-                    self._break(
-                        Rule.ONE_UPDATE, f"note: step {value} ended without an update of {name!r}"
-                    )
+                    problem = f"note: step {value} ended without an update of {name!r}"
+                    self._break(Rule.ONE_UPDATE, problem)
                 at.clear()
         self.notes[key] = value
 
@@ -261,23 +235,27 @@ class Checker:
     def _graph(self, record: Record) -> None:
         name = record["graph"]
         if name not in self.graphs:
-            self.graphs[name] = graph = CheckedGraph(name, described_graph(record))
-            self.rows.begin(graph)
+            self.graphs[name] = graph = LoggedGraph(name, described_graph(record))
+            self.rows.add_graph(graph)
 
-    def _graph_of(self, record: Record) -> CheckedGraph:
+    def _source(self, record: Record) -> None:
+        self.sources[self._graph_of(record).name] = record["segment"]
+        self._refer(record["segment"])
+
+    def _graph_of(self, record: Record) -> LoggedGraph:
         graph = self.graphs.get(record["graph"])
         if graph is None:
             raise BrokenRule(f"graph {record['graph']!r} was not recorded", Rule.KNOWN_RECORD)
         return graph
 
-    def _node_of(self, record: Record) -> CheckedNode:
+    def _node_of(self, record: Record) -> LoggedNode:
         graph, name = self._graph_of(record), record["node"]
         if name not in graph.by_name:
             problem = f"graph {graph.name!r} has no node {name!r}{nearest(name, graph.by_name)}"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
         return graph.by_name[name]
 
-    def _lease_of(self, record: Record) -> CheckedLease:
+    def _lease_of(self, record: Record) -> LoggedLease:
         key = self._graph_of(record).name, record["lease"]
         lease = self.rows.leases.get(key)
         if lease is None:
@@ -285,7 +263,7 @@ class Checker:
             raise BrokenRule(f"lease {key[1]} of graph {key[0]!r} {ended}", Rule.LEASE)
         return lease
 
-    def _group_of(self, record: Record) -> CheckedGroup:
+    def _group_of(self, record: Record) -> LoggedGroup:
         group = self.rows.groups.get(record["group"])
         if group is None or group.graph is not self._graph_of(record):
             problem = f"group {record['group']} of graph {record['graph']!r} is not in flight"
@@ -298,43 +276,31 @@ class Checker:
     # Rows come in
 
     def _issue(self, record: Record) -> None:
-        graph = self._graph_of(record)
-        first, group, positions, tokens = (
-            record["first"],
-            record["group"],
-            record["positions"],
-            record["tokens"],
-        )
-        if first < self.rows.next_id:
-            problem = (
-                f"issue: row {first} is issued, but ids below {self.rows.next_id} were given out before"
-            )
-            self._break(Rule.NEW_ID, problem)
-        elif first > self.rows.next_id:
-            self._break(
-                Rule.NEW_ID,
-                f"issue: row {first} is issued, but {self.rows.next_id} is next: a record is missing",
-            )
-        if group != self.rows.next_group:
-            self._break(
-                Rule.NEW_ID, f"issue: group {group} is issued, but {self.rows.next_group} is next"
-            )
+        graph, rows = self._graph_of(record), self.rows
+        first, group = record["first"], record["group"]
+        positions, tokens = record["positions"], record["tokens"]
+        problem = ""
+        if first < rows.next_id:
+            problem = f"row {first} is issued, but ids below {rows.next_id} were given out before"
+        elif first > rows.next_id:
+            problem = f"row {first} is issued, but {rows.next_id} is next: a record is missing"
+        if problem:
+            self._break(Rule.NEW_ID, f"issue: {problem}")
+        if group != rows.next_group:
+            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {rows.next_group} is next")
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
-        self.rows.next_id, self.rows.next_group = (
-            max(self.rows.next_id, first),
-            max(self.rows.next_group, group),
-        )
+        rows.next_id, rows.next_group = max(rows.next_id, first), max(rows.next_group, group)
         for position, number in zip(positions, tokens, strict=True):
-            self.rows.issue_row(graph, record["step"], position, number)
+            rows.issue_row(graph, record["step"], position, number)
 
     # Rows are claimed
 
     def _claim(self, record: Record) -> None:
         graph, node = self._graph_of(record), self._node_of(record)
         number, ids, stale = record["lease"], record["ids"], record.get("stale")
-        who = f"lease {number} of node {node.name!r}"
+        who = node.describe_lease(number)
         # Tokens only grow, so a smaller one was granted before.
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
@@ -357,7 +323,7 @@ class Checker:
         self.rows.lease(graph, number, node, [id for id in ids if id in taken], self.at)
         self.lease_counts["granted"] += 1
 
-    def _ready(self, graph: CheckedGraph, node: CheckedNode, ids: Sequence[int], what: str) -> set[int]:
+    def _ready(self, graph: LoggedGraph, node: LoggedNode, ids: Sequence[int], what: str) -> set[int]:
         """Return the rows that a node may take. Report each other row as a violation."""
         taken = set(ids)
         if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.rows.in_flight):
@@ -373,15 +339,11 @@ class Checker:
                 self._break(rule, f"{what} row {id}, {problem}")
         return taken
 
-    def _why_not(self, graph: CheckedGraph, node: CheckedNode, id: int) -> tuple[Rule, str]:
+    def _why_not(self, graph: LoggedGraph, node: LoggedNode, id: int) -> tuple[Rule, str]:
         row = self.rows.in_flight.get(id)
         if row is None:
-            return (
-                Rule.ONCE,
-                "which is finished, or was never made"
-                if id < self.rows.next_id
-                else "which was never made",
-            )
+            ended = "is finished, or " if id < self.rows.next_id else ""
+            return Rule.ONCE, f"which {ended}was never made"
         of = f"of group {row.group.id}, "
         if row.group.graph is not graph:
             return Rule.READY, f"{of}which is of graph {row.group.graph.name!r}"
@@ -389,9 +351,8 @@ class Checker:
             names = graph.level_names
             return Rule.READY, f"{of}which is of level {names[row.level]!r}, not {names[node.level]!r}"
         if id in node.leased:
-            numbers = (
-                n for (_, n), lease in self.rows.leases.items() if lease.node is node and id in lease.ids
-            )
+            leases = self.rows.leases.items()
+            numbers = (n for (_, n), lease in leases if lease.node is node and id in lease.ids)
             return Rule.ONCE, f"{of}which it holds already (lease {next(numbers, '?')})"
         if id in node.done:
             return Rule.ONCE, f"{of}which it has consumed before"
@@ -400,7 +361,7 @@ class Checker:
         missing = [name for name in node.node.after if not graph.has_passed(row, graph.by_name[name])]
         return Rule.READY, f"{of}with which {', '.join(missing)} is not done"
 
-    def _check_groups(self, node: CheckedNode, ids: Iterable[int], what: str) -> None:
+    def _check_groups(self, node: LoggedNode, ids: Iterable[int], what: str) -> None:
         for group, taken in self.rows.by_group(ids).items():
             rule, problem = Rule.COMPLETE_GROUP, _incomplete(group, node, taken)
             if node.quorum:
@@ -414,33 +375,31 @@ class Checker:
     # Rows are too old
 
     def _set_aside(
-        self, graph: CheckedGraph, node: CheckedNode, record: Record, who: str
-    ) -> list[CheckedGroup]:
+        self, graph: LoggedGraph, node: LoggedNode, record: Record, who: str
+    ) -> list[LoggedGroup]:
         """Return the ready groups that a claim sets aside as too old. Logs of format 5 and earlier
         do not name them."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
+
+        def is_too_old(group: LoggedGroup) -> bool:
+            rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
+            return any(row.age(version) > bound for row in rows)
+
         waits = named is None or fate == "wait"
-        node.held_back = {
-            id
-            for id in node.held_back
-            if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
-        }
+        held_back = node.held_back if waits else ()
+        node.held_back = {id for id in held_back if is_too_old(self.rows.groups[id])}
         if fate == "mask":
             return []  # the claim treats old groups like others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
         # Format 5: groups were checked in order of ids, until the claim was full.
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
-        found: dict[int, CheckedGroup] = {}
+        found: dict[int, LoggedGroup] = {}
         for group in self.rows.groups.values():
             if group.id > last:
                 break
-            if (
-                group.id not in taken
-                and self._is_ready(graph, group, node)
-                and self._is_too_old(group, node, version, bound)
-            ):
+            if group.id not in taken and self._is_ready(graph, group, node) and is_too_old(group):
                 found[group.id] = group
         if named is None:
             return list(found.values())
@@ -449,15 +408,13 @@ class Checker:
             self._break(Rule.STALENESS, f"claim: {who} sets {those}")
         return [found[id] for id in named if id in found]
 
-    def _is_ready(self, graph: CheckedGraph, group: CheckedGroup, node: CheckedNode) -> bool:
+    def _is_ready(self, graph: LoggedGraph, group: LoggedGroup, node: LoggedNode) -> bool:
         if group.graph is not graph or group.id in node.held_back:
             return False
         rows = group.levels[node.level] & node.waiting
         return bool(rows) and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight)
 
-    def _check_order(
-        self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str
-    ) -> None:
+    def _check_order(self, graph: LoggedGraph, node: LoggedNode, taken: Iterable[int], who: str) -> None:
         groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
         youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
         if youngest is None:
@@ -472,19 +429,12 @@ class Checker:
                 self._break(Rule.OLDEST_FIRST, f"claim: {who} {takes}, and {leaves}")
                 return
 
-    def _oldest(self, group: CheckedGroup, node: CheckedNode) -> float:
+    def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
         """Return the oldest version in the rows of a group that reach a node; infinity if no policy
         made them."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
-        return min(
-            (row.version for row in rows if row.version is not None and row.version >= 0),
-            default=math.inf,
-        )
-
-    def _is_too_old(self, group: CheckedGroup, node: CheckedNode, version: int, bound: int) -> bool:
-        return any(
-            self.rows.in_flight[id].age(version) > bound for id in group.levels[node.level] - node.dropped
-        )
+        versions = (row.version for row in rows if row.version is not None and row.version >= 0)
+        return min(versions, default=math.inf)
 
     def _check_age(self, ids: Iterable[int], stale: Sequence[Any], who: str) -> None:
         version, bound, fate = stale
@@ -502,32 +452,22 @@ class Checker:
     def _publish(self, record: Record) -> None:
         lease, ids, tokens = self._lease_of(record), record["ids"], record["tokens"]
         node, parents, versions = lease.node, record.get("parents"), record.get("versions")
-        who = f"lease {record['lease']} of node {node.name!r}"
+        who = node.describe_lease(record["lease"])
         if (parents is None) != (node.node.makes_level is None):
             problem = "new rows without parents" if parents is None else "parents of rows of a map"
             raise BrokenRule(f"{who}: {problem}", Rule.KNOWN_RECORD)
-        if len(tokens) != len(ids) or any(
-            x is not None and len(x) != len(ids) for x in (parents, versions)
-        ):
-            raise BrokenRule(
-                f"{who}: of {len(ids)} rows, parents, tokens or versions are more or fewer",
-                Rule.KNOWN_RECORD,
-            )
+        if any(x is not None and len(x) != len(ids) for x in (tokens, parents, versions)):
+            problem = f"of {len(ids)} rows, parents, tokens or versions are more or fewer"
+            raise BrokenRule(f"{who}: {problem}", Rule.KNOWN_RECORD)
         if len(set(ids)) != len(ids):
             raise BrokenRule(f"{who} publishes a row twice", Rule.ONCE)
         foreign = set[int](parents or ()) - lease.open
-        for id in sorted(foreign):
-            self._break(
-                Rule.LEASE, f"publish: {who} makes a row of row {id}, which is not, or no longer, its own"
-            )
+        self._check_own(foreign, f"publish: {who} makes a row of")
         if parents is not None:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
-        for id in sorted(finished - lease.open - foreign):
-            verb = "publishes" if parents is None else "finishes"
-            self._break(
-                Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own"
-            )
+        verb = "publishes" if parents is None else "finishes"
+        self._check_own(finished - lease.open - foreign, f"publish: {who} {verb}")
         # Continue with the valid rows only, after reporting the others.
         finished &= lease.open
         lease.open -= finished
@@ -543,8 +483,12 @@ class Checker:
         else:
             self.rows.accept(node, record, finished)
 
+    def _check_own(self, foreign: set[int], what: str) -> None:
+        for id in sorted(foreign):
+            self._break(Rule.LEASE, f"{what} row {id}, which is not, or no longer, its own")
+
     def _check_children(
-        self, lease: CheckedLease, ids: Sequence[int], parents: Sequence[int], what: str
+        self, lease: LoggedLease, ids: Sequence[int], parents: Sequence[int], what: str
     ) -> None:
         level = lease.node.node.makes_level
         assert level is not None
@@ -561,11 +505,17 @@ class Checker:
 
     def _finish(self, record: Record) -> None:
         lease = self._lease_of(record)
-        node, who = lease.node, f"lease {record['lease']} of node {lease.node.name!r}"
+        node, who = lease.node, lease.node.describe_lease(record["lease"])
         if "step" in record:
-            self._train(lease, record["step"], who)
-        if node.node.operation.behind:
-            self._say_recorded(lease, record)
+            step, current = record["step"], self.notes.get("step", 0) + 1
+            if step != current:
+                problem = f"{who} is of step {step}, but step {current} was under way"
+                self._break(Rule.STEP, f"finish: {problem}")
+            for id in lease.ids:
+                self.rows.in_flight[id].group.trained_in = step
+        every = self.notes.get("record_every", 0)
+        if node.node.operation.behind and self._on_recorded is not None and every:
+            self._on_recorded(record["graph"], record["lease"], self._recorded(lease, every))
         for published, finished in lease.staged:
             self.rows.accept(node, published, finished)
         left = lease.open
@@ -576,54 +526,38 @@ class Checker:
         if shape is Shape.FILTER:
             for id in sorted(left):
                 self.rows.drop_below(self.rows.in_flight[id], node, node.name)
-        self.rows.done(node, left)
+        self.rows.mark_done(node, left)
         self._end_lease(record, "finished", "was finished")
 
-    def _train(self, lease: CheckedLease, step: int, who: str) -> None:
-        under_way = self.notes.get("step", 0) + 1
-        if step != under_way:
-            self._break(Rule.STEP, f"finish: {who} is of step {step}, but step {under_way} was under way")
-        for id in lease.ids:
-            self.rows.in_flight[id].group.trained_in = step
-
-    def _say_recorded(self, lease: CheckedLease, record: Record) -> None:
-        every = self.notes.get("record_every", 0)
-        if self._on_recorded is None or not every:
-            return
+    def _recorded(self, lease: LoggedLease, every: int) -> dict[int, int]:
+        """Return sample id -> step of the rows of a lease that must be among the samples."""
         kept: dict[int, int] = {}
         for id in lease.ids:
             group = self.rows.in_flight[id].group
             step = group.trained_in if group.graph.updates else group.issued_in
             if step is not None and step % every == 0:
                 kept[id] = step
-        self._on_recorded(record["graph"], record["lease"], kept)
+        return kept
 
     def _release(self, record: Record) -> None:
         lease, why = self._lease_of(record), record["why"]
-        if "ids" in record:
-            self._release_some(lease, record)
+        node, who = lease.node, lease.node.describe_lease(record["lease"])
+        if "ids" not in record:
+            if why == RESTARTED:
+                self.restarts += not self._restarting
+                self._restarting = True
+            self.rows.requeue(node, lease.ids if node.takes_groups else lease.open)
+            self._end_lease(record, "released", f"was released ({why})")
             return
-        if why == RESTARTED:
-            self.restarts += not self._restarting
-            self._restarting = True
-        self.rows.give_back(lease.node, lease.ids if lease.node.takes_groups else lease.open)
-        self._end_lease(record, "released", f"was released ({why})")
-
-    def _release_some(self, lease: CheckedLease, record: Record) -> None:
-        who, ids = f"lease {record['lease']} of node {lease.node.name!r}", set[int](record["ids"])
-        if lease.node.takes_groups:
-            raise BrokenRule(
-                f"{who} gives back some of its rows, but the node takes complete groups",
-                Rule.COMPLETE_GROUP,
-            )
-        for id in sorted(ids - lease.open):
-            self._break(
-                Rule.LEASE, f"release: {who} gives back row {id}, which is not, or no longer, its own"
-            )
+        if node.takes_groups:
+            problem = "gives back some of its rows, but the node takes complete groups"
+            raise BrokenRule(f"{who} {problem}", Rule.COMPLETE_GROUP)
+        ids = set[int](record["ids"])
+        self._check_own(ids - lease.open, f"release: {who} gives back")
         ids &= lease.open
         lease.open -= ids
         lease.ids -= ids
-        self.rows.give_back(lease.node, ids)
+        self.rows.requeue(node, ids)
 
     def _end_lease(self, record: Record, end: str, said: str) -> None:
         key = record["graph"], record["lease"]
@@ -660,7 +594,7 @@ class Checker:
         self.rows.lose(group, again=again)
 
 
-def _incomplete(group: CheckedGroup, node: CheckedNode, taken: set[int]) -> str:
+def _incomplete(group: LoggedGroup, node: LoggedNode, taken: set[int]) -> str:
     """Return why these rows are not a complete group; empty if they are."""
     if left_out := group.levels[node.level] - taken - node.dropped:
         return f"row {min(left_out)} of the group is left out"
@@ -669,7 +603,7 @@ def _incomplete(group: CheckedGroup, node: CheckedNode, taken: set[int]) -> str:
     return ""
 
 
-def _not_the_first(group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> str:
+def _not_the_first(group: LoggedGroup, quorum: LoggedNode, taken: set[int]) -> str:
     """Return why a quorum may not take these rows; empty if it may."""
     if quorum in group.chosen:
         return "" if taken == group.chosen[quorum] else "its quorum was chosen before, and was another"

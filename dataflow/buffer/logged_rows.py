@@ -1,4 +1,15 @@
-"""Rows in flight of a run, as the checker sees them: apply log events, without checking rules."""
+"""Rows in flight according to the log: apply its events, without the ledger's code and without
+checking rules.
+
+Each row in flight is in exactly one of four sets at every node of its level:
+
+    waiting ──claim──▶ leased ──publish, finish──▶ done
+       │  ◀──release──   │
+       └──a filter, a quorum, a loss──▶ dropped
+
+The checker (`check.py`) compares events with these sets. The ledger shares none of this code, so
+that a bug in one does not hide in the other.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +23,26 @@ from ..runs.log import Record
 from .rows import MAX_CHILDREN
 
 # Graphs and nodes
-#
-# Each row in flight is in exactly one of four sets at every node of its level:
-#
-#     waiting ──claim──▶ leased ──publish, finish──▶ done
-#        │  ◀──release──   │
-#        └──a filter, a quorum, a loss──▶ dropped
-#
-# The ledger shares none of this code, so that a bug in one does not hide in the other.
 
 
 @dataclass(slots=True, eq=False)
-class CheckedRow:
+class LoggedRow:
     """One row in flight."""
 
     id: int
-    group: CheckedGroup
-    parent: CheckedRow | None
+    group: LoggedGroup
+    parent: LoggedRow | None
     level: int
     tokens: int
     version: int | None
     """Oldest policy version in it; None if no policy made it."""
     reason: str = ""
     """Why some node never sees it."""
-    children: list[CheckedRow] = field(default_factory=list)
+    children: list[LoggedRow] = field(default_factory=list)
     parts: dict[str, Sequence[Any]] | None = None
     """Node -> the segment with the columns that it wrote for this row."""
 
-    def ancestor(self, level: int) -> CheckedRow:
+    def ancestor(self, level: int) -> LoggedRow:
         """Return the row of a level that this one was made from, or the row itself."""
         row = self
         while row.level != level:
@@ -47,7 +50,7 @@ class CheckedRow:
             row = row.parent
         return row
 
-    def below(self, level: int) -> list[CheckedRow]:
+    def below(self, level: int) -> list[LoggedRow]:
         """Return the rows of a level that were made from this one, or the row itself."""
         if self.level == level:
             return [self]
@@ -59,11 +62,11 @@ class CheckedRow:
 
 
 @dataclass(slots=True, eq=False)
-class CheckedGroup:
+class LoggedGroup:
     """All rows that come from one issued row."""
 
     id: int
-    graph: CheckedGraph
+    graph: LoggedGraph
     issued_in: int
     position: int
     tokens: int
@@ -72,54 +75,48 @@ class CheckedGroup:
     trained_in: int | None = None
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
     """(row, level) -> sample ids reserved for its children on that level."""
-    arrived: dict[CheckedNode, dict[int, int]] = field(default_factory=dict)
+    arrived: dict[LoggedNode, dict[int, int]] = field(default_factory=dict)
     """Quorum -> row id -> number of the record that made the row ready."""
-    chosen: dict[CheckedNode, set[int]] = field(default_factory=dict)
-    offered_short: set[CheckedNode] = field(default_factory=set)
+    chosen: dict[LoggedNode, set[int]] = field(default_factory=dict)
+    offered_short: set[LoggedNode] = field(default_factory=set)
     """Quorums that may take fewer rows than they ask for."""
     lost: str = ""
     """Why the group was lost; empty if it is intact."""
 
 
-@dataclass(slots=True, eq=False)
-class CheckedNode:
+class LoggedNode:
     """A node, with the state of each row in flight of its level."""
 
-    node: Node
-    name: str = field(init=False)
-    level: int = field(init=False)
-    takes_groups: bool = field(init=False)
-    quorum: int = field(init=False)
-    """Rows of a group that its quorum takes; 0 without a quorum."""
-    waiting: set[int] = field(default_factory=set)
-    """Rows that the node still has to process, ready or not, without the leased ones."""
-    leased: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
-    cancelled: set[int] = field(default_factory=set)
-    """Dropped rows that were too late for its quorum."""
-    held_back: set[int] = field(default_factory=set)
-    """Groups that are too old for it and wait for a larger bound."""
-    needs: list[tuple[int, list[CheckedNode]]] = field(default_factory=list)
-    """Level -> nodes that must be done with a row, or with its ancestor on that level, before it is ready."""
-    needs_above: list[tuple[int, list[CheckedNode]]] = field(default_factory=list)
-    """The part of `needs` on other levels."""
-    downstream: list[CheckedNode] = field(default_factory=list)
-    quorums_after: list[CheckedNode] = field(default_factory=list)
-    upstream_only: list[CheckedNode] = field(default_factory=list)
-    """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
-    serves: list[CheckedNode] = field(default_factory=list)
-    """Quorums that this node is upstream-only of."""
-    own_maker: CheckedNode | None = None
-    """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
-    its downstream nodes use them."""
+    def __init__(self, node: Node) -> None:
+        self.node, self.name, self.level = node, node.name, node.level
+        self.takes_groups = node.operation.takes_groups
+        self.quorum = node.operation.quorum.n if node.operation.quorum else 0
+        """Rows of a group that its quorum takes; 0 without a quorum."""
+        self.waiting: set[int] = set()
+        """Rows that the node still has to process, ready or not, without the leased ones."""
+        self.leased: set[int] = set()
+        self.done: set[int] = set()
+        self.dropped: set[int] = set()
+        self.cancelled: set[int] = set()
+        """Dropped rows that were too late for its quorum."""
+        self.held_back: set[int] = set()
+        """Groups that are too old for it and wait for a larger bound."""
+        self.needs: list[tuple[int, list[LoggedNode]]] = []
+        """Level -> nodes that must be done with a row, or with its ancestor on that level, before it
+        is ready."""
+        self.needs_above: list[tuple[int, list[LoggedNode]]] = []
+        """The part of `needs` on other levels."""
+        self.downstream: list[LoggedNode] = []
+        self.quorums_after: list[LoggedNode] = []
+        self.upstream_only: list[LoggedNode] = []
+        """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
+        self.serves: list[LoggedNode] = []
+        """Quorums that this node is upstream-only of."""
+        self.own_maker: LoggedNode | None = None
+        """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
+        its downstream nodes use them."""
 
-    def __post_init__(self) -> None:
-        operation = self.node.operation
-        self.name, self.level, self.takes_groups = self.node.name, self.node.level, operation.takes_groups
-        self.quorum = operation.quorum.n if operation.quorum else 0
-
-    def is_ready(self, ids: set[int], rows: Mapping[int, CheckedRow]) -> bool:
+    def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
         """Return whether all nodes before this one are done with these rows or their ancestors."""
         for level, before in self.needs:
             here = ids if level == self.level else {rows[id].ancestor(level).id for id in ids}
@@ -130,14 +127,17 @@ class CheckedNode:
     def misses(self, ids: set[int]) -> bool:
         return not (ids.isdisjoint(self.waiting) and ids.isdisjoint(self.leased))
 
+    def describe_lease(self, number: int) -> str:
+        return f"lease {number} of node {self.name!r}"
 
-class CheckedGraph:
+
+class LoggedGraph:
     """The nodes of one graph of the run, with their rows."""
 
     def __init__(self, name: str, graph: Graph) -> None:
         self.name = name
         self.graph = graph
-        self.nodes = [CheckedNode(node) for node in graph.nodes]
+        self.nodes = [LoggedNode(node) for node in graph.nodes]
         self.by_name = {node.name: node for node in self.nodes}
         self.level_names = graph.levels
         self.makers = {n.node.makes_level: n for n in self.nodes if n.node.makes_level is not None}
@@ -146,7 +146,7 @@ class CheckedGraph:
         self.last_lease = 0
         for node in self.nodes:
             line = self.line(node.level)
-            needs: dict[int, list[CheckedNode]] = {}
+            needs: dict[int, list[LoggedNode]] = {}
             for before in (self.by_name[name] for name in node.node.after):
                 if before.node.makes_level not in line:  # else the row exists because that node is done
                     needs.setdefault(before.level, []).append(before)
@@ -161,20 +161,20 @@ class CheckedGraph:
                 self._find_upstream_only(node)
 
     def line(self, level: int) -> list[int]:
-        """Return this level and the levels that it was expanded from."""
+        """Return this level and the levels above it."""
         return [SOURCE] if level == SOURCE else [level, *self.line(self.makers[level].level)]
 
-    def _users(self, node: CheckedNode) -> set[CheckedNode]:
+    def _users(self, node: LoggedNode) -> set[LoggedNode]:
         return {other for other in self.nodes if node.name in other.node.after}
 
-    def _upstream(self, node: CheckedNode, maker: CheckedNode) -> set[str]:
+    def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
         """Return the nodes that can keep a row of `maker` from reaching a node. `maker` itself is
         not one: rows that it has made continue even if it makes no more."""
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
 
-    def _find_upstream_only(self, quorum: CheckedNode) -> None:
+    def _find_upstream_only(self, quorum: LoggedNode) -> None:
         served = {quorum, *quorum.downstream}
         for node in reversed(self.nodes):  # a branch may also come after the quorum
             users = self._users(node)
@@ -187,35 +187,35 @@ class CheckedGraph:
         if maker is not None and not maker.takes_groups and self._users(maker) <= served:
             quorum.own_maker = maker
 
-    def is_complete(self, group: CheckedGroup, node: CheckedNode) -> bool:
+    def is_complete(self, group: LoggedGroup, node: LoggedNode) -> bool:
         """Return whether no more rows of a group can come to a node."""
         if node.level == SOURCE:
             return True
         maker = self.makers[node.level]
         return self.is_complete(group, maker) and not maker.misses(group.levels[maker.level])
 
-    def is_finished(self, group: CheckedGroup) -> bool:
+    def is_finished(self, group: LoggedGroup) -> bool:
         return not any(node.misses(group.levels[node.level]) for node in reversed(self.nodes))
 
-    def has_passed(self, row: CheckedRow, before: CheckedNode) -> bool:
+    def has_passed(self, row: LoggedRow, before: LoggedNode) -> bool:
         return (
             before.node.makes_level in self.line(row.level)
             or row.ancestor(before.level).id in before.done
         )
 
-    def state(self, row: CheckedRow) -> str:
+    def state(self, row: LoggedRow) -> str:
         """Return the state of a row in flight: leased, dropped or waiting."""
         nodes = self.on_level[row.level]
         if any(row.id in node.leased for node in nodes):
             return "leased"
         return "dropped" if row.group.lost or any(row.id in node.dropped for node in nodes) else "waiting"
 
-    def dropped_of(self, group: CheckedGroup) -> set[int]:
+    def dropped_of(self, group: LoggedGroup) -> set[int]:
         if group.lost:
             return set().union(*group.levels)
         return set().union(*(group.levels[node.level] & node.dropped for node in self.nodes))
 
-    def forget(self, group: CheckedGroup) -> None:
+    def forget(self, group: LoggedGroup) -> None:
         for node in self.nodes:
             ids = group.levels[node.level]
             for state in (node.done, node.dropped, node.cancelled):
@@ -223,7 +223,7 @@ class CheckedGraph:
             node.held_back.discard(group.id)
 
 
-# Checked rows
+# Rows and leases
 
 
 @dataclass
@@ -244,10 +244,10 @@ class GraphCounts:
 
 
 @dataclass(slots=True)
-class CheckedLease:
+class LoggedLease:
     """A lease according to the log."""
 
-    node: CheckedNode
+    node: LoggedNode
     ids: set[int]
     """Rows that were granted and not given back one by one."""
     open: set[int]
@@ -258,52 +258,52 @@ class CheckedLease:
     finished."""
 
 
-class CheckedRows:
+class LoggedRows:
     """Unfinished rows and groups, and the open leases."""
 
     def __init__(
         self,
-        on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None,
+        on_finished: Callable[[LoggedGroup, Mapping[int, LoggedRow]], None] | None,
         *,
         keep_parts: bool,
     ) -> None:
-        self.in_flight: dict[int, CheckedRow] = {}
-        self.groups: dict[int, CheckedGroup] = {}
+        self.in_flight: dict[int, LoggedRow] = {}
+        self.groups: dict[int, LoggedGroup] = {}
         """Oldest first."""
-        self.leases: dict[tuple[str, int], CheckedLease] = {}
+        self.leases: dict[tuple[str, int], LoggedLease] = {}
         self.next_id = self.next_group = 0
         self.events = 0
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
         """`waiting` and `leased` are filled in by `counts`."""
-        self._touched: set[CheckedGroup] = set()
+        self._touched: set[LoggedGroup] = set()
 
-    def begin(self, graph: CheckedGraph) -> None:
+    def add_graph(self, graph: LoggedGraph) -> None:
         self._counts[graph.name] = GraphCounts(consumed=Counter(dict.fromkeys(graph.by_name, 0)))
 
     def counts(self) -> dict[str, GraphCounts]:
         found = {name: replace(c, dropped=c.dropped.copy()) for name, c in self._counts.items()}
         for row in self.in_flight.values():
             graph = row.group.graph
-            counts = found[graph.name]
-            match graph.state(row):
-                case "leased":
-                    counts.leased += 1
-                case "waiting":
-                    counts.waiting += 1
-                case _:
-                    counts.dropped[row.group.lost or row.reason] += 1
+            counts, state = found[graph.name], graph.state(row)
+            counts.leased += state == "leased"
+            counts.waiting += state == "waiting"
+            if state == "dropped":
+                counts.dropped[row.group.lost or row.reason] += 1
         return found
 
-    def issue_row(self, graph: CheckedGraph, step: int, position: int, tokens: int) -> None:
+    def issue_row(self, graph: LoggedGraph, step: int, position: int, tokens: int) -> None:
         levels: list[set[int]] = [set() for _ in graph.on_level]
-        group = CheckedGroup(self.next_group, graph, step, position, tokens, levels)
+        group = LoggedGroup(self.next_group, graph, step, position, tokens, levels)
         self.groups[group.id] = group
-        self._add([CheckedRow(self.next_id, group, None, SOURCE, tokens, None)])
+        self._add([LoggedRow(self.next_id, group, None, SOURCE, tokens, None)])
         self.next_id += 1
         self.next_group += 1
 
-    def _add(self, rows: list[CheckedRow]) -> None:
+    def _issue_again(self, group: LoggedGroup) -> None:
+        self.issue_row(group.graph, group.issued_in, group.position, group.tokens)
+
+    def _add(self, rows: list[LoggedRow]) -> None:
         first = rows[0]
         graph, nodes = first.group.graph, first.group.graph.on_level[first.level]
         new = {row.id: row for row in rows}
@@ -326,45 +326,41 @@ class CheckedRows:
         self._touched |= groups
         self._see_arrivals(groups, nodes)
 
-    def by_group(self, ids: Iterable[int]) -> dict[CheckedGroup, set[int]]:
-        found: dict[CheckedGroup, set[int]] = {}
+    def by_group(self, ids: Iterable[int]) -> dict[LoggedGroup, set[int]]:
+        found: dict[LoggedGroup, set[int]] = {}
         for id in ids:
             found.setdefault(self.in_flight[id].group, set()).add(id)
         return found
 
-    def accept(self, node: CheckedNode, record: Record, finished: set[int]) -> None:
+    def accept(self, node: LoggedNode, record: Record, finished: set[int]) -> None:
         """Apply a publish record: add new rows, count tokens, note segments."""
-        made = [] if node.node.makes_level is None else self._children(node, record)
-        if made:
-            self._add(made)
         if node.node.makes_level is None:
             for id, tokens in zip(record["ids"], record["tokens"], strict=True):
                 if tokens and id in self.in_flight:
                     self.in_flight[id].tokens += tokens
+        elif made := self._children(record, node.node.makes_level):
+            self._add(made)
         if self._keep_parts and node.node.writes:
             # Not strict: nodes may write nothing.
             for id, segment in zip(record["ids"], segments_of_rows(record), strict=False):
                 if row := self.in_flight.get(id):
                     row.parts = {**(row.parts or {}), node.name: segment}
-        self.done(node, finished)
+        self.mark_done(node, finished)
 
-    def _children(self, node: CheckedNode, record: Record) -> list[CheckedRow]:
-        made: list[CheckedRow] = []
-        versions, level = record.get("versions"), node.node.makes_level
-        assert level is not None
+    def _children(self, record: Record, level: int) -> list[LoggedRow]:
+        made: list[LoggedRow] = []
+        versions = record.get("versions")
         for k, (id, parent_id) in enumerate(zip(record["ids"], record["parents"], strict=True)):
             parent = self.in_flight.get(parent_id)
             if parent is None or id in self.in_flight:
                 continue  # already reported as a violation
-            version = parent.version if versions is None else versions[k]
-            child = CheckedRow(
-                id, parent.group, parent, level, parent.tokens + record["tokens"][k], version
-            )
+            version, tokens = parent.version if versions is None else versions[k], record["tokens"][k]
+            child = LoggedRow(id, parent.group, parent, level, parent.tokens + tokens, version)
             parent.children.append(child)
             made.append(child)
         return made
 
-    def done(self, node: CheckedNode, ids: set[int]) -> None:
+    def mark_done(self, node: LoggedNode, ids: set[int]) -> None:
         if not ids:
             return
         node.leased -= ids
@@ -374,7 +370,7 @@ class CheckedRows:
         self._counts[next(iter(groups)).graph.name].consumed[node.name] += len(ids)
         self._see_arrivals(groups, node.quorums_after)
 
-    def _see_arrivals(self, groups: Iterable[CheckedGroup], nodes: Iterable[CheckedNode]) -> None:
+    def _see_arrivals(self, groups: Iterable[LoggedGroup], nodes: Iterable[LoggedNode]) -> None:
         """For nodes with a quorum, note which rows of these groups became ready with this record."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
@@ -383,14 +379,14 @@ class CheckedRows:
                 if quorum.is_ready({id}, self.in_flight):
                     arrived[id] = self.events
 
-    def give_back(self, node: CheckedNode, ids: set[int]) -> None:
+    def requeue(self, node: LoggedNode, ids: set[int]) -> None:
         node.leased -= ids
         node.waiting |= ids
         for quorum in node.serves:
             for id in ids & quorum.cancelled:  # the quorum was chosen while the row was leased
                 self._skip(self.in_flight[id], node)
 
-    def lease(self, graph: CheckedGraph, number: int, node: CheckedNode, ids: list[int], at: int) -> None:
+    def lease(self, graph: LoggedGraph, number: int, node: LoggedNode, ids: list[int], at: int) -> None:
         """Lease rows to a node, and reserve ids for their children."""
         taken = set(ids)
         node.waiting -= taken
@@ -400,9 +396,9 @@ class CheckedRows:
                 if not any(child.level == level for child in row.children):  # else its ids are reserved
                     row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
                     self.next_id += MAX_CHILDREN
-        self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), at)
+        self.leases[graph.name, number] = LoggedLease(node, taken, set(taken), at)
 
-    def choose(self, group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> None:
+    def choose(self, group: LoggedGroup, quorum: LoggedNode, taken: set[int]) -> None:
         """Choose the rows that a quorum takes from a group, and cancel the others."""
         group.chosen[quorum] = taken
         for id in sorted(group.levels[quorum.level] - taken - quorum.dropped - quorum.done):
@@ -410,7 +406,7 @@ class CheckedRows:
         if quorum.own_maker is not None:
             self._cut_short(group, quorum.own_maker)
 
-    def lose(self, group: CheckedGroup, *, again: bool) -> None:
+    def lose(self, group: LoggedGroup, *, again: bool) -> None:
         """Drop all waiting rows of a group whose columns are lost, and issue its prompt again if
         `again`."""
         for node in group.graph.nodes:
@@ -419,45 +415,45 @@ class CheckedRows:
             node.dropped |= waiting
         group.lost = "lost" if again else "given up"
         if again:
-            self.issue_row(group.graph, group.issued_in, group.position, group.tokens)
+            self._issue_again(group)
         self._touched.add(group)
 
-    def reject(self, group: CheckedGroup, node: CheckedNode, fate: str) -> None:
+    def reject(self, group: LoggedGroup, node: LoggedNode, fate: str) -> None:
         self.count_stale(group.graph, fate, 1)
         if fate == "wait":
             node.held_back.add(group.id)
             return
         if fate == "requeue":
-            self.issue_row(group.graph, group.issued_in, group.position, group.tokens)
+            self._issue_again(group)
         for id in sorted(group.levels[node.level] - node.dropped):
             self.drop_from(self.in_flight[id], node, f"stale at {node.name}")
 
-    def count_stale(self, graph: CheckedGraph, fate: str, groups: int) -> None:
+    def count_stale(self, graph: LoggedGraph, fate: str, groups: int) -> None:
         self._counts[graph.name].stale[fate] += groups
 
-    def _cancel(self, row: CheckedRow, quorum: CheckedNode, reason: str) -> None:
-        """Cancel a row that came too late for a quorum, with work on it that only the quorum needs."""
+    def _cancel(self, row: LoggedRow, quorum: LoggedNode, reason: str) -> None:
+        """Drop a row that a quorum does not need, with work on it that only the quorum needs."""
         self.drop_from(row, quorum, reason)
         quorum.cancelled.add(row.id)
         for node in quorum.upstream_only:
             self._skip(row, node)
 
-    def _cut_short(self, group: CheckedGroup, maker: CheckedNode) -> None:
+    def _cut_short(self, group: LoggedGroup, maker: LoggedNode) -> None:
         """Finish the maker of a chosen quorum's rows: its remaining rows are not needed."""
         left = group.levels[maker.level] - maker.done - maker.dropped
         for lease in self.leases.values():
             if lease.node is maker:
                 lease.open -= left
         maker.waiting -= left
-        self.done(maker, left)
+        self.mark_done(maker, left)
 
-    def drop_from(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
+    def drop_from(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
         """Drop a row at a node and downstream of it."""
         row.reason = row.reason or reason
         self._skip(row, node)
         self.drop_below(row, node, reason)
 
-    def drop_below(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
+    def drop_below(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
         """Drop a row and its descendants downstream of a node."""
         row.reason = row.reason or reason
         for below in node.downstream:
@@ -466,7 +462,7 @@ class CheckedRows:
                     other.reason = other.reason or reason
                     self._skip(other, below)
 
-    def _skip(self, row: CheckedRow, node: CheckedNode) -> None:
+    def _skip(self, row: LoggedRow, node: LoggedNode) -> None:
         if row.id in node.waiting:
             node.waiting.remove(row.id)
             node.dropped.add(row.id)
@@ -480,7 +476,7 @@ class CheckedRows:
         self._touched.clear()
         self.events += 1
 
-    def _forget(self, group: CheckedGroup) -> None:
+    def _forget(self, group: LoggedGroup) -> None:
         counts = self._counts[group.graph.name]
         if self._on_finished is not None:
             self._on_finished(group, self.in_flight)
@@ -495,7 +491,7 @@ class CheckedRows:
         del self.groups[group.id]
 
 
-def _cut_off(row: CheckedRow, node: CheckedNode) -> str:
+def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
     """Return why a new row never becomes ready for a node (an ancestor was dropped); empty if it
     can."""
     for level, before in node.needs_above:

@@ -1,6 +1,6 @@
-"""SQL queries over the tables of a run, with DuckDB.
+"""Questions about a run: all of its rows, why a group waits, and SQL over its tables, with DuckDB.
 
-This is `weft buffer sql`. It only reads, and also works during the run.
+They are `weft buffer table`, `why` and `sql`. They only read, and also work during the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -21,25 +22,177 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..child_process import ChildProcess
-from ..errors import DamagedSegment, UserError
-from ..runs.files import BUFFER, METRICS, PARQUET, SAMPLES, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
+from ..errors import DamagedSegment, UserError, nearest
+from ..runs.files import (
+    BUFFER,
+    LOG,
+    METRICS,
+    PARQUET,
+    SAMPLES,
+    SAMPLES_ARCHIVE,
+    SEGMENTS,
+    TIMELINE,
+    is_run,
+)
 from ..runs.samples import samples as recorded_samples
 from ..runs.tables import read_metrics, read_parquet, read_timeline
 from .check import read_log
-from .checked_rows import CheckedRow
-from .checker import Checker
-from .history import buffer_folder, history
+from .logged_rows import LoggedGroup, LoggedRow
+from .recovery import restore
+from .rules import Checker
 from .scratch import noted_folder
 from .segments import Segment, SegmentReader
 
+# Table and why
+
+_SEGMENT = pa.struct(
+    {
+        "writer": pa.string(),
+        "node": pa.string(),
+        "file": pa.string(),
+        "offset": pa.int64(),
+        "num_bytes": pa.int64(),
+        "checksum": pa.uint64(),
+    }
+)
+HISTORY = pa.schema(
+    [
+        ("graph", pa.string()),
+        ("sample_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("parent_id", pa.int64()),  # its own id if it was issued
+        ("level", pa.string()),  # the source, or the node that made it
+        ("step", pa.int64()),
+        ("position", pa.int64()),  # row of the source that it comes from
+        ("tokens", pa.int64()),
+        ("version", pa.int64()),  # oldest policy version in it
+        ("state", pa.string()),  # waiting, leased, done or dropped
+        ("reason", pa.string()),  # why it was dropped
+        ("done", pa.list_(pa.string())),  # nodes that have finished it
+        ("leased", pa.list_(pa.string())),  # nodes that hold it
+        ("columns", pa.list_(_SEGMENT)),  # segments of a row in flight
+    ]
+)
+"""Columns of the table that `history` returns."""
+
+
+def buffer_folder(run: Path) -> Path:
+    """Return the folder with the log of a run, given the run directory or that folder itself.
+
+    Raises:
+        UserError: there is none.
+    """
+    for folder in (run / BUFFER, run):
+        if (folder / LOG).is_file():
+            return folder
+    if not run.is_dir():
+        others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
+        raise UserError(f"there is no run {run}{nearest(run.name, others)}")
+    raise UserError(
+        f"{run} has no {BUFFER}/{LOG}: it is not the directory of a run, or of one without a sample buffer"
+    )
+
+
+def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
+    """Return all rows that a run issued or made, including finished ones, from the log in a
+    buffer's folder (see `HISTORY`). `notes` gets a line for each gap in the log."""
+    columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
+
+    def list_finished(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
+        dropped = group.graph.dropped_of(group)
+        for id in set[int]().union(*group.levels):
+            list_row(rows[id], "dropped" if id in dropped else "done")
+
+    def list_row(row: LoggedRow, state: str) -> None:
+        group, graph = row.group, row.group.graph
+        nodes = graph.on_level[row.level]
+        in_flight = state in ("waiting", "leased")
+        values = (
+            graph.name,
+            row.id,
+            group.id,
+            row.parent.id if row.parent else row.id,
+            graph.level_names[row.level],
+            group.issued_in,
+            group.position,
+            row.tokens,
+            row.version,
+            state,
+            group.lost or row.reason or None,
+            [node.name for node in nodes if row.id in node.done],
+            [node.name for node in nodes if row.id in node.leased],
+            [(writer, *segment) for writer, segment in (row.parts or {}).items()] if in_flight else [],
+        )
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(value)
+
+    checker = Checker(on_finished=list_finished, keep_parts=True)
+    read_log(folder, checker, [] if notes is None else notes)
+    for row in checker.rows.in_flight.values():
+        list_row(row, row.group.graph.state(row))
+    return pa.table(columns, schema=HISTORY).sort_by("sample_id")
+
+
+def why(folder: Path, group_id: int, graph: str | None = None) -> str:
+    """Explain the state of a group, of any graph for None: one line per node that has not finished
+    it, or how it ended. A last line reports gaps in the log.
+
+    Raises:
+        UserError: there is no such graph, or the group belongs to another graph.
+    """
+    ended: list[tuple[str, str]] = []
+
+    def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
+        if group.id == group_id:
+            ended.append((group.graph.name, f"{_place(group)}) {_end(group, rows, checker)}"))
+
+    checker = Checker(on_finished=note_end)
+    notes: list[str] = []
+    read_log(folder, checker, notes)
+    return "\n".join([_why(folder, checker, ended, group_id, graph), *notes])
+
+
+def _why(
+    folder: Path, checker: Checker, ended: list[tuple[str, str]], group_id: int, graph: str | None
+) -> str:
+    if graph is not None and graph not in checker.graphs:
+        there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
+        raise UserError(f"the run has no graph {graph!r}{there}")
+    group = checker.rows.groups.get(group_id)
+    if group is None and not ended:
+        number = checker.rows.next_group
+        return f"group {group_id} was never issued; {f'groups 0 to {number - 1} were' if number else 'none was'}"
+    of = group.graph.name if group is not None else ended[0][0]
+    if graph not in (None, of):
+        raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
+    if group is None:
+        return ended[0][1]
+    waits = restore(folder).ledgers[of].live.waits_for(group_id)
+    return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
+
+
+def _place(group: LoggedGroup) -> str:
+    return f"group {group.id} of graph {group.graph.name!r} (row {group.position} of the source, step {group.issued_in}"
+
+
+def _end(group: LoggedGroup, rows: Mapping[int, LoggedRow], checker: Checker) -> str:
+    step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
+    after = f", after step {step}" if step is not None else ""
+    ids = [id for level in group.levels for id in sorted(level)]
+    fates = Counter(
+        f"dropped: {group.lost or rows[id].reason}" if id in dropped else "done" for id in ids
+    )
+    became = ", ".join(f"{number} {fate}" for fate, number in fates.items())
+    return f"was finished at byte {checker.at} of the log{after}: of {len(ids)} rows {became}"
+
+
 # Query process
 #
-#     prepared ──ask──> asked ──> answered, or ended by the kernel
+#     prepared ──run──> asked ──> answered, or ended by the kernel
 #         └── no query within PREPARED_S, or its parent ends: gone
 #
 # A process takes a third of a second to start, so `prepare` can start one in advance. It uses
 # about 100 MB while it waits. Its program is `sql_process.py`.
-
 
 PREPARED_S = 600
 """[s] Time that a process waits for a query."""
@@ -50,31 +203,17 @@ TAKEN_S = 60.0
 _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
-class QueryProcess:
+class QueryProcess(ChildProcess):
     """A process that answers one query, then ends."""
 
     def __init__(self) -> None:
-        self._child = ChildProcess(
-            _PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment={"MALLOC_ARENA_MAX": "2"}
-        )
+        environment = {"MALLOC_ARENA_MAX": "2"}
+        super().__init__(_PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment=environment)
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._child.exit_code is None
-
-    def ask(
+    def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query, wait for the answer, and end the process.
-
-        Args:
-            asked: the query and its limits.
-            tables: that the query may name.
-            timeout_s: seconds that the query may take.
+        """Send a query and the tables that it may name, wait for the answer, and end the process.
 
         Returns:
             The reply and the answer. None if the process ended before it had read the query.
@@ -82,46 +221,41 @@ class QueryProcess:
         Raises:
             UserError: the query took too long, or too much memory.
         """
-        child = self._child
         try:
             try:
-                child.ask({**asked, "tables": list(tables)}, TAKEN_S)
+                self.ask({**asked, "tables": list(tables)}, TAKEN_S)
             except (EOFError, TimeoutError):
                 return None
             with suppress(BrokenPipeError):  # the reply below says why
                 for table in tables.values():
-                    with pa.ipc.new_stream(child.stdin, table.schema) as stream:
+                    with pa.ipc.new_stream(self.stdin, table.schema) as stream:
                         stream.write_table(table)
-                child.stdin.flush()
+                self.stdin.flush()
             try:
-                found = child.receive(timeout_s + GRACE_S)
-                return found, pa.ipc.open_stream(child.stdout).read_all()
+                found = self.receive(timeout_s + GRACE_S)
+                return found, pa.ipc.open_stream(self.stdout).read_all()
             except (EOFError, TimeoutError, pa.ArrowInvalid):  # the kernel ended it
-                child.wait(GRACE_S)
+                self.wait(GRACE_S)
         finally:
-            child.kill()
-        if child.exit_code in (-signal.SIGALRM, -signal.SIGKILL):
+            self.kill()
+        if self.exit_code in (-signal.SIGALRM, -signal.SIGKILL):
             raise UserError(
                 f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
             )
         raise UserError(
-            f"the query ended its process ({child.status}): most likely it takes too much memory; "
+            f"the query ended its process ({self.status}): most likely it takes too much memory; "
             "ask for less (where ..., limit ...)"
         )
-
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        self._child.kill()
 
 
 def ask(
     asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Send a query to the prepared process, or to a new one (see `QueryProcess.ask`)."""
-    waiting = _waiting.taken()
-    answered = None if waiting is None else waiting.ask(asked, tables, timeout_s)
+    """Send a query to the prepared process, or to a new one (see `QueryProcess.run_query`)."""
+    waiting = _take_prepared()
+    answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
     if answered is None:
-        answered = QueryProcess().ask(asked, tables, timeout_s)
+        answered = QueryProcess().run_query(asked, tables, timeout_s)
     if answered is None:
         raise UserError(
             "the process of the query ended before it read the query; check that this machine has free memory"
@@ -129,43 +263,35 @@ def ask(
     return answered
 
 
+_lock = threading.Lock()
+_prepared: list[QueryProcess] = []
+"""At most one process that waits for a query."""
+
+
 def prepare() -> None:
     """Start a process for the next query, if DuckDB is installed and none waits. It ends by itself
     after PREPARED_S."""
-    if find_spec("duckdb") is not None:
-        _waiting.fill()
+    if find_spec("duckdb") is None:
+        return
+    with _lock:
+        if _prepared and _prepared[0].exit_code is not None:
+            _prepared.pop().kill()
+        if not _prepared:
+            _prepared.append(QueryProcess())
+
+
+def _take_prepared() -> QueryProcess | None:
+    with _lock:
+        return _prepared.pop() if _prepared else None
 
 
 def end_prepared() -> None:
     """End the prepared process, if there is one."""
-    waiting = _waiting.taken()
+    waiting = _take_prepared()
     if waiting is not None:
-        waiting.close()
+        waiting.kill()
 
 
-class _Waiting:
-    """Holds at most one prepared process."""
-
-    def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), None
-
-    _process: QueryProcess | None
-
-    def fill(self) -> None:
-        with self._lock:
-            if self._process is not None and not self._process.is_alive:
-                self._process.close()
-                self._process = None
-            if self._process is None:
-                self._process = QueryProcess()
-
-    def taken(self) -> QueryProcess | None:
-        with self._lock:
-            process, self._process = self._process, None
-        return process
-
-
-_waiting = _Waiting()
 atexit.register(end_prepared)
 
 # Sql
@@ -196,15 +322,11 @@ def query(
 
     Args:
         run: the folder of the run, or of its buffer.
-        sql: the query.
         notes: gets a line for each part that could not be read, and one if the answer is cut.
         max_rows: most rows of the answer; the rest is cut.
         timeout_s: time limit in seconds, at most a day.
         memory_bytes: memory limit of DuckDB; None is DuckDB's default.
         known: tables that the caller has already read, by name; they replace the tables of the run.
-
-    Returns:
-        The answer; an empty table for a statement without one.
 
     Raises:
         UserError: DuckDB is not installed, cannot answer, or takes too long, or AT_ONCE other
@@ -256,37 +378,29 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         notes.append(f"left out: {error}")
         folder = None
     run = folder.parent if folder is not None and folder.name == BUFFER else run
+
+    def of_log(read: Callable[[Path, list[str]], pa.Table]) -> pa.Table | None:
+        return None if folder is None else _readable(folder, lambda path: read(path, notes), notes)
+
+    def of_run(name: str, read: Callable[[Path], pa.Table | None]) -> pa.Table | None:
+        return _readable(run / name, lambda path: read(path.parent), notes)
+
     return {
-        "rows": lambda: (
-            None if folder is None else _readable(folder, lambda path: history(path, notes), notes)
-        ),
-        "columns": lambda: (
-            None if folder is None else _readable(folder, lambda path: columns(path, notes), notes)
-        ),
-        "samples": lambda: _readable(
-            run / SAMPLES, lambda path: _with_length(recorded_or_archived(path.parent, notes)), notes
-        ),
-        "metrics": lambda: _readable(
-            run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes
-        ),
-        "timeline": lambda: _readable(
-            run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes
-        ),
+        "rows": lambda: of_log(history),
+        "columns": lambda: of_log(columns),
+        "samples": lambda: of_run(SAMPLES, lambda run: _with_length(recorded_or_archived(run, notes))),
+        "metrics": lambda: of_run(f"{METRICS}{PARQUET}", read_metrics),
+        "timeline": lambda: of_run(f"{TIMELINE}{PARQUET}", read_timeline),
     }
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
     """Return the columns of rows in flight: graph, sample_id, and all readable columns of nodes and
-    sources.
-
-    Args:
-        folder: the folder of the buffer.
-        notes: gets a line for each segment that could not be read.
-    """
+    sources. `notes` gets a line for each segment that could not be read."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
-    by_level: dict[tuple[str, int], list[CheckedRow]] = {}
+    by_level: dict[tuple[str, int], list[LoggedRow]] = {}
     for row in checker.rows.in_flight.values():
         by_level.setdefault((row.group.graph.name, row.level), []).append(row)
     reader = _Reader(folder, notes)
@@ -294,7 +408,6 @@ def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
         reader.table(graph, rows, checker.sources.get(graph) if level == 0 else None)
         for (graph, level), rows in by_level.items()
     ]
-    reader.close()
     empty = pa.table({"graph": pa.array([], pa.string()), "sample_id": pa.array([], pa.int64())})
     return pa.concat_tables([empty, *made], promote_options="permissive")
 
@@ -304,7 +417,7 @@ class _Reader:
         self._folder, self._notes = noted_folder(folder) or folder / SEGMENTS, notes
         self._readers: dict[str, SegmentReader] = {}
 
-    def table(self, graph: str, rows: Sequence[CheckedRow], source: Sequence[Any] | None) -> pa.Table:
+    def table(self, graph: str, rows: Sequence[LoggedRow], source: Sequence[Any] | None) -> pa.Table:
         """Return the columns of rows of one level, in this order; null if a node has not written
         yet."""
         ids = [row.id for row in rows]
@@ -317,27 +430,20 @@ class _Reader:
             if read:
                 written = pa.concat_tables(read, promote_options="permissive")
                 places = {id: place for place, id in enumerate(written["sample_id"].to_pylist())}
-                table = _with_columns(
-                    table, written.take(pa.array([places.get(id) for id in ids], pa.int64()))
-                )
+                own = written.take(pa.array([places.get(id) for id in ids], pa.int64()))
+                table = _with_columns(table, own)
         return table
 
     def _read(self, segment: Segment) -> pa.Table | None:
         own = self._folder / segment.node
-        reader = self._readers.get(segment.node)
-        if reader is None:
-            reader = self._readers[segment.node] = SegmentReader(
-                own if own.is_dir() else self._folder, segment.node
-            )
+        if segment.node not in self._readers:
+            folder = own if own.is_dir() else self._folder
+            self._readers[segment.node] = SegmentReader(folder, segment.node)
         try:
-            return pa.Table.from_batches([reader.read(segment).record])
+            return pa.Table.from_batches([self._readers[segment.node].read(segment).record])
         except (DamagedSegment, OSError, UserError) as error:
             self._notes.append(f"left out: {error}")
             return None
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:

@@ -18,8 +18,8 @@ from ledgers import Drawing, dapo, random_graph
 from played_ledgers import Play, Records, at, byte_of, drive, lease_of, publish, report_of
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.checker import Checker, Rule
 from weft.dataflow.buffer.leases import Published, Staleness
+from weft.dataflow.buffer.rules import Checker, Rule
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.operation import Quorum, Shape
 from weft.dataflow.runs.log import LogReader
@@ -52,7 +52,7 @@ def agree(play: Play) -> None:
         counted, proven = ledger.live.counts(), report.graphs[name]
         ours = [proven.issued, proven.waiting, proven.leased, proven.done, sum(proven.dropped.values())]
         assert ours == list(counted.values()), (name, counted, proven)
-        assert proven.stale == dict(ledger.claims.stale)
+        assert proven.stale == dict(ledger.stale)
     assert report.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
 
 
@@ -371,14 +371,14 @@ def test_a_row_in_no_state_or_in_two_is_not_accounted_for(true: Records):
     node = checker.graphs["train"].by_name["generate"]
     node.waiting.discard(0)
     node.done.add(1)
-    said = [(violation.rule, violation.text) for violation in checker.end()]
+    said = [(violation.rule, violation.text) for violation in checker.end_log()]
     text = "graph 'train': row {} is in no state, or in two, at node 'generate'"
     assert said == [(Rule.ACCOUNTED, text.format(id)) for id in (0, 1)]
 
 
 def test_the_checker_shares_no_code_with_the_ledger():
     """They share only the size of id blocks, which is part of the log format."""
-    pending, seen = ["weft.dataflow.buffer.checker"], set[str]()
+    pending, seen = ["weft.dataflow.buffer.rules"], set[str]()
     while pending:
         module = importlib.import_module(name := pending.pop())
         seen.add(name)
