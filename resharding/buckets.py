@@ -189,7 +189,7 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 
 
 def fingerprint(description: bytes) -> str:
-    """Return an identifier by which a receiver recognizes a description that it already has."""
+    """Return an identifier, so that a receiver can recognize a description that it already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
@@ -255,7 +255,7 @@ class BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """What a receiver needs to map the current memory."""
+        """Fields with which a receiver maps the current memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
         """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""

@@ -252,7 +252,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 class VllmBackends:
     """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
-    `settings`, `device` and `model` are those of the rank."""
+    `settings`, `device` and `model` belong to the rank."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any

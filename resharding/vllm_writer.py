@@ -31,7 +31,7 @@ import contextlib
 import enum
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -460,9 +460,14 @@ class _Layer:
             return
         with experts_packed_anew([self.module]):
             _layerwise_process(self.module, get_layerwise_info(self.module))
+        self._give_back()
+
+    def _give_back(self, but: Container[int] = ()) -> None:
+        """Return lent memory to the pool, except at these addresses."""
         for memory in self._lent:
-            self._spare.give_back(memory)
-        self._lent = []
+            if memory.data_ptr() not in but:
+                self._spare.give_back(memory)
+        self._lent = [memory for memory in self._lent if memory.data_ptr() in but]
 
     def _is_read_as_written(self) -> bool:
         """Whether kernels read all of its parameters in the loading format."""
@@ -524,11 +529,7 @@ class _Layer:
         if not _is_looked_up(module):
             module.quant_method.process_weights_after_loading(beside)
         self._staged = {name: parameters[name].data for name in self._staged}
-        left = {staged.data_ptr() for staged in self._staged.values()}
-        for memory in self._lent:
-            if memory.data_ptr() not in left:
-                self._spare.give_back(memory)
-        self._lent = [memory for memory in self._lent if memory.data_ptr() in left]
+        self._give_back({staged.data_ptr() for staged in self._staged.values()})
         known = module.__dict__
         new = {key: value for key, value in beside.__dict__.items() if known.get(key) is not value}
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
@@ -538,19 +539,17 @@ class _Layer:
         self.started = True
         if self._beside:
             restore_layer(self.module)
-            for name, staged in self._staged.items():
-                getattr(self.module, name).data.copy_(staged)
-            self.module.__dict__.update(self._new)
-            if _is_looked_up(self.module):
-                prepare(self.module)
-            for memory in self._lent:
-                self._spare.give_back(memory)
-            self._lent = []
-            return
-        self.start()
+        else:
+            self.start()
         for name, staged in self._staged.items():
             getattr(self.module, name).data.copy_(staged)
-        self.complete()
+        if not self._beside:
+            self.complete()
+            return
+        self.module.__dict__.update(self._new)
+        if _is_looked_up(self.module):
+            prepare(self.module)
+        self._give_back()
 
     def _loading_format(self, name: str) -> torch.Tensor:
         """Return a parameter in the loading format, or if it has none, in the kernels' format."""
@@ -650,7 +649,7 @@ class _ModelState(enum.Enum):
 
 
 class _Target:
-    """A piece of a tensor that a layer waits for. `parts` are those of the previous version, as
+    """A piece of a tensor that a layer waits for. `parts` came in the previous version, as
     they arrived; empty if there was none. Repeated parts need no arithmetic on boxes."""
 
     def __init__(self, layer: _Layer, piece: Piece, parts: frozenset[Box]) -> None:

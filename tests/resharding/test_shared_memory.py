@@ -19,7 +19,7 @@ from weft.dataflow.errors import WeightSyncError
 from weft.resharding import buckets as shared_memory
 from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
-from weft.resharding.buckets import SharedMemory, _MemoryPlace, place_of
+from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of, read_description
 from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.layout import Box
 from weft.resharding.plan import Copy
@@ -163,8 +163,9 @@ def test_concurrent_threads_map_once_each_and_release_dead_mappings(
     kept = [SharedMemory(4096) for _ in range(4)]
     places = [place_of(memory.empty((4,), torch.float32)) for memory in gone + kept]
     paths = [place.path for place in places if place is not None]
+    nothing = read_description(described(()))
     for path in paths[:4]:
-        mapped_memory.map_files([(path, 4096)])
+        mapped_memory._map_files([(path, 4096)], nothing)
     gone.clear()
     gc.collect()
     looked = mapped_memory._is_there
@@ -176,9 +177,9 @@ def test_concurrent_threads_map_once_each_and_release_dead_mappings(
     monkeypatch.setattr(mapped_memory, "_is_there", slowly)
     start = threading.Barrier(8)
 
-    def maps(number: int) -> mapped_memory.MappedMemory:
+    def maps(number: int) -> mapped_memory._Views:
         start.wait(60)
-        return mapped_memory.map_files([(paths[4 + number % 4], 4096)])
+        return mapped_memory._map_files([(paths[4 + number % 4], 4096)], nothing)
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(maps, range(8)))

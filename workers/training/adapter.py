@@ -92,7 +92,7 @@ class Adapter:
     def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
         """Merge the adapter into a full tensor of the model. Return its name in the model without
         the adapter, and a new float32 tensor if the layer has an adapter, else the tensor itself.
-        `adapter` has the full float32 parameters by name, at least those of this layer."""
+        `adapter` has the full float32 parameters by name, at least for this layer."""
         path, found, what = name.rpartition(".base_layer.")
         if not found or what != "weight":
             return name.replace(".base_layer.", "."), tensor
@@ -179,7 +179,7 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in fit}))}"
             )
     check_targets(lora.targets, fit, f"the backbone of {owner}")
-    return [name for name in fit if any(f".{name}".endswith(f".{target}") for target in lora.targets)]
+    return [name for name in fit if lora.is_on(name)]
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
@@ -238,8 +238,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with an adapter is trained: those of the adapter or
-    scalar head.
+    """Return whether a parameter of a model with an adapter is trained: it belongs to the adapter
+    or a scalar head.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)

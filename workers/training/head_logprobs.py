@@ -270,9 +270,8 @@ class _Chunks:
         grad_weight: Tensor | None,
         of_weight: bool,
     ) -> Tensor | None:
-        """Write the gradient of these hidden states, from that of their products ([t, vocabulary]).
-        Return the weight's gradient including these tokens, in float32, from that of earlier
-        chunks."""
+        """Write the gradient of these hidden states, from the gradient of their products.
+        Return the weight's gradient including these tokens, in float32, after earlier chunks."""
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
             gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)

@@ -265,7 +265,7 @@ def _block(parameter: Tensor) -> int | None:
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
     """Return zeros that are sharded like a parameter, with rows that are shorter by a factor.
-    `shape` is that of the full tensor."""
+    `shape` is the full tensor's."""
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
     if not isinstance(parameter, DTensor):

@@ -85,10 +85,8 @@ def caps_scores(causal_lm: Any) -> bool:
     ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
-    rows, before = (
-        PackedSequences.of_lengths([1], causal_lm.device),
-        causal_lm.config._attn_implementation,
-    )
+    rows = PackedSequences.of_lengths([1], causal_lm.device)
+    before = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation(NAME)
     try:
         with torch.no_grad():

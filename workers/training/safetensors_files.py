@@ -49,7 +49,7 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
 ) -> None:
     """Write tensors on the host as a new safetensors file, and sync it, without holding the
-    interpreter lock. Errors are those of `write_file`."""
+    interpreter lock. Errors are as in `write_file`."""
     # Align each tensor to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}

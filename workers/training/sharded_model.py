@@ -69,7 +69,7 @@ def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
 def rounded_parameters(
     model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
 ) -> Iterator[None]:
-    """Replace parameters, except those of the module `but`, by copies in another dtype. Run the
+    """Replace parameters by copies in another dtype, except in the module `but`. Run the
     backward pass inside as well, because it may recompute activations.
 
     >>> layer = nn.Linear(2, 1, bias=False)

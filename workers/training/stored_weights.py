@@ -110,8 +110,8 @@ class StoredWeights:
         """Tensors that the files lack and that `transformers` initializes."""
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box of the tensor of this name in the model, on the host. The dtype is the file's,
-        or float32 after a conversion."""
+        """Return a box of the tensor of this name in the model, on the host. The dtype is the
+        file's, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], box)
@@ -190,7 +190,7 @@ class StoredWeights:
         device: str = "cpu",
     ) -> dict[str, Tensor]:
         """Return the tensors that `transformers` makes from these keys. On the meta device nothing
-        is read. `shapes` are those of tensors to make only in part."""
+        is read. `shapes` has tensors to make only in part."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
