@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.queries import buffer_folder, query, why
+from ...dataflow.buffer import queries
+from ...dataflow.buffer.queries import query
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life
@@ -120,7 +121,7 @@ def why(run: RunReader, number: int) -> dict[str, Any]:
         raise UserError(
             f"the log of the run's rows has {size / 1e6:.0f} MB, too much for this page; run: weft buffer why {run.path} {number}"
         )
-    return {"group": number, "why": why(buffer_folder(run.path), number).splitlines()}
+    return {"group": number, "why": queries.why(queries.buffer_folder(run.path), number).splitlines()}
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
