@@ -325,7 +325,7 @@ class Renderer:
         sources: list[int] = []
         own_system = turns = trained = 0
         for row in range(len(self._rows.table)):
-            with self._rows.naming(row):
+            try:
                 dialogue = divide(row)
                 is_own, prompt, runs = self._render_row(row, dialogue)
                 made = max(map(len, runs.values()), default=1)
@@ -335,6 +335,8 @@ class Renderer:
                         f"the response in {columns[name]!r} has several assistant turns, and the chat template changes "
                         "the earlier ones when later ones follow; make the row end with its first assistant turn that is to be trained"
                     )
+            except UserError as error:
+                raise self._rows.error(str(error), row) from None
             turns += dialogue.turns
             own_system += is_own
             trained += sum(run.turns for found in runs.values() for run in found)

@@ -15,7 +15,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,14 +62,6 @@ class Rows:
     def error(self, problem: str, row: int | None = None) -> UserError:
         """Return an error that names a row, or the files."""
         return UserError(f"{self.files if row is None else self.place(row)}: {problem}")
-
-    @contextmanager
-    def naming(self, row: int) -> Iterator[None]:
-        """Name a row in the `UserError`s of a block."""
-        try:
-            yield
-        except UserError as error:
-            raise self.error(str(error), row) from None
 
     def part(self, start: int, length: int) -> Rows:
         return replace(self, table=self.table.slice(start, length), start=self.start + start)

@@ -307,8 +307,10 @@ def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) 
         prompts.append(pair[0][:cut])
         for name, text in zip(pairs, pair, strict=True):
             tails[name].append(text[cut:])
-            with rows.naming(row):
+            try:
                 gaps[name].append(_turns_of_others(text[cut:]) if marks else [])
+            except UserError as error:
+                raise rows.error(str(error), row) from None
     return Texts(prompts, tails, has_bos=has_bos, gaps=gaps)
 
 
@@ -434,8 +436,10 @@ def _masks(
             trained = np.arange(len(parts)) % 2 == 0
             masks[row] = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
         else:  # the tokenizer adds a space to each part
-            with rows.naming(texts.source_row(row)):
+            try:
                 masks[row] = _mask_by_place(ids, texts.prompts[row], texts_of_row, tokenizer)
+            except UserError as error:
+                raise rows.error(str(error), texts.source_row(row)) from None
     return masks
 
 
@@ -511,7 +515,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[n
     """Return the ids of texts. With `special`, the tokenizer adds a beginning token, but no second
     one, and no end tokens."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
-    rows = np.split(values, offsets[1:-1]) if len(texts) else []
+    rows = [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
     before, after = tokenizer.added if special else ((), ())
     if after:  # end tokens are added later, only to responses
         rows = [ids[: len(ids) - len(after)] for ids in rows]
