@@ -132,16 +132,22 @@ class CallLog:
         inside the slowest rank. The rest is spent in the driver and the transport."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for word, node in np.unique(np.stack([c[by], c["node"]], axis=1), axis=0).tolist():
-            own = (c[by] == word) & (c["node"] == node)
-            found[words[word], nodes[node]] = {
-                "calls": int(own.sum()),
-                "rows": int(c["rows"][own].sum()),
-                "seconds": float((c["end_s"][own] - c["start_s"][own]).sum()),
-                "worker_s": float(c["worker_s"][own].sum()),
+        keys, of = np.unique(c[by].astype(np.int64) * len(nodes) + c["node"], return_inverse=True)
+        seconds, worker_s, num_rows = (
+            np.bincount(of, values, len(keys)).tolist()
+            for values in (c["end_s"] - c["start_s"], c["worker_s"], c["rows"])
+        )
+        return {
+            (words[key // len(nodes)], nodes[key % len(nodes)]): {
+                "calls": calls,
+                "rows": int(num_rows[place]),
+                "seconds": seconds[place],
+                "worker_s": worker_s[place],
             }
-        return found
+            for place, (key, calls) in enumerate(
+                zip(keys.tolist(), np.bincount(of).tolist(), strict=True)
+            )
+        }
 
 
 def _joined(parts: list[dict[str, np.ndarray]], types: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
