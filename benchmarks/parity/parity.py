@@ -162,7 +162,7 @@ def kl(function: Callable[..., torch.Tensor]) -> Function:
 
 def correction(value: Correction) -> Function:
     def weights(old: torch.Tensor, generator: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        return value(torch.where(rows.trained > 0, old - generator, 0.0), rows).weights
+        return value(torch.where(rows.trained > 0, old - generator, 0.0), rows)[0]
 
     return token_function(weights, "old", "reference")
 

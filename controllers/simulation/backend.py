@@ -142,7 +142,10 @@ class Simulated(Backend):
 
     sync_interval_s = math.inf
     """Never sync: a power failure could not destroy any results."""
-    nodes = (NODE,)
+
+    @property
+    def nodes(self) -> tuple[str]:
+        return (NODE,)
 
     def rest(self, seconds: float) -> None:
         self._now += seconds

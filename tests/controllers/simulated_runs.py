@@ -57,6 +57,12 @@ class SimulatedCluster(Simulated, Cluster):
     def delete(self, node: str, file: str) -> None:
         pass
 
+    def release(self, group: WorkerGroup, rank: int) -> None:
+        raise NotImplementedError
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        pass
+
 
 class Rollout(ToyRollout):
     """An interruptible rollout, as real engines are."""

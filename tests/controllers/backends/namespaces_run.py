@@ -105,13 +105,13 @@ def main(address: str) -> None:
         json.dumps(
             {
                 "steps": [row["step"] for row in metrics],
-                "rows": sum(len(file.read()) for file in sample_files(run)),
+                "rows": sum(len(file.rows()) for file in sample_files(run)),
                 "looks": looks,
                 "violations": [str(one) for one in check_log(run / "buffer").violations],
                 "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
                 "logs": sorted(path.name for path in (run / "logs").glob("*.log")),
                 "versions": [
-                    sorted({*file.read()["response_versions"].combine_chunks().flatten().to_pylist()})
+                    sorted({*file.rows()["response_versions"].combine_chunks().flatten().to_pylist()})
                     for file in sample_files(run)
                 ],
             }
