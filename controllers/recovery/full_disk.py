@@ -37,9 +37,12 @@ class FullDisk:
         self._said = self._waited = -math.inf
         self._since = 0.0
         """Start of the current pause."""
+        self._free = math.inf
+        """[bytes] Free space when a pause was last reported or waited out."""
 
     def report_pause(self, why: str) -> None:
         """Report, at most once in REPORT_AGAIN_S, that the run waits for free space."""
+        self._free = self._free_bytes()
         if time.monotonic() - self._said >= REPORT_AGAIN_S:
             self._said = time.monotonic()
             self._progress.paused(why)
@@ -64,16 +67,21 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before."""
-        began, enough = time.monotonic(), shutil.disk_usage(self._folder).free + SOME_BYTES
-        while shutil.disk_usage(self._folder).free < enough and time.monotonic() - began < TRY_AGAIN_S:
+        """Wait until space is freed, or for TRY_AGAIN_S."""
+        # Another rank's pause may have been reported, and space freed, before this failure arrived.
+        began, enough = time.monotonic(), min(self._free, self._free_bytes()) + SOME_BYTES
+        while self._free_bytes() < enough and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)
+        self._free = self._free_bytes()
         self._paused = True
 
     def take_paused(self) -> bool:
         """Return whether the run was paused since the last call."""
         paused, self._paused = self._paused, False
         return paused
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self._folder).free
 
     def _wait(self, why: str) -> None:
         self.report_pause(why)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from saved_runs import SCHEDULES, SavingActor, trained
@@ -133,6 +134,21 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     found = find_checkpoint(small / "run")
     assert found is not None and found.state.step == schedule.steps and not found.damage
     assert len(complete_checkpoints(small / "run" / "checkpoints")) == 2
+
+
+def test_space_that_was_freed_after_a_report_ends_the_wait_of_the_next_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    free = [0]
+    monkeypatch.setattr(full_disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(full_disk.time, "sleep", lambda seconds: free.__setitem__(0, free[0] + (1 << 20)))
+    disk = FullDisk(tmp_path, Progress(1, tmp_path, Display()))
+    disk.report_pause("a rank waits")
+    free[0] = 3 << 20
+    disk.wait_for_more("another rank failed")
+    assert free == [3 << 20]  # it did not sleep
+    disk.wait_for_more("it failed again")
+    assert free == [4 << 20]  # space that was not enough does not count twice
 
 
 def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
