@@ -63,7 +63,9 @@ class RewardLoss(PairLoss):
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
         `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
         chosen, rejected, paired = self._sides(rows)
-        last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # arbitrary for an empty row
+        last = torch.nn.functional.pad(rewards, (1, 0))[
+            rows.cu_seqlens[1:]
+        ]  # arbitrary for an empty row
         above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
         margin = rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
         losses = bradley_terry(above, below, margin) + self.centring * (above + below).square()

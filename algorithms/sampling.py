@@ -83,7 +83,9 @@ class Sampling(Config):
         """Columns that this sampling does not write -> the reason, for error messages."""
         cut = []
         if self.temperature:  # greedy decoding picks the most likely token, which every cut keeps
-            cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)
+            cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (
+                self.top_k > 0
+            )
         # With `ignore_stop`, stop tokens are never masked, so `min_tokens` does not change the
         # distribution.
         cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and not self.ignore_stop)

@@ -314,7 +314,11 @@ def combined(
     truncated = masked = torch.zeros_like(log_ratio, dtype=torch.bool)
     for correction in corrections:
         own_weights, own_truncated, own_masked = correction(log_ratio.detach(), rows)
-        weights, truncated, masked = weights * own_weights, truncated | own_truncated, masked | own_masked
+        weights, truncated, masked = (
+            weights * own_weights,
+            truncated | own_truncated,
+            masked | own_masked,
+        )
     return torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked
 
 

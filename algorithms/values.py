@@ -60,12 +60,16 @@ def generalized_advantages(
         if not 0 <= value <= 1:
             raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
 
-    def of_part(rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]) -> tuple[Floats, ...]:
+    def of_part(
+        rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]
+    ) -> tuple[Floats, ...]:
         # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
         # lam G_t+1.
         steps_N = np.empty_like(values_N)
         np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
-        steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
+        steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = (
+            0  # nothing comes after a row's last token
+        )
         steps_N += rewards_N
         returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
         return np.subtract(returns_N, values_N, out=steps_N), returns_N

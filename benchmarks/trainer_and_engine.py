@@ -15,7 +15,9 @@ import torch
 TIMEOUT_S = 1800.0
 
 
-def train(pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings: dict[str, Any]) -> None:
+def train(
+    pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings: dict[str, Any]
+) -> None:
     """Run a trainer rank that obeys messages of method names and arguments."""
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.rendezvous import LOOPBACK

@@ -64,7 +64,14 @@ class Workload:
 
     def small(self) -> Workload:
         """Return the same shape at the size of a test."""
-        tiny = {"vocabulary": 256, "hidden": 64, "layers": 2, "heads": 2, "mlp": 128, "trl_microbatch": 4}
+        tiny = {
+            "vocabulary": 256,
+            "hidden": 64,
+            "layers": 2,
+            "heads": 2,
+            "mlp": 128,
+            "trl_microbatch": 4,
+        }
         tokens = {"max_tokens": 16, "mean_tokens": 6} if self.mean_tokens else {"max_tokens": 8}
         return replace(self, num_prompts=2, num_samples=4, **tiny, **tokens)
 

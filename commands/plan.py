@@ -82,7 +82,9 @@ def _other(machine: str) -> OtherMachine:
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:
     spec, sizes = plan.spec, plan.sizes
     return {
-        "settings": {name: {"value": value, "origin": origin} for name, value, origin in _settings(made)},
+        "settings": {
+            name: {"value": value, "origin": origin} for name, value, origin in _settings(made)
+        },
         "sketched": [str(path) for path in made.sketched],
         "passes_before": dict(made.passes),
         "graphs": {name: str(graph).splitlines() for name, graph in spec.graphs.items()},

@@ -104,7 +104,9 @@ def stop(run: RunName, *, timeout: float = 600) -> Answer:
 def _state(facts: RunFacts) -> str:
     of = f" of {facts.steps}" if facts.steps is not None else ""
     said = f"{facts.status}, after step {facts.step}{of}"
-    if facts.status in ("killed", "stopped", "failed") and any((facts.path / CHECKPOINTS).glob("step_*")):
+    if facts.status in ("killed", "stopped", "failed") and any(
+        (facts.path / CHECKPOINTS).glob("step_*")
+    ):
         said += "; resume='latest' continues from its last checkpoint"
     return said
 

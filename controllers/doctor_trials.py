@@ -258,7 +258,11 @@ def colocated(folder: Path, gpu: bool) -> Figures:
         f"sleep freed no memory: {both} GiB, asleep {asleep}, training away {away}"
     )
     assert before == again, "the same weights sampled different tokens after the wake"
-    return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
+    return {
+        "GiB with both": both,
+        "GiB with vLLM asleep": asleep,
+        "GiB with training away as well": away,
+    }
 
 
 def collectives(folder: Path, gpu: bool) -> Figures:
@@ -351,7 +355,9 @@ TRIALS = (
     Trial(
         "collectives", f"ranks of a group are joined over NCCL or gloo {ARCHITECTURE}", collectives, 60
     ),
-    Trial("weight sync", f"published weights arrive, by their checksum {ARCHITECTURE}", weight_sync, 130),
+    Trial(
+        "weight sync", f"published weights arrive, by their checksum {ARCHITECTURE}", weight_sync, 130
+    ),
     Trial(
         "colocated",
         f"groups of one pool take turns on its devices {ARCHITECTURE}",
@@ -403,7 +409,11 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
     requests = [GenerationRequest(row, own, seed=row) for row, own in enumerate(ids)]
     steps = rollout.engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
-    return prompts, [np.asarray(one.token_ids).tolist() for one in found], [one.logprobs for one in found]
+    return (
+        prompts,
+        [np.asarray(one.token_ids).tolist() for one in found],
+        [one.logprobs for one in found],
+    )
 
 
 def _logprobs(actor: ActorWorker, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[float]]:

@@ -236,7 +236,9 @@ class Driver:
         # In a cluster job, the environment may set both.
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
-        if self._point is not None and (changed := changed_settings(self._spec, self._point, "reported")):
+        if self._point is not None and (
+            changed := changed_settings(self._spec, self._point, "reported")
+        ):
             self.directory.notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
         if at != Path(root):
             self.directory.notes.append(
@@ -452,7 +454,9 @@ def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
         "placement": spec.placement,
         "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
         "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
-        "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
+        "data": {
+            n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)
+        },
         "sources": {
             n: {"rows": len(g.source.table), "checksum": fingerprint(g.source)}
             for n, g in spec.graphs.items()

@@ -127,7 +127,9 @@ class Call:
 
     @property
     def holds_lease(self) -> bool:
-        return self.ledger is not None and self.lease is not None and self.ledger.leases.holds(self.lease)
+        return (
+            self.ledger is not None and self.lease is not None and self.ledger.leases.holds(self.lease)
+        )
 
     def held_by(self, rank: int) -> set[int]:
         """Unfinished samples of a rank; empty if the call's lease has ended."""
@@ -157,7 +159,9 @@ class Call:
 def publishes_as_it_goes(node: Node) -> bool:
     """Whether rows that a call has published count before the whole call is done."""
     return (
-        bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
+        bool(node.writes)
+        and not node.operation.takes_groups
+        and node.operation.shape is not Shape.FILTER
     )
 
 
@@ -301,7 +305,8 @@ class WorkerGroup:
             self._ranks_of.setdefault(at.dp, []).append(rank)
         self._replicas = sorted(self._ranks_of)
         self._alone = {
-            dp: [replace(self.mesh[rank], dp=0) for rank in ranks] for dp, ranks in self._ranks_of.items()
+            dp: [replace(self.mesh[rank], dp=0) for rank in ranks]
+            for dp, ranks in self._ranks_of.items()
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
         self._loads = Loads(self._replicas)

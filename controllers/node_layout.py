@@ -341,4 +341,6 @@ def machine_gpus() -> int:
         return other.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))
+    return (
+        present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))
+    )

@@ -140,7 +140,9 @@ class _Script:
         star = ""
         if isinstance(node, ast.ImportFrom):
             package = getattr(self.module, "__package__", None) or ""
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             node.module = ".".join([*parents, *([node.module] if node.module else [])])
             node.level = 0
             star = node.module if node.names[0].name == "*" else ""
@@ -520,7 +522,11 @@ def _constructor_arguments(value: Any) -> dict[str, Any]:
         raise TypeError("its class is not written in Python")
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(value)).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
             raise TypeError(name)
         given = getattr(value, name if hasattr(value, name) else f"_{name}")
         if parameter.default is parameter.empty or given != parameter.default:

@@ -257,7 +257,9 @@ def check(
             if isinstance(placed.value, Mapping) and inner is not None:
                 checked |= check(inner, placed.value, f"{above}{name}.")
             else:
-                checked[f"{above}{name}"] = _Placed(_valid(f"{above}{name}", field, placed), placed.place)
+                checked[f"{above}{name}"] = _Placed(
+                    _valid(f"{above}{name}", field, placed), placed.place
+                )
         except UserError as error:
             wrong.append(str(error))
     if wrong:

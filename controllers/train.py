@@ -331,7 +331,11 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
         key=lambda each: (each * sum(s[kind] >= each for s in sizes), each),
     )
     chosen = [size for size in sizes if size[kind] >= max(1, least)]
-    return max(1, min((cpus for cpus, _ in chosen), default=1)), least if kind else 0, max(1, len(chosen))
+    return (
+        max(1, min((cpus for cpus, _ in chosen), default=1)),
+        least if kind else 0,
+        max(1, len(chosen)),
+    )
 
 
 def _evaluated(

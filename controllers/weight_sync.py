@@ -239,7 +239,9 @@ class WeightSync:
 
     def _arrived(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         group = call.group
-        took = {rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost}
+        took = {
+            rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost
+        }
         self._taken[leader] += [(f"{group.name}[{rank}]", checksum) for rank, checksum in took.items()]
         # From here on the group may get rows that need this version.
         group.version = self._sent[group.name] = weights.version

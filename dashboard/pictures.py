@@ -126,7 +126,13 @@ HEIGHT = 0.62
 
 
 def _draw_lane(
-    axes: Axes, place: int, lane: Lane, nodes: Sequence[int], colours: Mapping[int, str], *, as_bars: bool
+    axes: Axes,
+    place: int,
+    lane: Lane,
+    nodes: Sequence[int],
+    colours: Mapping[int, str],
+    *,
+    as_bars: bool,
 ) -> None:
     top, foot = place - HEIGHT / 2, place + HEIGHT / 2
     begin, seconds = lane.timeline.start_s, lane.timeline.seconds
@@ -146,7 +152,9 @@ def _draw_lane(
         floor = np.full(NUM_BINS, foot)
         for node, share in zip(nodes, lane.shares(nodes, NUM_BINS), strict=True):
             if share.any():
-                axes.stairs(floor - HEIGHT * share, edges, baseline=floor, fill=True, color=colours[node])
+                axes.stairs(
+                    floor - HEIGHT * share, edges, baseline=floor, fill=True, color=colours[node]
+                )
                 floor = floor - HEIGHT * share
     for gap in lane.gaps(1, 0.02 * seconds):
         under = foot + 0.07

@@ -155,7 +155,9 @@ PREFERRED = Column(
 REFERENCE_POINT = Column(
     "reference_point", float32, "nats; KTO's z0, the divergence that responses are compared with"
 )
-MISMATCHED_LOGPROBS = Column("mismatched_logprobs", FLOATS, "[L] nats, of mismatched_ids under the actor")
+MISMATCHED_LOGPROBS = Column(
+    "mismatched_logprobs", FLOATS, "[L] nats, of mismatched_ids under the actor"
+)
 CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS = (
     Column(f"{of}_reference_logprobs", FLOATS, f"[L] nats, of {of}_ids under the reference model")
     for of in ("chosen", "rejected", "mismatched")

@@ -105,7 +105,9 @@ class UserError(WeftError, ValueError):
             sys.excepthook = _end_script
 
 
-def _end_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _end_script(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     # Interactive sessions and Python's development mode (`python -X dev`) keep the traceback.
     keeps = sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1")
     if keeps or not isinstance(error, UserError):
@@ -180,7 +182,9 @@ class StalledError(RunError):
 class StalenessError(RunError):
     """Rows are older than the schedule allows: weight updates did not reach their group."""
 
-    advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
+    advice = (
+        "Check that each generating group follows the group that is trained: rollout.follows(actor)."
+    )
 
 
 class WeightSyncError(RunError):

@@ -92,7 +92,9 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
 
 def json_array(values: Iterable[Any]) -> pa.Array:
     """Create an array of JSON text. Raises ValueError or TypeError if JSON cannot hold a value."""
-    texts = [None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values]
+    texts = [
+        None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values
+    ]
     return pa.ExtensionArray.from_storage(JsonType(), pa.array(texts, pa.string()))
 
 

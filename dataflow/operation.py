@@ -425,7 +425,9 @@ def node(
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
-            add_node = getattr(args[0], "__trace__", None) if args else None  # only symbolic rows have it
+            add_node = (
+                getattr(args[0], "__trace__", None) if args else None
+            )  # only symbolic rows have it
             if add_node is None:
                 return function(*args, **kwargs)
             return add_node(None, compute_or_trace, declaration, args[1:], kwargs)

@@ -48,7 +48,11 @@ def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> 
     for row in pq.read_table(file).to_pylist()[:limit]:
         right = row["answer"]
         rows.append(
-            {"prompt": row["prompt"], "chosen": right, "rejected": off_by_one(right, draw.choice((1, 9)))}
+            {
+                "prompt": row["prompt"],
+                "chosen": right,
+                "rejected": off_by_one(right, draw.choice((1, 9))),
+            }
         )
     return weft.Prompts.from_rows(rows, model, name=file.stem)
 

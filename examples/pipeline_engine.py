@@ -226,7 +226,9 @@ class PipelineEngine:
                 continue
             given, out = kept.pop(one.microbatch)
             out.backward(
-                None if self.stage == self.stages - 1 else self._receive(tuple(out.shape), self.stage + 1)
+                None
+                if self.stage == self.stages - 1
+                else self._receive(tuple(out.shape), self.stage + 1)
             )
             if given is not None and given.grad is not None:
                 self._send(given.grad, self.stage - 1)
@@ -243,7 +245,9 @@ class PipelineEngine:
     def apply(self) -> OptimizerStep:
         assert self.optimizer is not None and self.training is not None
         step = (
-            self._apply(self.optimizer, self.training) if self.count else OptimizerStep({}, applied=False)
+            self._apply(self.optimizer, self.training)
+            if self.count
+            else OptimizerStep({}, applied=False)
         )
         self.optimizer.zero_grad()
         self.count = 0.0
@@ -281,7 +285,10 @@ class PipelineEngine:
             kind["lr"] = training.rate(self.steps)
         optimizer.step()
         self.steps += 1
-        metrics: Metrics = {"grad_norm": Mean(norm), "learning_rate": Mean(training.rate(self.steps - 1))}
+        metrics: Metrics = {
+            "grad_norm": Mean(norm),
+            "learning_rate": Mean(training.rate(self.steps - 1)),
+        }
         return OptimizerStep(metrics, applied=True)
 
     @torch.no_grad()

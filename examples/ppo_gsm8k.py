@@ -81,7 +81,8 @@ def main(settings: Settings) -> None:
     with weft.Driver(
         training,
         schedule=weft.Synchronous(
-            steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (128 if tiny else 512)
+            steps=settings.num_steps,
+            prompts_per_step=settings.prompts_per_step or (128 if tiny else 512),
         ),
         evaluations=[weft.Evaluation(accuracy, every=8 if tiny else 10)],
         placement=settings.places(groups),

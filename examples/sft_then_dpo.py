@@ -192,7 +192,9 @@ def main(settings: Settings) -> None:
         dpo(known, actor=actor, loss=PreferenceLoss(likelihood=settings.likelihood)),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
         evaluations=[
-            weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=25)
+            weft.Evaluation(
+                evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=25
+            )
         ],
         placement={"actor": CORES, "rollout": CORES},
         backend=settings.new_backend(),

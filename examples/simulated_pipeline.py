@@ -44,7 +44,9 @@ def main(settings: Settings) -> None:
     rollout.follows(actor)
     costs = CostModel(
         nodes={
-            "rollout.generate": Generation(lengths=LogNormal(mean=12, max_tokens=32), decode_step_s=0.01),
+            "rollout.generate": Generation(
+                lengths=LogNormal(mean=12, max_tokens=32), decode_step_s=0.01
+            ),
             "actor.update": PipelineCost(
                 stages=stages,
                 chunks=settings.chunks,

@@ -303,7 +303,8 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
             said["device"],
         )
     fields = [
-        base64.b64decode(field["bytes"]) if isinstance(field, dict) else field for field in said["fields"]
+        base64.b64decode(field["bytes"]) if isinstance(field, dict) else field
+        for field in said["fields"]
     ]
     torch.cuda.init()
     try:

@@ -276,7 +276,9 @@ class GroupChannel:
         meeting = _Meeting(connection)
         with _as_os_errors():
             self._group: Any = (
-                _gloo(meeting, connection, rank) if device.type == "cpu" else _nccl(meeting, rank, device)
+                _gloo(meeting, connection, rank)
+                if device.type == "cpu"
+                else _nccl(meeting, rank, device)
             )
             if device.type != "cpu":
                 self._greet(rank)  # NCCL connects with the first bytes

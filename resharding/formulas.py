@@ -153,7 +153,9 @@ class Parallelism:
         """Return the "pp", "tp" and "dp" coordinates of each rank. `order` names the fastest
         coordinate first: HybridFlow's order is the default, Megatron-LM's is ("tp", "dp", "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
-            raise UserError(f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}")
+            raise UserError(
+                f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}"
+            )
         ranges = [range(getattr(self, name)) for name in reversed(order)]
         return [
             dict(zip(reversed(order), indices, strict=True)) for indices in itertools.product(*ranges)

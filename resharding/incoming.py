@@ -199,7 +199,9 @@ class IncomingWeights:
     def published_sum(self, name: str) -> int:
         """Return the publishers' `box_sum` over a whole received tensor."""
         pieces = self.layout.tensors[name].pieces
-        sums = (self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own)))
+        sums = (
+            self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own))
+        )
         return sum(sums) % CHECKSUM_MODULUS
 
     def check(self, name: str, copy: Copy, found: int) -> None:

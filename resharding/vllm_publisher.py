@@ -290,7 +290,8 @@ class _GatheredTensors(WeightSource):
     def _with_forms(self, sums: dict[str, int]) -> dict[str, TensorSum]:
         tensors = (tensor for tensor in self._metadata if tensor.name in sums)
         return {
-            t.name: TensorSum(str(t.dtype).removeprefix("torch."), t.shape, sums[t.name]) for t in tensors
+            t.name: TensorSum(str(t.dtype).removeprefix("torch."), t.shape, sums[t.name])
+            for t in tensors
         }
 
     def _told(self, forms: list[tuple[str, str, tuple[int, ...], int]]) -> list[list[Any]]:

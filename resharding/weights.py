@@ -167,7 +167,9 @@ def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
     total = int(np.prod(leading))
     if len(leading) == 1:
         return _weights(0, total)[box.starts[0] : box.stops[0]]
-    ranges = [np.arange(start, stop) for start, stop in zip(box.starts[:-1], box.stops[:-1], strict=True)]
+    ranges = [
+        np.arange(start, stop) for start, stop in zip(box.starts[:-1], box.stops[:-1], strict=True)
+    ]
     return _weights(0, total)[
         np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)
     ]

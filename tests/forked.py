@@ -56,7 +56,9 @@ class Forked:
     @property
     def said(self) -> str:
         """The end of its output so far, errors last."""
-        return "\n".join(file.read_text()[-4000:] for file in (self.output, self.errors) if file.exists())
+        return "\n".join(
+            file.read_text()[-4000:] for file in (self.output, self.errors) if file.exists()
+        )
 
     def finish(self, timeout_s: float = 300) -> str:
         """Wait for its end, and return its output.

@@ -43,7 +43,10 @@ LONG = {"algorithms.md", "buffer.md", "pipelines.md", "preferences.md", "watchin
 
 every_document = pytest.mark.parametrize(
     "document",
-    [pytest.param(path, marks=pytest.mark.thorough) if path.name in LONG else path for path in DOCUMENTS],
+    [
+        pytest.param(path, marks=pytest.mark.thorough) if path.name in LONG else path
+        for path in DOCUMENTS
+    ],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 

@@ -276,7 +276,9 @@ def test_every_exception_is_in_the_tree_of_one_file():
         for base in node.bases
         if (name := ast.unparse(base).split(".")[-1]) in known or name.endswith(("Error", "Exception"))
     ]
-    assert not elsewhere, f"exceptions are drawn and defined in dataflow/errors.py, not here: {elsewhere}"
+    assert not elsewhere, (
+        f"exceptions are drawn and defined in dataflow/errors.py, not here: {elsewhere}"
+    )
 
 
 def docstring_examples() -> list[doctest.DocTest]:

@@ -69,7 +69,9 @@ def test_a_misspelt_name_is_answered_with_the_nearest_one():
 
 
 def run(*command: str | Path, **options) -> str:
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    done = subprocess.run(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 

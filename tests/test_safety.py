@@ -41,7 +41,9 @@ def breaks(source: ast.Module) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [(node.lineno, name) for name in names if READ_AS_CODE.intersection(name.split("."))]
+            found += [
+                (node.lineno, name) for name in names if READ_AS_CODE.intersection(name.split("."))
+            ]
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)

@@ -84,7 +84,9 @@ class AdaptiveKlWorker(Worker):
         # All ranks hold the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
-            Disk().write_whole(Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode())
+            Disk().write_whole(
+                Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode()
+            )
         return 0.0
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

@@ -70,7 +70,9 @@ class CriticWorker(TrainedWorker):
         nan for an empty response."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=loss_reads, may_read=loss_may_read, takes=training_batch)
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=loss_reads, may_read=loss_may_read, takes=training_batch
+    )
     def update(
         self,
         batch: Batch,

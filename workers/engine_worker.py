@@ -223,7 +223,11 @@ def check_updates(nodes: Iterable[Node]) -> None:
                 )
         # Without these, the engine loses the old policy after the first of several steps.
         steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
-        if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+        if (
+            loss is not None
+            and needs_old_logprobs(loss, **steps)
+            and str(OLD_LOGPROBS) not in node.reads
+        ):
             given = ", ".join(f"{name}={value}" for name, value in steps.items())
             raise UserError(
                 f"node {node.name!r} takes several optimizer steps ({given}), but after the "

@@ -54,7 +54,9 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
 
 def _of_machine(root: Path) -> Iterable[NodeMemory]:
     text = _text(root / "proc/meminfo")
-    found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    found = {
+        name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }
     if found.get("MemTotal") and "MemAvailable" in found:
         yield NodeMemory(found["MemTotal"] - found["MemAvailable"], found["MemTotal"], "the machine")
 

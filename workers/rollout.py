@@ -431,7 +431,9 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         self.engine.close()
 
-    def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
+    def _seed(
+        self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
+    ) -> int | None:
         """Return the seed of one response. It depends on prompt and draw path, because rows of
         later turns share their group and may share their prompt."""
         if not self.config.seeded:
@@ -469,7 +471,9 @@ class RolloutWorker(Worker):
                 )
         if problems:
             row, problem = next(iter(problems.items()))
-            raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist())
+            raise SampleError(
+                f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist()
+            )
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
@@ -542,7 +546,10 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
     }
     if responses[0].routes is not None:
         routes = [r.routes.ravel() for r in responses if r.routes is not None]
-        columns[str(ROUTES)] = (np.concatenate(routes), np.cumsum([0, *map(len, routes)], dtype=np.int32))
+        columns[str(ROUTES)] = (
+            np.concatenate(routes),
+            np.cumsum([0, *map(len, routes)], dtype=np.int32),
+        )
     kept = {name: values for name, values in columns.items() if name not in sampling.leaves_out}
     return Batch.of(parent_id=parent_ids, **kept)
 

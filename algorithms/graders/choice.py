@@ -44,7 +44,9 @@ def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
             flags,
         ),
         "start": re.compile(rf"^\s*\**{key}\**\s*(?:[.):,;。、，—–-]|\s|$|[^\x00-\x7f])", flags),
-        "alone": re.compile(rf"(?<![\w'’\\])\(?(?P<key>{bare}|(?<=\(){small}(?=\)))\)?(?![\w'’])", flags),
+        "alone": re.compile(
+            rf"(?<![\w'’\\])\(?(?P<key>{bare}|(?<=\(){small}(?=\)))\)?(?![\w'’])", flags
+        ),
         "wrong": re.compile(
             rf"(?:{any_option}(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)){{0,9}}{any_option}(?:\s+\([^)\n]*\))?\s+"
             rf"(?:(?:is|are|was|were|seems?|looks?|must\s+be|would\s+be|can\s+be)\s+(?:(?:also|both|all|\w+ly)\s+)?{_WRONG}"
@@ -79,7 +81,9 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
     for content in reversed(extraction.last_boxes(text)):
         inside = plain(content)
         return (
-            _at_start(inside, patterns) or (inside != text and letter_of(inside, numbers=numbers)) or None
+            _at_start(inside, patterns)
+            or (inside != text and letter_of(inside, numbers=numbers))
+            or None
         )
     # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)

@@ -347,7 +347,10 @@ def claim(queue: Queue, *, held: int, claims: int) -> dict[str, Any]:
         for _ in range(min(claims, held // rows)):
             start = time.perf_counter()
             metadata = queue.client.get_meta(
-                data_fields=list(ALL), batch_size=rows, partition_id=partition, task_name=f"update_{rows}"
+                data_fields=list(ALL),
+                batch_size=rows,
+                partition_id=partition,
+                task_name=f"update_{rows}",
             )
             seconds[rows].append(time.perf_counter() - start)
             claimed.update((rows, index) for index in metadata.global_indexes)

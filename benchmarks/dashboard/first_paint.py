@@ -31,7 +31,9 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         paints: list[float] = []
         for _ in range(VISITS):
-            page = browser.new_context(extra_http_headers={"authorization": f"Bearer {TOKEN}"}).new_page()
+            page = browser.new_context(
+                extra_http_headers={"authorization": f"Bearer {TOKEN}"}
+            ).new_page()
             page.goto(f"{client.base_url}#/curves?run={run}")
             deadline = time.monotonic() + DEADLINE_S
             while (

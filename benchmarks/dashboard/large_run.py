@@ -136,7 +136,14 @@ def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
         for group, node, start, end in CALLS:
             times = {"start_s": step + start, "end_s": step + end, "worker_s": 0.9 * (end - start)}
             directory.add_call(
-                step=step, graph="train", group=group, node=node, rows=10, tokens=1000, last=True, **times
+                step=step,
+                graph="train",
+                group=group,
+                node=node,
+                rows=10,
+                tokens=1000,
+                last=True,
+                **times,
             )
         if step % 100 == 0:
             directory.flush()
@@ -164,7 +171,9 @@ def make_with_rows(path: Path, rows: int, samples: int = 100_000) -> Path:
     )
     with weft.Driver(
         graph(),
-        schedule=weft.Asynchronous(steps=steps, prompts_per_step=rows // steps // GROUP, max_staleness=1),
+        schedule=weft.Asynchronous(
+            steps=steps, prompts_per_step=rows // steps // GROUP, max_staleness=1
+        ),
         placement={"rollout": weft.Place(generating, ranks=4), "actor": weft.Place(training, ranks=2)},
         backend=weft.Simulated(costs),
         root=path.parent,

@@ -47,7 +47,9 @@ def take(browser: Any, address: str, width: int, scheme: str, page: str, params:
     window = context.new_page()
     window.goto(address)
     window.wait_for_selector("#main[data-shows]")
-    window.evaluate("asked => { delete main.dataset.shows; location.hash = asked; }", f"#{page}?{params}")
+    window.evaluate(
+        "asked => { delete main.dataset.shows; location.hash = asked; }", f"#{page}?{params}"
+    )
     window.wait_for_selector(f"#main[data-shows*='\"{page}\"']")
     window.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     picture = window.screenshot()

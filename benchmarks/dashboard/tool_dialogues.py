@@ -44,7 +44,9 @@ class Dialogues:
         self, requests: Sequence[GenerationRequest], sampling: Sampling
     ) -> Generator[list[Response], Collection[int] | None, None]:
         """Yield all complete conversations at the end."""
-        said = {one.request_id: one for step in self._engine.generate(requests, sampling) for one in step}
+        said = {
+            one.request_id: one for step in self._engine.generate(requests, sampling) for one in step
+        }
         answers = {id: self._answer(one) for id, one in said.items()}
         further = [
             GenerationRequest(
@@ -66,7 +68,9 @@ class Dialogues:
         )
         if called is None or response.finish_reason != "stop":
             return None
-        text = f"\n<|im_start|>tool\n{int(called[1]) + int(called[2])}<|im_end|>\n<|im_start|>assistant\n"
+        text = (
+            f"\n<|im_start|>tool\n{int(called[1]) + int(called[2])}<|im_end|>\n<|im_start|>assistant\n"
+        )
         return np.array(self._tokenizer.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
 

@@ -167,7 +167,9 @@ class Work:
         rollout, reward, actor = weft.group(Rollout), weft.group(Reward), weft.group(Actor)
         rollout.follows(actor)
         table = pa.table({"prompt_ids": [[1] * (50 + k % 100) for k in range(max(1024, self.prompts))]})
-        graph = reinforce(weft.TableSource("prompts", table), rollout=rollout, reward=reward, actor=actor)
+        graph = reinforce(
+            weft.TableSource("prompts", table), rollout=rollout, reward=reward, actor=actor
+        )
         beside = max(1, self.ranks // 16)
         placement = {
             "rollout": weft.Place(weft.ResourcePool("generating", cpus=self.ranks), self.ranks),

@@ -92,7 +92,9 @@ def rows() -> Any:
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in (5, 1, 9, 30, 4, 7, 2, 6)]
-    responses = [rng.integers(3, VOCABULARY, length).tolist() for length in (3, 12, 1, 25, 6, 2, 9, 4, 8)]
+    responses = [
+        rng.integers(3, VOCABULARY, length).tolist() for length in (3, 12, 1, 25, 6, 2, 9, 4, 8)
+    ]
     return Batch.of(prompt_ids=[*prompts, prompts[3]], response_ids=responses)
 
 
@@ -107,7 +109,8 @@ def actor(asked: Asked) -> Any:
     }
     config = ActorConfig(model=str(asked.folder), learning_rate=1e-3, max_grad_norm=None, **settings)
     return ActorWorker(
-        config, Context("actor", asked.rank, asked.ranks, asked.meeting) if asked.ranks > 1 else Context()
+        config,
+        Context("actor", asked.rank, asked.ranks, asked.meeting) if asked.ranks > 1 else Context(),
     )
 
 
@@ -171,7 +174,9 @@ def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
         )
         (-logprobs[len(row["prompt_ids"]) - 1 :].sum() / tokens).backward()
     return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 

@@ -111,7 +111,9 @@ def measure(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[s
         "tracker_step_ratio": statistics.median(
             tracked["step_s"] / plain["step_s"] for plain, tracked in pairs
         ),
-        "tracker_cpu_s": statistics.median(tracked["cpu_s"] - plain["cpu_s"] for plain, tracked in pairs),
+        "tracker_cpu_s": statistics.median(
+            tracked["cpu_s"] - plain["cpu_s"] for plain, tracked in pairs
+        ),
     }
 
 

@@ -120,7 +120,9 @@ def estimator(function: Callable[..., Any], *, whiten: bool = False) -> Function
     """Wrap an advantage estimator; each trained token gets the advantage."""
 
     def call(x: SimpleNamespace) -> Any:
-        outcomes = estimators.Outcomes.of(x.rewards, x.groups, x.mask.sum(1), baseline_reward=x.baselines)
+        outcomes = estimators.Outcomes.of(
+            x.rewards, x.groups, x.mask.sum(1), baseline_reward=x.baselines
+        )
         rows, real = packed(x)
         advantages = rows.per_token(function(outcomes))
         return padded(whitened(advantages, rows) if whiten else advantages, real)
@@ -181,7 +183,9 @@ def reinforce_plus_plus(token_rewards: torch.Tensor, rows: PackedRows) -> torch.
 
 def kl_in_the_reward(x: SimpleNamespace) -> Any:
     rows, real = packed(x, "old", "reference")
-    return padded(penalized_token_rewards(x.rewards, k1(rows["old"], rows["reference"]), rows, 0.1), real)
+    return padded(
+        penalized_token_rewards(x.rewards, k1(rows["old"], rows["reference"]), rows, 0.1), real
+    )
 
 
 def adaptive(x: SimpleNamespace) -> Any:
@@ -354,7 +358,9 @@ def run(seeds: int) -> dict[str, Any]:
         **agreement(
             {name: parts for name, parts in largest.items() if name in WEFT and name not in ON_PURPOSE}
         ),
-        "preferences": agreement({name: parts for name, parts in largest.items() if name in PREFERENCES}),
+        "preferences": agreement(
+            {name: parts for name, parts in largest.items() if name in PREFERENCES}
+        ),
         "on_purpose": [f"{name}: {why}" for name, why in reasons.items()],
     }
 

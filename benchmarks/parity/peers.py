@@ -48,14 +48,14 @@ def of_verl() -> dict[str, Function]:
         return function(x.token_rewards, response_mask=x.mask, config=SimpleNamespace(gamma=0.99))[0]
 
     def remax(x: SimpleNamespace) -> Any:
-        return core.compute_remax_outcome_advantage(x.outcome_rewards, x.baselines, response_mask=x.mask)[
-            0
-        ]
+        return core.compute_remax_outcome_advantage(
+            x.outcome_rewards, x.baselines, response_mask=x.mask
+        )[0]
 
     def gae(index: int) -> Function:
-        return lambda x: core.compute_gae_advantage_return(x.token_rewards, x.values, x.mask, 0.99, 0.95)[
-            index
-        ]
+        return lambda x: core.compute_gae_advantage_return(
+            x.token_rewards, x.values, x.mask, 0.99, 0.95
+        )[index]
 
     def loss(name: str, mode: str = "token-mean", **settings: Any) -> Function:
         function = core.get_policy_loss_fn(name)
@@ -111,7 +111,9 @@ def of_verl() -> dict[str, Function]:
     def kept(rule: str) -> Function:
         def call(x: SimpleNamespace) -> Any:
             bounds = "_".join(map(str, BOUNDS))
-            mask, _ = correction.compute_rollout_rejection_mask(x.old - x.reference, x.mask, rule, bounds)
+            mask, _ = correction.compute_rollout_rejection_mask(
+                x.old - x.reference, x.mask, rule, bounds
+            )
             return mask.float()
 
         return call

@@ -133,7 +133,9 @@ class CountingActor(Worker):
         super().__init__(*arguments)
         self.groups: list[int] = []
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), takes=TrainingBatch(accumulates=True))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), takes=TrainingBatch(accumulates=True)
+    )
     def update(self, samples: weft.Batch, *, last: bool = True) -> Metrics:
         self.groups += dict.fromkeys(samples["group_id"].to_pylist())
         return {"rows": Sum(len(samples))}

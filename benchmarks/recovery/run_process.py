@@ -99,7 +99,9 @@ class RunProcess:
             stuck = time.monotonic() - began > STUCK_S
             if stuck or self._driver.poll() is not None:
                 what = (
-                    f"did not go on for {STUCK_S:.0f} s" if stuck else f"ended with {self._driver.poll()}"
+                    f"did not go on for {STUCK_S:.0f} s"
+                    if stuck
+                    else f"ended with {self._driver.poll()}"
                 )
                 raise RuntimeError(
                     f"{self.path.name} {what}; the end of its output:\n{self.output[-3000:]}"

@@ -80,7 +80,9 @@ def lower_bounds(source: Layout, destination: Layout) -> list[int]:
     hold, counted element by element."""
     found: list[int] = []
     for rank, here in enumerate(destination.ranks):
-        owners = [n for n, w in enumerate(source.ranks) if (w.node, w.device) == (here.node, here.device)]
+        owners = [
+            n for n, w in enumerate(source.ranks) if (w.node, w.device) == (here.node, here.device)
+        ]
         missing = 0
         for name, tensor in destination.tensors.items():
             lacks = np.zeros(tensor.shape, bool)

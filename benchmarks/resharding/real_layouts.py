@@ -33,7 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, tied, one key head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "Qwen3": ("qwen3", {}),
     "Llama, 151,937 ids": ("llama", {"vocab_size": 151_937}),
-    "Qwen3 MoE": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "Qwen3 MoE": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
 }
 TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP 1": (1, {}),
@@ -72,7 +75,9 @@ def measure(*, small: bool = False) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(prefix="weft-layouts-"))
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            for number, trainer in enumerate(("engine", *trainers)):  # each trainer has different weights
+            for number, trainer in enumerate(
+                ("engine", *trainers)
+            ):  # each trainer has different weights
                 torch.manual_seed(number)
                 made: Any = AutoModelForCausalLM.from_config(
                     CONFIG_MAPPING[kind](**{**_SMALL, **settings})

@@ -227,7 +227,9 @@ class Ways:
         location, num_bytes, entries, checksum = self._all("gather")[0]
         yield
         file = os.open(location, os.O_RDONLY)
-        memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(
+            file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         os.close(file)
         tensors = {
             name: torch.frombuffer(
@@ -240,7 +242,9 @@ class Ways:
             content: Any = tensor.view(-1).view(torch.uint8).numpy()
             found = zlib.crc32(memoryview(content), found)
         if found != checksum:
-            raise RuntimeError(f"the trainer sent CRC-32 {checksum:08x}, the engine received {found:08x}")
+            raise RuntimeError(
+                f"the trainer sent CRC-32 {checksum:08x}, the engine received {found:08x}"
+            )
         self._load(tensors.items())
 
     def object_store(self) -> Iterator[None]:

@@ -162,7 +162,9 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
         for number, points in enumerate(runs):
             samples, seconds, accuracy = zip(*points, strict=True)
             label = name.replace("_", ", ") if not number else None
-            by_samples.plot(samples, accuracy, color=COLOURS[name], linewidth=1.4, alpha=0.8, label=label)
+            by_samples.plot(
+                samples, accuracy, color=COLOURS[name], linewidth=1.4, alpha=0.8, label=label
+            )
             by_time.plot(seconds, accuracy, color=COLOURS[name], linewidth=1.4, alpha=0.8)
     by_samples.set_xlabel("samples trained on")
     by_time.set_xlabel("seconds since the first step began")

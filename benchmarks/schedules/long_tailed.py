@@ -102,7 +102,9 @@ class LongTailedRollout(RolloutWorker):
         assert isinstance(self.config, LongTailedConfig)
         return LongTailedEngine(self.config, **settings)
 
-    def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
+    def _seed(
+        self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
+    ) -> int | None:
         return response_seed(
             prompt_ids, index
         )  # seed by prompt: a group's number depends on the schedule

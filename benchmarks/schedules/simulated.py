@@ -100,7 +100,9 @@ def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str
     return _run(work, folder, name, _costs(runs, lengths, work.slots), devices=2)
 
 
-def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int) -> CostModel:
+def _costs(
+    runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int
+) -> CostModel:
     """Fit the costs of calls to all runs together, without their first steps."""
     calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]
     ranks = {call["group"]: runs[0]["ranks"] for call in calls if call["group"] in APART}

@@ -64,7 +64,9 @@ class Work:
 
     def workload(self) -> Workload:
         """Return the model, and a different prompt for each group of the run."""
-        sizes = {name: getattr(self, name) for name in ("vocabulary", "hidden", "layers", "heads", "mlp")}
+        sizes = {
+            name: getattr(self, name) for name in ("vocabulary", "hidden", "layers", "heads", "mlp")
+        }
         prompts = self.groups * self.steps
         return Workload(
             "schedules", num_prompts=prompts, num_samples=self.samples, max_tokens=self.longest, **sizes

@@ -35,7 +35,9 @@ def main() -> None:
     print("  ".join(f"{name}: {value}" for name, value in results["machine"].items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         for name in arguments.workloads:
-            workload = ALGORITHM_WORKLOADS[name].small() if arguments.small else ALGORITHM_WORKLOADS[name]
+            workload = (
+                ALGORITHM_WORKLOADS[name].small() if arguments.small else ALGORITHM_WORKLOADS[name]
+            )
             prepared = prepare(workload, Path(folder) / name)
             results[name] = {}
             for algorithm in arguments.algorithms:

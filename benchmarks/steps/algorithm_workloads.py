@@ -68,7 +68,8 @@ def prepare(workload: AlgorithmWorkload, folder: Path) -> Path:
         low, high = lengths
         length = draw.randint(low, high) if lengths == PROMPT else round(draw.lognormvariate(3.87, 0.7))
         return " ".join(
-            f"w{draw.randrange(2, workload.model.vocabulary)}" for _ in range(min(high, max(low, length)))
+            f"w{draw.randrange(2, workload.model.vocabulary)}"
+            for _ in range(min(high, max(low, length)))
         )
 
     rows = [{"prompt": words(PROMPT), "given": words(RESPONSE)} for _ in range(workload.rows)]

@@ -39,7 +39,10 @@ def main(workload: Workload, folder: Path) -> None:
     warm = [workload.mean_tokens or workload.max_tokens] * workload.rows
     rows = generator.generate(warm)
     seconds = {
-        size: trainer.step(rows, size) for size in MICROBATCHES if size <= workload.rows for _ in range(2)
+        size: trainer.step(rows, size)
+        for size in MICROBATCHES
+        if size <= workload.rows
+        for _ in range(2)
     }
     best = min(seconds, key=lambda size: seconds[size])  # time of the second try
     turns.say(microbatch=best, threads=threads)
@@ -160,7 +163,9 @@ class Trainer:
                 logits.transpose(1, 2), ids[:, 1:], reduction="none"
             )
             ratio = (logprobs - logprobs.detach()).exp()
-            gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+            gain = torch.minimum(
+                ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
+            )
             (-(gain * trained[:, 1:]).sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()

@@ -61,7 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workloads", default="a,b,c", type=_names, help="some of a, b, c; default: all")
+    parser.add_argument(
+        "--workloads", default="a,b,c", type=_names, help="some of a, b, c; default: all"
+    )
     parser.add_argument("--steps", type=int, help="counted steps per system; default: 8 (--small: 2)")
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument(

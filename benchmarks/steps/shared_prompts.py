@@ -34,7 +34,9 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent)]
 
 
-def rows_of(prompts: int, samples: int, prompt: int, answer: int, vocabulary: int, *, pairs: bool) -> Any:
+def rows_of(
+    prompts: int, samples: int, prompt: int, answer: int, vocabulary: int, *, pairs: bool
+) -> Any:
     """Return random rows with this many responses per prompt."""
     from weft.dataflow.batch import Batch
 

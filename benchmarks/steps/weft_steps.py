@@ -37,7 +37,9 @@ Placement = dict[str, weft.Place]
 
 
 @node(
-    shape=Shape.EXPAND, reads=("given_tokens", "given_logprobs"), writes=(RESPONSE_IDS, RESPONSE_LOGPROBS)
+    shape=Shape.EXPAND,
+    reads=("given_tokens", "given_logprobs"),
+    writes=(RESPONSE_IDS, RESPONSE_LOGPROBS),
 )
 def given_responses(prompts: Batch) -> Batch:
     """Replace a rollout: return the given response of each prompt."""

@@ -387,7 +387,9 @@ def mistakes(folder: Path, case: Case) -> list[str]:
     }
     lost = [name for name, value in kept.items() if value != case.row[name]]
     return [
-        f"{name}: {found[name]!r}, not {wanted[name]!r}" for name in wanted if found[name] != wanted[name]
+        f"{name}: {found[name]!r}, not {wanted[name]!r}"
+        for name in wanted
+        if found[name] != wanted[name]
     ] + [f"column {name!r} is {kept[name]!r}, not {case.row[name]!r}" for name in lost]
 
 

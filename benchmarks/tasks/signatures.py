@@ -82,7 +82,9 @@ def signatures() -> tuple[int, int]:
     libraries."""
     right = 0
     with tempfile.TemporaryDirectory() as folder:
-        words = tokenizers.models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token=WORDS[0])
+        words = tokenizers.models.WordLevel(
+            {word: k for k, word in enumerate(WORDS)}, unk_token=WORDS[0]
+        )
         tokenizer = tokenizers.Tokenizer(words)
         tokenizer.add_special_tokens([WORDS[0]])
         tokenizer.save(str(Path(folder) / "tokenizer.json"))

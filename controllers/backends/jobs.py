@@ -134,7 +134,9 @@ class JobRequest:
                 f"--root={self.root!r} must be a folder on the head node: an absolute path, or one below ~"
             )
         if self.stop_wait_s < 1:
-            raise UserError(f"--stop-wait-s={self.stop_wait_s} must be a whole number of seconds above 0")
+            raise UserError(
+                f"--stop-wait-s={self.stop_wait_s} must be a whole number of seconds above 0"
+            )
         for variable, value in self.environment.items():
             _check_variable(variable, value)
 

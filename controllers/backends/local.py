@@ -129,7 +129,9 @@ class SilenceWatch:
     def _arm(self, seconds: float) -> None:
         """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
         self._armed = True
-        faulthandler.dump_traceback_later(seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(
+            seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2
+        )
 
     def _disarm(self) -> None:
         if self._armed:

@@ -110,7 +110,9 @@ class NodeLogs:
         for node, found in answers:
             try:
                 self.append_text(node, found)
-            except OSError as error:  # such as a full disk: the run continues, and the text is sent again
+            except (
+                OSError
+            ) as error:  # such as a full disk: the run continues, and the text is sent again
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def append_text(self, node: str, found: NewText) -> None:

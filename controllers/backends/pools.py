@@ -177,7 +177,9 @@ class Reservations:
         there, addresses, parts = self.room(pool.name), _addresses(), list[_ReservedPart]()
         for rank, (group, bundle) in enumerate(zip(groups, each, strict=True)):
             part = _part_of(group, 0, there.get(rank, ""), bundle, addresses)
-            gpus = ray.get(part.find_gpus(), timeout=PROBE_TIMEOUT_S) if part.node and bundle.gpus else ()
+            gpus = (
+                ray.get(part.find_gpus(), timeout=PROBE_TIMEOUT_S) if part.node and bundle.gpus else ()
+            )
             parts.append(replace(part, gpus=gpus))
         self._pools[pool.name] = ReservedPool(parts, pool.cpus)
 
@@ -212,7 +214,9 @@ class Reservations:
                 self._groups.append(group)
                 self._share_out(group, family, {pool.name: pool for pool in pools})
 
-    def _share_out(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
+    def _share_out(
+        self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]
+    ) -> None:
         """Divide the bundles of a placement group among the pools that share them."""
         import ray
 

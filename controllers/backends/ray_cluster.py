@@ -100,7 +100,9 @@ def may_be_same(address: str, joined: str) -> bool:
 
 def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     try:
-        return {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+        return {
+            ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)
+        }
     except (OSError, ValueError):
         return set()
 
@@ -242,7 +244,9 @@ class RayCluster:
         code: The user's code, to send to the nodes of an existing cluster.
     """
 
-    def __init__(self, address: str | None, *, grows: bool = False, code: UserCode | None = None) -> None:
+    def __init__(
+        self, address: str | None, *, grows: bool = False, code: UserCode | None = None
+    ) -> None:
         self.address = address_of(address)
         self._grows = grows
         self._code = code or UserCode(None, (), ())
@@ -358,7 +362,9 @@ class RayCluster:
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="weft-", dir=where)
         command = "reap", self.folder, str(os.getsid(0))
-        self._reaper = reaper = ChildProcess(PROGRAMS, *command, errors=subprocess.DEVNULL, detached=True)
+        self._reaper = reaper = ChildProcess(
+            PROGRAMS, *command, errors=subprocess.DEVNULL, detached=True
+        )
         start = services.ConsolePopen
 
         def start_apart(*arguments: Any, **settings: Any) -> Any:

@@ -48,7 +48,9 @@ class Admission:
         if any(self._may_begin(e, v) for e in self._evaluations for v in e.due.values()):
             return True
         return (
-            not self._train.over and self._schedule.admit(self._train) > 0 and self._capacity().groups > 0
+            not self._train.over
+            and self._schedule.admit(self._train) > 0
+            and self._capacity().groups > 0
         )
 
     def admit(self) -> None:

@@ -68,7 +68,9 @@ class DeviceTurns:
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
             onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool))
-            ready.append(CallRequest(before, "offload", then=lambda call: [onload]) if before else onload)
+            ready.append(
+                CallRequest(before, "offload", then=lambda call: [onload]) if before else onload
+            )
         return ready
 
     def _onloaded(self, pool: _Pool) -> list[CallRequest]:

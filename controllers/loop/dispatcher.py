@@ -207,7 +207,9 @@ class Dispatcher:
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         for graph_run in self._graph_runs if idle else ():
             for node in graph_run.recorders:
-                if is_due(graph_run, node, each, hurry=hurry) and self._record(graph_run, node, recorder):
+                if is_due(graph_run, node, each, hurry=hurry) and self._record(
+                    graph_run, node, recorder
+                ):
                     return self._calls.make_calls()
         self._calls.make_calls()
 

@@ -164,7 +164,9 @@ class LiveState:
         self._seen[what] = {number: before.get(number, now) for number in numbers}
         return {number: now - at for number, at in self._seen[what].items()}
 
-    def _rates(self, graph: str, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    def _rates(
+        self, graph: str, nodes: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, dict[str, float]]:
         """Rows per second that arrive at each node and leave it."""
         now, past = time.monotonic(), self._past[graph]
         counts = {name: (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()}
@@ -175,7 +177,10 @@ class LiveState:
         rates: dict[str, dict[str, float]] = {}
         for name, (came, left) in counts.items() if seconds else ():
             came_before, left_before = before[name]
-            rate_in, rate_out = max(0, came - came_before) / seconds, max(0, left - left_before) / seconds
+            rate_in, rate_out = (
+                max(0, came - came_before) / seconds,
+                max(0, left - left_before) / seconds,
+            )
             rates[name] = {"rate_in": rate_in, "rate_out": rate_out}
         return rates
 

@@ -228,7 +228,9 @@ def _training_run(
     order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
     rest = cursor.rest(order, ledger.prompts_issued)
     steps = spec.schedule.steps
-    train = TrainingRun(TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor)
+    train = TrainingRun(
+        TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor
+    )
     if point is not None:
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0

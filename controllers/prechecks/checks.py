@@ -288,7 +288,9 @@ def _row_tokens(graph: Graph) -> np.ndarray | None:
 
 def _generated_tokens(graph: Graph) -> int | None:
     """Return the longest response that a node samples for a source prompt [tokens], or None."""
-    samplings = [n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+    samplings = [
+        n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""
+    ]
     return max((each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
 
 

@@ -97,7 +97,9 @@ class _StageMemory:
         """Peak bytes of an update, including activations."""
         made = self.made
         exchanged = made.exchanged_beside(self.activations)
-        return made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
+        return (
+            made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
+        )
 
 
 def stage_memory(

@@ -98,7 +98,9 @@ def step_sizes(graph: Graph, prompts: int) -> StepSizes:
         sampling = given if isinstance(given, Sampling) else sampling
     responses = [_mean(graph, str(column)) for column in (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)]
     present = [length for length in responses if length]
-    longest = sampling.max_tokens if sampling is not None else float(np.mean(present)) if present else 0.0
+    longest = (
+        sampling.max_tokens if sampling is not None else float(np.mean(present)) if present else 0.0
+    )
     return StepSizes(prompts, rows, _mean(graph, str(PROMPT_IDS)), longest, sampling is not None)
 
 

@@ -149,7 +149,9 @@ def _run_on_rows(
         batch = gather(rows, data.reader)
     except Exception as error:
         failure = failure_of(error)
-        return Reply(failure=failure if is_full(error) else replace(failure, kind=FailureKind.UNREADABLE))
+        return Reply(
+            failure=failure if is_full(error) else replace(failure, kind=FailureKind.UNREADABLE)
+        )
     result = getattr(worker, task.method)(batch, **task.arguments)
     publisher = Publisher(task, rows, data.writer)
     last = Reply()

@@ -221,7 +221,9 @@ class CheckpointFolder:
         """Positions in the buffer's log that complete checkpoints refer to."""
         found: list[Position] = []
         for path in complete_checkpoints(self.path):
-            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged: cannot be resumed from
+            with suppress(
+                OSError, ValueError, LookupError, TypeError
+            ):  # damaged: cannot be resumed from
                 found.append(RunState.read(path).position)
         return found
 
@@ -284,7 +286,9 @@ class CheckpointFolder:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, latest first."""
     return sorted(
-        (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True
+        (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)),
+        key=step_of,
+        reverse=True,
     )
 
 

@@ -354,7 +354,10 @@ class Failures:
         if not samples or call.ledger is None or call.lease is None:
             return
         node, ledger = call.lease.node, call.ledger
-        key, share = (ledger.name, node.name), getattr(call.group.handle.config, "max_failed", MAX_FAILED)
+        key, share = (
+            (ledger.name, node.name),
+            getattr(call.group.handle.config, "max_failed", MAX_FAILED),
+        )
         positions = {row.id: row.position for row in call.lease.rows}
         said = {samples[0]: f"; {failure.sample}"} if failure.sample else {}
         source = ledger.graph.source.name

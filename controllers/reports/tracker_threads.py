@@ -176,7 +176,9 @@ class Follower(threading.Thread):
         if tracker.overwrites and self._after is not None:
             self._sent.go_back(self._after)
         config = _config(self._run / CONFIG)
-        run = TrackedRun(self._run.name, self._run, config, self._sent.id, self._after, self._sent.logged)
+        run = TrackedRun(
+            self._run.name, self._run, config, self._sent.id, self._after, self._sent.logged
+        )
         self._sent.id = tracker.open(run)
         said = None
         while said is None:

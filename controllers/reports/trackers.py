@@ -135,7 +135,9 @@ class _TensorboardTracker(Tracker):
     overwrites = True
 
     def open(self, run: TrackedRun) -> str:
-        self._writer: Any = _new_writer(run.folder / FOLDER, None if run.after is None else run.after + 1)
+        self._writer: Any = _new_writer(
+            run.folder / FOLDER, None if run.after is None else run.after + 1
+        )
         if not run.id:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
         return FOLDER

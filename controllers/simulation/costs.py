@@ -242,7 +242,9 @@ class SequenceParallelCost(LinearCost):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         number = max(1, round(rows / steps.minibatches))
         lengths = np.full(number, math.ceil(tokens / steps.minibatches / number))
-        return self.fixed_s + steps.number * float(self.seconds_of_steps(lengths, [np.arange(number)])[0])
+        return self.fixed_s + steps.number * float(
+            self.seconds_of_steps(lengths, [np.arange(number)])[0]
+        )
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
         """See `LinearCost`: the time of the slowest group in each step."""

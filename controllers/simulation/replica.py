@@ -253,7 +253,9 @@ class Replica:
         segment = self._invent(12 * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
         newest = self._versions[-1] if knows else -1
-        published = Published(ids, lengths, versions, rows.ids[list(prompts)], rows.ids[finished], newest)
+        published = Published(
+            ids, lengths, versions, rows.ids[list(prompts)], rows.ids[finished], newest
+        )
         self._on_reply(at, call.call, rank, Reply(published, segment, metrics))
 
     def _finish(self, call: Generating, at: float) -> None:

@@ -53,7 +53,9 @@ def graph_page(
             own = worked.get((name, node["name"]), {})
             place = nested(config, "placement", node.get("group") or FUNCTIONS)
             ranks = group.get("ranks") or place.get("ranks")
-            nodes.append({"graph": name, "ranks": ranks, **_node(node, now, group, own, goes_on=goes_on)})
+            nodes.append(
+                {"graph": name, "ranks": ranks, **_node(node, now, group, own, goes_on=goes_on)}
+            )
             edges += _edges(str(source.get("name")), node, now)
     weights = _weights(graphs, live, calls, metrics, goes_on=goes_on)
     shown = {"live": goes_on and bool(live), "at": live.get("at")}

@@ -269,7 +269,10 @@ class Lanes:
             if feeding is not None:
                 row, end = feeding, at
             elif ended > begin:
-                row, end = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]]), ended
+                row, end = (
+                    int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]]),
+                    ended,
+                )
             else:
                 break
             start = max(begin, float(c["start_s"][row]))

@@ -246,7 +246,10 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         versions, starts = values.to_numpy(zero_copy_only=False), (ends - lengths)[there]
         found = np.zeros((2, len(lengths)), np.int64)
         if len(starts):
-            found[:, there] = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
+            found[:, there] = (
+                np.minimum.reduceat(versions, starts),
+                np.maximum.reduceat(versions, starts),
+            )
         return {
             key: pa.array(own, mask=~there)
             for key, own in zip(("version_min", "version_max"), found, strict=True)

@@ -200,7 +200,10 @@ def gist(prompt: str) -> str:
     """
     turns = turns_of_text(prompt) or ()
     said = [
-        part["text"] for turn in turns for part in turn["parts"] if turn["role"] not in ("system", "tool")
+        part["text"]
+        for turn in turns
+        for part in turn["parts"]
+        if turn["role"] not in ("system", "tool")
     ]
     return said[-1] if said else prompt
 

@@ -293,7 +293,11 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
         names = list(dict.fromkeys(name for own in measured.values() for name in own))
         evaluations = list(dict.fromkeys(name for reader in chosen for name in reader.evaluations))
         known = [
-            {"name": name, **meaning(name), "runs": [run for run, own in measured.items() if name in own]}
+            {
+                "name": name,
+                **meaning(name),
+                "runs": [run for run, own in measured.items() if name in own],
+            }
             for name in names
         ]
         return answer({"cards": cards(names, evaluations), "metrics": known})

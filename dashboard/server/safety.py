@@ -126,7 +126,9 @@ class Guard:
             return None
         asked = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if "token" in asked and access.knows(asked["token"]):
-            return self._welcome(scope, {name: value for name, value in asked.items() if name != "token"})
+            return self._welcome(
+                scope, {name: value for name, value in asked.items() if name != "token"}
+            )
         if self._is_known(headers):
             return None
         return PlainTextResponse(

@@ -76,7 +76,9 @@ def check_log(folder: Path) -> Report:
     # which has no step before the next one ends.
     noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
     if measured is not None and isinstance(noted, int) and noted < measured:
-        said = f"the metrics know step {measured}, and the log ends in step {noted}, at byte {checker.at}"
+        said = (
+            f"the metrics know step {measured}, and the log ends in step {noted}, at byte {checker.at}"
+        )
         violations.append(Violation(Rule.SOUND_LOG, f"{said}: what came after it is lost"))
     samples.compare_late()
     for path in cuts:

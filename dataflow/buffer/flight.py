@@ -239,7 +239,9 @@ class SegmentClient:
         least one (node, file)."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
-            list(self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options()))
+            list(
+                self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options())
+            )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
         """Let the server verify messages of its node, at least one. Return the problem of each; empty

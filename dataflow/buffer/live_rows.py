@@ -434,7 +434,11 @@ class LiveRows:
         """Offer rows to node i if all earlier nodes are done with them. `order` has the places of
         each group's rows in order of becoming ready; None means in order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
-        needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
+        needs, above, takes_groups = (
+            wiring.needs_of_row[i],
+            wiring.needs_above[i],
+            wiring.takes_groups[i],
+        )
         queued, queue = self.readiness.in_row_queues[i], self.readiness.row_queues[i]
         counted = 0
         for group, mask in masks.items():

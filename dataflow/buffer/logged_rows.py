@@ -178,7 +178,9 @@ class LoggedGraph:
         served = {quorum, *quorum.downstream}
         for node in reversed(self.nodes):  # a branch may also come after the quorum
             users = self._users(node)
-            alike = node.level == quorum.level and node.node.makes_level is None and not node.takes_groups
+            alike = (
+                node.level == quorum.level and node.node.makes_level is None and not node.takes_groups
+            )
             if node not in served and alike and users and users <= served:
                 served.add(node)
                 quorum.upstream_only.append(node)
@@ -208,7 +210,9 @@ class LoggedGraph:
         nodes = self.on_level[row.level]
         if any(row.id in node.leased for node in nodes):
             return "leased"
-        return "dropped" if row.group.lost or any(row.id in node.dropped for node in nodes) else "waiting"
+        return (
+            "dropped" if row.group.lost or any(row.id in node.dropped for node in nodes) else "waiting"
+        )
 
     def dropped_of(self, group: LoggedGroup) -> set[int]:
         if group.lost:

@@ -451,7 +451,9 @@ class Wiring:
         needs = [self._needs(n) for n in nodes]
         self.needs_of_row = [[j for lv, j in needs[i] if lv == n.level] for i, n in enumerate(nodes)]
         """Node -> nodes that must be done with a row before it is ready."""
-        self.needs_above = [[(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)]
+        self.needs_above = [
+            [(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)
+        ]
         """Node -> (level, node) of nodes that must be done with an ancestor of a row before it is
         ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
@@ -470,7 +472,9 @@ class Wiring:
         """Node -> nodes that only see rows that it lets through: its dependents, and theirs. Nodes
         that see the rows it makes are not included, because existing rows continue if it makes no
         more."""
-        self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
+        self.upstream_only = [
+            self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))
+        ]
         """Quorum -> nodes of its level whose results only the quorum and its downstream nodes use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
@@ -518,7 +522,9 @@ class Wiring:
             if mask == group.levels[rows.above].all:
                 mask = rows.all
             elif mask:
-                mask = mask_of([place for place, parent in enumerate(rows.parents) if mask >> parent & 1])
+                mask = mask_of(
+                    [place for place, parent in enumerate(rows.parents) if mask >> parent & 1]
+                )
         return mask
 
     def _needs(self, node: Node) -> list[tuple[int, int]]:

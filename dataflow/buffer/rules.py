@@ -326,7 +326,11 @@ class Checker:
     def _ready(self, graph: LoggedGraph, node: LoggedNode, ids: Sequence[int], what: str) -> set[int]:
         """Return the rows that a node may take. Report each other row as a violation."""
         taken = set(ids)
-        if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.rows.in_flight):
+        if (
+            len(taken) == len(ids)
+            and taken <= node.waiting
+            and node.is_ready(taken, self.rows.in_flight)
+        ):
             return taken
         taken = set[int]()
         for id in ids:
@@ -573,7 +577,9 @@ class Checker:
         taken = self._ready(graph, node, record["ids"], what)
         for group, ids in self.rows.by_group(taken).items() if node.takes_groups else ():
             if problem := _incomplete(group, node, ids):
-                self._break(Rule.COMPLETE_GROUP, f"{what} {len(ids)} rows of group {group.id}: {problem}")
+                self._break(
+                    Rule.COMPLETE_GROUP, f"{what} {len(ids)} rows of group {group.id}: {problem}"
+                )
         for id in sorted(taken):
             self.rows.drop_from(self.rows.in_flight[id], node, f"failed at {node.name}")
 

@@ -452,7 +452,9 @@ class SampleBuffer:
             each = max(expected, live.largest_group)
             free = max_rows // each - groups
             free = max(free, missing) if live.largest_group > expected else free
-            bounds.append((free, f"{len(live.rows)} rows in flight, max_rows={max_rows}, {each} a group"))
+            bounds.append(
+                (free, f"{len(live.rows)} rows in flight, max_rows={max_rows}, {each} a group")
+            )
         if max_bytes is not None:
             each, stored = parts.largest_group_bytes, parts.num_bytes
             written = round(parts.published_bytes - parts.finished_bytes)  # by groups in flight

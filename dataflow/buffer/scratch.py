@@ -158,7 +158,9 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
     lines: list[str] = []
     kind = file_system(there)
     if is_network(kind):
-        served = f"which is on a network file system ({kind}): each column is written and read through it"
+        served = (
+            f"which is on a network file system ({kind}): each column is written and read through it"
+        )
         lines.append(f"segments are stored in {folder}, {served}; {_SETTING}")
     free, needed = shutil.disk_usage(there).free, needed_bytes or LEAST_BYTES
     if free < needed:

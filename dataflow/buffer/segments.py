@@ -263,7 +263,9 @@ def is_resident(descriptor: int) -> bool:
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
         view = np.frombuffer(page, np.uint8)
         found = ctypes.c_ubyte()
-        failed = _libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found))
+        failed = _libc.mincore(
+            ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
+        )
         del view
     return bool(failed or found.value & 1)
 
@@ -648,7 +650,9 @@ class SegmentStore:
             files = self._live.get(stream)
             offsets = files.offsets.get(sequence) if files is not None else None
             if files is None or offsets is None or segment.offset not in offsets:
-                raise ValueError(f"{segment} is freed, but is not live: never published, or freed before")
+                raise ValueError(
+                    f"{segment} is freed, but is not live: never published, or freed before"
+                )
             offsets.remove(segment.offset)
             if not offsets and (sequence < files.latest or stream[:2] in self._ended):
                 self._delete(stream, sequence)

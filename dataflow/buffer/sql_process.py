@@ -90,7 +90,9 @@ def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
     table = answer.limit(max_rows + 1).to_arrow_table()
     for place, field in enumerate(table.schema):
         if not _is_readable(table.column(place)):
-            text = answer.limit(max_rows + 1).project(f"#{place + 1}::varchar").to_arrow_table().column(0)
+            text = (
+                answer.limit(max_rows + 1).project(f"#{place + 1}::varchar").to_arrow_table().column(0)
+            )
             table = table.set_column(place, field.name, text)
     return len(table) > max_rows, table.slice(0, max_rows)
 

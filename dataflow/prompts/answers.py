@@ -57,7 +57,9 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     innermost = [
         one for one, following in pairwise([*places, (len(text),) * 4]) if one[1] <= following[0]
     ]
-    return [(start, end, text[inside:outside].rstrip(".,;")) for start, end, inside, outside in innermost]
+    return [
+        (start, end, text[inside:outside].rstrip(".,;")) for start, end, inside, outside in innermost
+    ]
 
 
 def after_hashes(text: str, *, at_end: bool = False) -> str | None:

@@ -30,7 +30,14 @@ _SHAREGPT = {
 }
 
 _OF_RENDERING = frozenset(
-    ("messages", "tools", "documents", "add_generation_prompt", "continue_last", "continue_final_message")
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_last",
+        "continue_final_message",
+    )
 )
 """Variables that the renderer sets."""
 
@@ -117,7 +124,9 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
-        return [json.loads(inner) if isinstance(inner, str) else _without_nulls(inner) for inner in value]
+        return [
+            json.loads(inner) if isinstance(inner, str) else _without_nulls(inner) for inner in value
+        ]
     return _without_nulls(value)
 
 
@@ -167,7 +176,9 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
         # TRL puts all images before the text of the first user message.
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
-        raise UserError(f"the row has {counted}, and its messages have places for {places} ({what} each)")
+        raise UserError(
+            f"the row has {counted}, and its messages have places for {places} ({what} each)"
+        )
     return placed
 
 
@@ -537,7 +548,9 @@ def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages,
     )
 
 
-def divide_wholes(wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1) -> Dialogue:
+def divide_wholes(
+    wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1
+) -> Dialogue:
     """Split whole conversations before an assistant turn, after the longest shared beginning of at
     least `start` messages. Raises a `UserError` if there is no such place."""
     _check_ends(wholes, columns)

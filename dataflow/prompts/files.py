@@ -689,7 +689,10 @@ _READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
 def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
     first = tables[0]
     for table, file in zip(tables[1:], files[1:], strict=True):
-        for there, here, whose, other in ((first, table, file, files[0]), (table, first, files[0], file)):
+        for there, here, whose, other in (
+            (first, table, file, files[0]),
+            (table, first, files[0], file),
+        ):
             for column in there.column_names:
                 if column not in here.column_names:
                     raise UserError(

@@ -149,7 +149,9 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
             if not format.prompt:
                 break
             name = f"{format.name}, response={response!r}"
-            format = dataclasses.replace(format, name=name, response=response, chosen=None, rejected=None)
+            format = dataclasses.replace(
+                format, name=name, response=response, chosen=None, rejected=None
+            )
         return format
     raise _unknown(rows)
 

@@ -39,7 +39,14 @@ from .formats import (
     refuse_quoted_messages,
     type_name,
 )
-from .rendering import MAX_CHARACTERS, Rendering, first_with_value, mask_of, tokenise, too_many_characters
+from .rendering import (
+    MAX_CHARACTERS,
+    Rendering,
+    first_with_value,
+    mask_of,
+    tokenise,
+    too_many_characters,
+)
 from .tokenizer import Tokenizer
 
 # Understanding: a summary of how a data set was read, for the user to check before training.

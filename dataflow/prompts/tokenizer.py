@@ -317,7 +317,10 @@ class Tokenizer:
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
         return cls(
-            backend, chat_template=_chat_templates(folder, config), special_tokens=named, name=str(source)
+            backend,
+            chat_template=_chat_templates(folder, config),
+            special_tokens=named,
+            name=str(source),
         )
 
     def __repr__(self) -> str:

@@ -256,7 +256,9 @@ refused with the nearest known one, and a bad value with the allowed range, befo
 def page() -> str:
     """Return the text of docs/settings.md."""
     number = counts()
-    run = sum(number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs"))
+    run = sum(
+        number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs")
+    )
     parts = [
         INTRODUCTION,
         f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} values of losses, "

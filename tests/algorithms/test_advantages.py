@@ -106,7 +106,9 @@ def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best()
     rewards = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
     p, draws = torch.softmax(logits, 0), torch.cartesian_prod(*[torch.arange(3)] * 3)
     weights = p[draws].prod(1)
-    expected = torch.autograd.grad((weights * rewards[draws].amax(1)).sum(), logits, retain_graph=True)[0]
+    expected = torch.autograd.grad((weights * rewards[draws].amax(1)).sum(), logits, retain_graph=True)[
+        0
+    ]
     advantages = torch.stack(
         [best_of_group(Outcomes.of(rewards[draw], groups=[0] * 3)).double() for draw in draws]
     )

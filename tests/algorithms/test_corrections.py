@@ -33,7 +33,11 @@ CORRECTIONS: list[tuple[Any, ...]] = [
 ]
 LOSSES = [
     PolicyLoss(
-        correction=corrections, old=old, ratio=ratio, aggregation=aggregation, surrogate=Clipped(high=0.3)
+        correction=corrections,
+        old=old,
+        ratio=ratio,
+        aggregation=aggregation,
+        surrogate=Clipped(high=0.3),
     )
     for corrections, old, (ratio, aggregation) in itertools.product(
         CORRECTIONS,
@@ -115,7 +119,8 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
             anchors = [rows["old_logprobs"][t] for t in tokens]
         else:
             anchors = [
-                logprobs[t].detach() if of_trainer(loss) else rows["response_logprobs"][t] for t in tokens
+                logprobs[t].detach() if of_trainer(loss) else rows["response_logprobs"][t]
+                for t in tokens
             ]
         log_ratios = [logprobs[t] - anchor for t, anchor in zip(tokens, anchors, strict=True)]
         if loss.ratio is sequence_ratio:
@@ -137,7 +142,9 @@ def of_rows(
 ) -> tuple[torch.Tensor, PackedRows]:
     """Return some of the rows, in this order."""
     ends = rows.cu_seqlens.tolist()
-    index = torch.tensor([t for row in order for t in range(ends[row], ends[row + 1])], dtype=torch.int64)
+    index = torch.tensor(
+        [t for row in order for t in range(ends[row], ends[row + 1])], dtype=torch.int64
+    )
     return logprobs[index], PackedRows.of(
         [LENGTHS[r] for r in order], **{n: v[index] for n, v in rows.columns.items()}
     )
@@ -182,7 +189,9 @@ def test_truncated_importance_sampling_by_hand():
     logprobs = torch.tensor([-2 + LN2, -1 - LN2, -3.0], requires_grad=True)  # ratios 4, 1/2 and 1
     loss_sum, metrics = PolicyLoss(correction=TruncatedImportance(cap=2.0))(logprobs, rows)
     assert loss_sum.item() == pytest.approx(-2 * 1 + 0.5 * 1 - 1 * 2)
-    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([-2.0, 0.5, -2.0])  # -w A
+    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(
+        [-2.0, 0.5, -2.0]
+    )  # -w A
     assert numbers(metrics) == pytest.approx(
         {
             "clip_fraction": 0.0,
@@ -435,7 +444,9 @@ def test_kl_penalty_and_entropy_bonus_are_not_weighed():
         "entropy_coefficient": 0.01,
         "old": "old_logprobs",
     }
-    no_advantages = PackedRows(rows.cu_seqlens, {**rows.columns, "advantages": torch.zeros(sum(LENGTHS))})
+    no_advantages = PackedRows(
+        rows.cu_seqlens, {**rows.columns, "advantages": torch.zeros(sum(LENGTHS))}
+    )
     assert PolicyLoss(correction=nothing_left, **extra)(logprobs, rows)[0].item() == pytest.approx(
         PolicyLoss(**extra)(logprobs, no_advantages)[0].item()
     )

@@ -118,7 +118,9 @@ def test_an_interval_over_prompts_covers_and_one_over_samples_does_not():
 
 
 def test_a_k_that_needs_more_responses_is_refused():
-    source: Any = TableSource("held_out", pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32()))}))
+    source: Any = TableSource(
+        "held_out", pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32()))})
+    )
     with pytest.raises(UserError, match=r"evaluate\(n=4, k=\(1, 8\)\): pass@8 needs n of at least 8"):
         evaluate(source, rollout=None, reward=None, n=4, k=(1, 8))  # pyright: ignore[reportArgumentType]
 
@@ -132,7 +134,8 @@ def right(response: str, answer: str) -> float:
 
 
 SOURCE: Any = TableSource(
-    "held_out", pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32())), "answer": pa.array(["4"])})
+    "held_out",
+    pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32())), "answer": pa.array(["4"])}),
 )
 
 

@@ -11,7 +11,9 @@ def test_groups_of_equal_rewards_are_dropped_and_counted():
     rng = np.random.default_rng(0)
     groups = rng.permutation(np.repeat([3, 5, 8, 9], [4, 1, 3, 5]))
     rewards = np.where(np.isin(groups, [3, 5]), np.float32(0.1), rng.random(13).astype(np.float32))
-    kept, metrics = drop_zero_variance(Batch.of(sample_id=np.arange(13), group_id=groups, reward=rewards))
+    kept, metrics = drop_zero_variance(
+        Batch.of(sample_id=np.arange(13), group_id=groups, reward=rewards)
+    )
     assert kept["sample_id"].to_pylist() == np.flatnonzero(np.isin(groups, [8, 9])).tolist(), (
         "in the order given"
     )

@@ -51,7 +51,9 @@ def test_grpo_records_the_graph_of_the_paper():
     rollout, reward = rollout_and_reward()
     actor, reference = group(ActorWorker, model="m"), group(ReferenceWorker, model="m")
     loss = PolicyLoss(kl=KlPenalty(coefficient=0.04))
-    prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
+    prompts = TableSource(
+        "prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]})
+    )
     graph = grpo(
         prompts,
         rollout=rollout,

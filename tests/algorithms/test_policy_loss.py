@@ -246,7 +246,9 @@ def test_a_loss_and_its_metrics_by_hand():
 
 
 def test_entropy_is_watched_where_the_rows_have_it_and_counts_only_where_asked_for():
-    rows = PackedRows.of([3], advantages=[1.0] * 3, response_logprobs=[-1.0] * 3, response_mask=[1, 1, 0])
+    rows = PackedRows.of(
+        [3], advantages=[1.0] * 3, response_logprobs=[-1.0] * 3, response_mask=[1, 1, 0]
+    )
     with_entropy = PackedRows(
         rows.cu_seqlens, {**rows.columns, "entropy": torch.tensor([0.25, 0.75, 9.0])}
     )
@@ -314,7 +316,9 @@ def test_a_missing_column_and_a_wrong_setting_are_named():
         PolicyLoss(old="older_logprobs")(logprobs, rows)
     with pytest.raises(UserError, match="did you mean 'surrogate'"):
         PolicyLoss(surogate=Clipped())  # pyright: ignore[reportCallIssue]
-    with pytest.raises(UserError, match=r"surrogate=Clipped is a class; make a value of it: Clipped\(\)"):
+    with pytest.raises(
+        UserError, match=r"surrogate=Clipped is a class; make a value of it: Clipped\(\)"
+    ):
         PolicyLoss(surrogate=Clipped)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match=r"PolicyLoss\.surrogate"):
         PolicyLoss(surrogate="cispo")  # pyright: ignore[reportArgumentType]

@@ -75,7 +75,10 @@ def test_a_reference_that_is_known_is_only_read():
     rows = pairs_with_reference(Batch(known.append_column("sample_id", pa.array([5])).to_batches()[0]))
     assert rows["reference_logprobs"].to_pylist() == [[-1.0, -2.0], [-3.0]]
     once = reference_of_pairs(PAIRS, **handles("reference"))
-    assert [n.reads for n in once.nodes] == [("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")]
+    assert [n.reads for n in once.nodes] == [
+        ("prompt_ids", "chosen_ids"),
+        ("prompt_ids", "rejected_ids"),
+    ]
     assert {n.level for n in once.nodes} == {0}, "the columns are of the source's rows"
 
 
@@ -89,7 +92,9 @@ def test_a_loss_on_pairs_needs_groups_and_one_on_tokens_does_not():
 
 
 def test_online_dpo_scores_only_the_rows_that_it_keeps_under_the_reference():
-    prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
+    prompts = TableSource(
+        "prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]})
+    )
     graph = online_dpo(prompts, **handles("rollout", "reward", "actor", "reference"), n=4)
     names = [n.name for n in graph.nodes]
     assert names == [
@@ -130,7 +135,9 @@ def test_the_best_and_the_worst_of_uneven_groups():
 
 
 def test_mismatched_responses_are_of_other_groups():
-    rows = Batch.of(sample_id=range(6), group_id=[1, 1, 2, 2, 3, 3], response_ids=[[i] for i in range(6)])
+    rows = Batch.of(
+        sample_id=range(6), group_id=[1, 1, 2, 2, 3, 3], response_ids=[[i] for i in range(6)]
+    )
     order = [3, 0, 5, 1, 4, 2]
     found = mismatched(rows.take(order))
     other = [ids[0] // 2 for ids in found["mismatched_ids"].to_pylist()]

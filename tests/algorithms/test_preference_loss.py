@@ -175,7 +175,8 @@ def test_half_a_masked_pair_is_left_out():
     left = PackedRows(rows.cu_seqlens, {**rows.columns, "response_mask": mask})
     _, gradient = value_and_gradient(PreferenceLoss(likelihood=1), logprobs, left)
     assert (
-        PreferenceLoss().count(left) == 2 and (gradient[left.per_token(left["group_id"] == 4)] == 0).all()
+        PreferenceLoss().count(left) == 2
+        and (gradient[left.per_token(left["group_id"] == 4)] == 0).all()
     )
 
 

@@ -84,7 +84,10 @@ def test_steps_end_with_the_separator_and_with_the_response():
     )
     labels = label_steps(samples, separator=9)["step_labels"].to_pylist()
     assert (
-        labels[0][0] == 1 and math.isnan(labels[0][1]) and labels[0][2] == 0.5 and labels[1:] == [[0], []]
+        labels[0][0] == 1
+        and math.isnan(labels[0][1])
+        and labels[0][2] == 0.5
+        and labels[1:] == [[0], []]
     )
     assert step_rewards(samples, separator=9)["token_rewards"].to_pylist() == [[0.5, 0, 1], [0], []]
     with pytest.raises(UserError, match="row 0 has 2 labels and 1 steps, which end with token 8"):

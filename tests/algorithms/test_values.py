@@ -157,7 +157,9 @@ def test_the_ends_of_the_range_of_a_discount_are_in_it():
 
 def test_a_discount_outside_its_range_is_named():
     rewards, values, rows = random_rows([3])
-    with pytest.raises(UserError, match=r"generalized_advantages: lam must be between 0 and 1, not 1\.5"):
+    with pytest.raises(
+        UserError, match=r"generalized_advantages: lam must be between 0 and 1, not 1\.5"
+    ):
         generalized_advantages(rewards, values, rows, lam=1.5)
     with pytest.raises(UserError, match=r"discounted_returns: gamma must be between 0 and 1, not -0\.1"):
         discounted_returns(rewards, rows, gamma=-0.1)

@@ -32,7 +32,9 @@ TRAINERS = (
 @pytest.mark.parametrize("name", DATA_SETS + TRAINERS)
 def test_rows_load_unmodified(name: str, load: Any, tmp_path: Path):
     formats = load("tasks/formats")
-    assert [mistake for case in formats.CASES[name] for mistake in formats.mistakes(tmp_path, case)] == []
+    assert [
+        mistake for case in formats.CASES[name] for mistake in formats.mistakes(tmp_path, case)
+    ] == []
 
 
 def test_a_format_that_is_read_wrongly_does_not_count(

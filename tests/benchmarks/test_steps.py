@@ -163,7 +163,11 @@ def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp
     trained = {
         model: model._optimizer.state_dict()["state"] for model in (ppo._actor, ppo._critic, dpo._actor)
     }
-    assert [{int(one["step"]) for one in state.values()} for state in trained.values()] == [{4}, {4}, {1}]
+    assert [{int(one["step"]) for one in state.values()} for state in trained.values()] == [
+        {4},
+        {4},
+        {1},
+    ]
     assert [sum(len(part.ids) for part in parts) for parts in ppo._minibatches] == [len(given) // 2] * 2
     assert sum(len(part.ids) for part in dpo.parts) == len(given), "both responses of half as many pairs"
 

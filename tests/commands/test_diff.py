@@ -85,7 +85,9 @@ def test_a_part_that_one_run_lacks_is_one_line():
     settings, _, data = compare_configs(
         {"data": {"hard": held_out}, "settings": None}, {"settings": {"x": 1}}
     )
-    assert settings == {"settings": [None, {"x": 1}]} and data == {"data.hard": [held_out, "(not there)"]}
+    assert settings == {"settings": [None, {"x": 1}]} and data == {
+        "data.hard": [held_out, "(not there)"]
+    }
 
 
 def test_graphs_are_compared_node_by_node():

@@ -32,9 +32,9 @@ def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.Captu
     assert "run one: 3 steps, 0:00" in said and "\x1b" not in "".join(said)
     for last in (0, 1):
         assert main(["watch", "one", "--last", f"{last}"]) == 0
-        assert [line[:8] for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
-            "step 3/3"
-        ] * last
+        assert [
+            line[:8] for line in capsys.readouterr().out.splitlines() if line.startswith("step")
+        ] == ["step 3/3"] * last
 
 
 def test_a_folder_that_holds_no_run_is_refused(
@@ -52,7 +52,8 @@ def test_a_folder_that_holds_no_run_is_refused(
         assert f"error: {folder} holds no run: {says}" in capsys.readouterr().err
     assert main(["watch", str(done)]) == 2
     assert (
-        f"{done} is a folder of runs: name one of them, such as {done / 'one'}" in capsys.readouterr().err
+        f"{done} is a folder of runs: name one of them, such as {done / 'one'}"
+        in capsys.readouterr().err
     )
 
 
@@ -79,12 +80,16 @@ def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
     live, shown = Live(tmp_path, "live"), io.StringIO()
     view = WatchedRun(live.path, PlainLines(shown), last=3)
     view.show_news()
-    assert view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()
+    assert (
+        view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()
+    )
     assert main(["stop", str(live.path)]) == 0
     live.join()
     view.show_end()
     said = shown.getvalue().splitlines()
-    numbers = [int(line.split("/")[0].removeprefix("step ")) for line in said if line.startswith("step ")]
+    numbers = [
+        int(line.split("/")[0].removeprefix("step ")) for line in said if line.startswith("step ")
+    ]
     assert numbers == list(range(numbers[0], numbers[-1] + 1)), "no step is left out, none comes twice"
     assert any(line.startswith(f"run live: {numbers[-1]} steps") for line in said)
 

@@ -113,7 +113,9 @@ def main(settings: Settings) -> None:
     rollout.follows(actor)
     usual: dict[str, Any] = {
         "schedule": weft.Synchronous(steps=1, prompts_per_step=2),
-        "placement": {"actor": weft.Place(weft.ResourcePool("big", cpus=5000 if wrong == "cpus" else 1))},
+        "placement": {
+            "actor": weft.Place(weft.ResourcePool("big", cpus=5000 if wrong == "cpus" else 1))
+        },
         "backend": weft.RayBackend() if wrong in ("cpus", "address") else weft.Local(),
         "root": settings.root,
         "progress": False,

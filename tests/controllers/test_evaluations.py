@@ -210,7 +210,9 @@ def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
     graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
     held_out = toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward)
     evaluations, schedule = [Evaluation(held_out, every=2)], Synchronous(steps=9, prompts_per_step=3)
-    with drive(graph, root, schedule=schedule, evaluations=evaluations, stop_on=(), **settings) as driver:
+    with drive(
+        graph, root, schedule=schedule, evaluations=evaluations, stop_on=(), **settings
+    ) as driver:
         return driver.run()
 
 

@@ -40,7 +40,9 @@ class PatientReward(ToyReward):
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         self.calls += 1
-        rewards = [0.25 if self.calls <= self.config.equal_for else float(k) for k in range(len(samples))]
+        rewards = [
+            0.25 if self.calls <= self.config.equal_for else float(k) for k in range(len(samples))
+        ]
         return samples.with_columns(reward=rewards), {
             "mean": Mean(sum(rewards), len(rewards)),
             "std": Std.of(rewards),

@@ -74,7 +74,8 @@ def test_a_pool_that_no_node_can_hold_is_refused_by_name():
         nodes_of(ResourcePool("p", cpus=1, gpus=4), nodes=Nodes([(1, 0)], "this machine"))
     small = Nodes([(1, 0), (2, 0)], "the cluster")
     with pytest.raises(
-        UserError, match="'p' asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster has both"
+        UserError,
+        match="'p' asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster has both",
     ):
         nodes_of(ResourcePool("p", cpus=3), nodes=small)
     with pytest.raises(

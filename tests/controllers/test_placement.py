@@ -46,7 +46,10 @@ def test_a_pool_is_sized_in_all_or_by_node():
             {"gpus_per_node": 8},
             "gpus_per_node=8 needs the number of nodes; give nodes=... as well, or gpus=",
         ),
-        ({"nodes": 2, "gpus": 16, "gpus_per_node": 8}, "gpus=16 and gpus_per_node=8 set the same number"),
+        (
+            {"nodes": 2, "gpus": 16, "gpus_per_node": 8},
+            "gpus=16 and gpus_per_node=8 set the same number",
+        ),
         (
             {"nodes": 3, "gpus": 8},
             "gpus=8 is not a multiple of nodes=3; the nearest multiple is 9",
@@ -135,7 +138,9 @@ def test_a_pool_beside_another_needs_an_existing_one_without_cycles():
         UserError, match="in a circle: 'a' beside 'c' beside 'b' beside 'a'; leave out one beside="
     ):
         besides(a="c", b="a", c="b")
-    with pytest.raises(UserError, match="'b' has nodes=2, more than the 1 nodes of 'a', which it shares"):
+    with pytest.raises(
+        UserError, match="'b' has nodes=2, more than the 1 nodes of 'a', which it shares"
+    ):
         places = {
             "a": Place(ResourcePool("a", nodes=1)),
             "b": Place(ResourcePool("b", nodes=2, beside="a"), 2),

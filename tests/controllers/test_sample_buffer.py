@@ -36,7 +36,11 @@ from weft.dataflow.runs.log_archive import start_of
 
 
 def training(graph: Any = toy_grpo, **rollout: Any) -> Any:
-    made = {"rollout": group(ToyRollout, **rollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made = {
+        "rollout": group(ToyRollout, **rollout),
+        "reward": group(ToyReward),
+        "actor": group(ToyActor),
+    }
     made["rollout"].follows(made["actor"])
     return graph(prompts(8), **made)
 
@@ -146,7 +150,10 @@ with drive(Path({root!r}), training()) as driver:
 def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path):
     program = textwrap.dedent(KILLED).format(here=str(Path(__file__).parent), root=str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "KILL": "1"}, capture_output=True, check=False
+        [sys.executable, "-c", program],
+        env={**os.environ, "KILL": "1"},
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     folder = tmp_path / "run" / "buffer"
@@ -164,7 +171,8 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     )
     operation = score.operation
     rows = gather(
-        RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader
+        RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)),
+        reader,
     )
     assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0
     buffer.close()
@@ -185,7 +193,9 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
     ids = np.array([3, 4])
     segment = writer.append(Batch.of(sample_id=ids, response_ids=[[1, 2], [5]]))
     piece = ColumnPiece(("response_ids",), ids, (segment,))
-    rows = gather(RowTask(Operation("update"), (), ids, ids, ids, [piece], masked=frozenset([3])), reader)
+    rows = gather(
+        RowTask(Operation("update"), (), ids, ids, ids, [piece], masked=frozenset([3])), reader
+    )
     assert rows["response_mask"].to_pylist() == [[0, 0], [1]]
     writer.close()
 

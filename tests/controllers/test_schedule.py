@@ -72,7 +72,10 @@ def test_an_update_takes_parts_of_at_least_the_least_size_and_the_rest_of_its_ba
 
 @pytest.mark.parametrize(
     "schedule",
-    [Pipelined(prompts_per_step=8), Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1)],
+    [
+        Pipelined(prompts_per_step=8),
+        Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1),
+    ],
 )
 def test_every_replica_gets_a_group_of_each_part_if_there_are_enough(schedule: Training):
     train = graph_steps.training()
@@ -104,7 +107,9 @@ def test_groups_that_are_due_are_kept_for_later_batches():
     graph_steps.work(train, "answered", version=0)
     graph_steps.work(train, "kept")
     assert old is not None
-    found = [graph_steps.share(schedule, train, "actor.update", version=version) for version in (0, 1, 2)]
+    found = [
+        graph_steps.share(schedule, train, "actor.update", version=version) for version in (0, 1, 2)
+    ]
     assert found == [Share(2), Share(1, last=False), None], (
         "three that began with version 0 must be trained by version 2"
     )

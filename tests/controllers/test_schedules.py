@@ -129,7 +129,9 @@ def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     folder = driver.directory.path / "buffer"
     report = check_log(folder)
     assert not report.violations
-    versions = [v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())]
+    versions = [
+        v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())
+    ]
     assert len(set(versions)) > 1
     recorded = {
         i for r in LogReader(folder / LOG) if r.get("node") == "recorder.record" for i in r["ids"]
@@ -213,7 +215,9 @@ def test_a_run_stopped_early_leaves_rows_generated_ahead(tmp_path: Path):
     }
 
 
-def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_filter_that_lets_nothing_through_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def nothing(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         samples = reward.score(rollout.generate(prompts))
         return actor.update(centred(none_at_all(samples)))

@@ -18,7 +18,9 @@ WHEN = re.compile(r"(^|[.):] )(Raise|Lower|Set|Choose|Give|Change) ")
 
 
 def settings() -> list[Setting]:
-    return [setting for section in SECTIONS for owner in section.owners for setting in settings_of(owner)]
+    return [
+        setting for section in SECTIONS for owner in section.owners for setting in settings_of(owner)
+    ]
 
 
 def declared() -> set[str]:

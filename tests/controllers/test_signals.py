@@ -93,7 +93,9 @@ def test_closed_standard_streams_do_not_end_a_run_or_get_reused(tmp_path: Path):
     here = str(Path(__file__).parent)
     command = 'exec "$0" "$@" <&- >&- 2>&-'
     done = subprocess.run(
-        ["sh", "-c", command, sys.executable, "-c", CLOSED, str(tmp_path), here], check=False, timeout=120
+        ["sh", "-c", command, sys.executable, "-c", CLOSED, str(tmp_path), here],
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0
     assert (tmp_path / "run" / "metrics.parquet").exists()

@@ -170,7 +170,9 @@ def test_columns_of_a_file_with_reserved_names_do_not_change_training(
         *map(str, (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)),
     }
     noise = {
-        name: [0.01] if pa.types.is_list(c.type) else 0.01 for name, c in KNOWN.items() if name not in own
+        name: [0.01] if pa.types.is_list(c.type) else 0.01
+        for name, c in KNOWN.items()
+        if name not in own
     }
     data = {"answered": ANSWERED, "pairs": ROWS, "prompts": PROMPTS}[DATA.get(method, "prompts")]
     rewards = () if method in ("sft", "dpo", "kto") else (even,)
@@ -339,7 +341,10 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         ),
         ({"rewards": None}, "method='grpo' needs a reward for its responses; give rewards=..."),
         ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
-        ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),
+        (
+            {"reading": {"promt": "prompt"}},
+            "no setting 'promt' (value 'prompt'); did you mean 'prompt'?",
+        ),
         (
             {"method": "ipo", "rewards": None},
             "method='ipo' trains on pairs of responses, and the data has none",
@@ -512,7 +517,9 @@ def test_a_weights_only_resume_starts_other_data_from_its_first_row(
             "name": "run",
             "progress": "plain",
         }
-        return weft.train("model", rows, noted, steps=steps, checkpoint=kept, **sizes, **more)[-1]["step"]
+        return weft.train("model", rows, noted, steps=steps, checkpoint=kept, **sizes, **more)[-1][
+            "step"
+        ]
 
     run(PROMPTS, 10)
     others = [{"prompt": f"{row % 7} {row // 7} 9"} for row in range(number)]
@@ -545,7 +552,11 @@ def test_a_program_refuses_an_object_without_source_text_with_advice(
 
 def test_a_program_imports_functions_of_modules(even: Any, capsys: pytest.CaptureFixture[str]):
     rows = printed(
-        capsys, "model", PROMPTS[:2], [even, Reward(function=even, name="more", weight=0.5)], max_tokens=6
+        capsys,
+        "model",
+        PROMPTS[:2],
+        [even, Reward(function=even, name="more", weight=0.5)],
+        max_tokens=6,
     )
     assert (
         'weft.Prompts.from_rows([{"prompt": "0 0"}, {"prompt": "0 1"}], "model", name="prompts")' in rows

@@ -58,7 +58,10 @@ class Sampling(SlowRollout):
 
 
 def synced(
-    every: int = 1, partial: Any = "continue", pool: ResourcePool = ResourcePool(), actor: type = ToyActor
+    every: int = 1,
+    partial: Any = "continue",
+    pool: ResourcePool = ResourcePool(),
+    actor: type = ToyActor,
 ) -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
     asked = Asked()
     groups = {
@@ -328,5 +331,7 @@ def test_a_wrong_checksum_ends_the_run_and_names_the_rank():
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
     (finish,) = over(receive, "garbled")
-    with pytest.raises(WeightSyncError, match=r"version 0 arrived at rollout\[0\] with checksum garbled"):
+    with pytest.raises(
+        WeightSyncError, match=r"version 0 arrived at rollout\[0\] with checksum garbled"
+    ):
         over(finish, ToyWeights(0))

@@ -15,7 +15,9 @@ class _Hides:
     """Import hook that finds no pandas."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
         if name == "pandas":
             raise ModuleNotFoundError("hidden for Arrow's first conversion", name=name)
 

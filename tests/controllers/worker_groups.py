@@ -17,7 +17,9 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def group(self, name: str, pool: ResourcePool, worker: Any = ToyActor, ranks: int = 1) -> WorkerGroup:
+    def group(
+        self, name: str, pool: ResourcePool, worker: Any = ToyActor, ranks: int = 1
+    ) -> WorkerGroup:
         def submit(rank: int, task: Task, call: Call) -> None:
             self.calls.append(f"{name}.{task.method}")
 

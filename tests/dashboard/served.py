@@ -14,4 +14,6 @@ TOKEN = "a-token"
 def client_of(root: Path) -> TestClient:
     """Return a client with the token of a dashboard over this folder."""
     app = new_app(Catalogue(root), Access(TOKEN))
-    return TestClient(app, base_url="http://127.0.0.1:8000", headers={"authorization": f"Bearer {TOKEN}"})
+    return TestClient(
+        app, base_url="http://127.0.0.1:8000", headers={"authorization": f"Bearer {TOKEN}"}
+    )

@@ -118,7 +118,9 @@ def centred(samples: Batch) -> Batch: ...
 
 
 @graph
-def ppo(prompts: Any, *, rollout: Any, reward_model: Any, reference: Any, critic: Any, actor: Any) -> Any:
+def ppo(
+    prompts: Any, *, rollout: Any, reward_model: Any, reference: Any, critic: Any, actor: Any
+) -> Any:
     samples = rollout.generate(prompts, n=4)
     scores = reward_model.score(samples)
     old = actor.logprobs(samples, into="old_logprobs")
@@ -575,7 +577,9 @@ def test_a_missing_source_is_named():
     with pytest.raises(
         UserError, match=r"graph 'dpo' takes a source of rows first \(weft\.Prompts.*not <handle"
     ):
-        dpo(group(PairReference), actor=group(PreferenceActor, model="m"), reference=group(PairReference))
+        dpo(
+            group(PairReference), actor=group(PreferenceActor, model="m"), reference=group(PairReference)
+        )
     with pytest.raises(UserError, match=r"not 'prompts\.parquet'"):
         dpo("prompts.parquet", actor=group(PreferenceActor, model="m"), reference=group(PairReference))
 

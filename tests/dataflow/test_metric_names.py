@@ -43,7 +43,9 @@ def names_in(file: Path) -> set[str]:
         for node in ast.walk(function):
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
-                    made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[0] in MAKERS
+                    made = (
+                        isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[0] in MAKERS
+                    )
                     if isinstance(key, ast.Constant) and (made or _is_kept(node, function)):
                         found.add(str(key.value))
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):

@@ -14,7 +14,9 @@ def test_the_example_runs_in_one_process(root: Path, engine: str):
     steps = ["--steps", "2"] if engine == "transformers" else []
     found = summary(run("grpo_arithmetic.py", f"grpo-{engine}", "--engine", engine, *steps, root=root))
     count = 2 if steps else 3
-    assert found["steps"] == count and found["samples"] == count * 8 * 8, "--small, but for what is given"
+    assert found["steps"] == count and found["samples"] == count * 8 * 8, (
+        "--small, but for what is given"
+    )
     assert found["mean_logprob_gap"] <= 1e-5 and found["max_logprob_gap"] <= 5e-4
     made = root / f"grpo-{engine}"
     metrics = pq.read_table(made / "metrics.parquet").to_pylist()

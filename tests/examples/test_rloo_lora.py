@@ -20,7 +20,9 @@ def test_the_example_runs_in_one_process(root: Path, engine: str):
     assert found["steps"] == 3 and found["samples"] == 3 * 8 * 8
     assert found["mean_logprob_gap"] <= 1e-5 and found["max_logprob_gap"] <= 5e-4
     metrics = pq.read_table(made / "metrics.parquet").to_pylist()
-    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3][
+        "eval/reward/mean"
+    ] is not None
     assert all(row["reward/mean"] > 0 and row["actor/grad_norm"] > 0 for row in metrics[1:]), (
         "it has something to learn"
     )

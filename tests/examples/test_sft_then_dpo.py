@@ -26,7 +26,9 @@ def test_the_example_runs_in_one_process(tmp_path: Path):
         right_digits(p["chosen"], p["prompt"]) > right_digits(p["rejected"], p["prompt"]) for p in pairs
     )
     metrics = pq.read_table(tmp_path / "first" / "metrics.parquet").to_pylist()
-    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3][
+        "eval/reward/mean"
+    ] is not None
     assert found["preference_accuracy"] == metrics[3]["actor/preference_accuracy"]
     assert abs(metrics[1]["actor/reward_margin"]) < 1e-4, "the policy begins as its reference"
     assert (tmp_path / "first" / "curve.png").exists() and (

@@ -87,7 +87,8 @@ def test_a_version_of_the_same_parts_has_the_same_entries_and_its_own_elements()
     one, description = cutter.cut(whole(first)), cutter.description
     two = cutter.cut(whole(second))
     assert (
-        all(a is b for (a, _), (b, _) in zip(one, two, strict=True)) and cutter.description is description
+        all(a is b for (a, _), (b, _) in zip(one, two, strict=True))
+        and cutter.description is description
     )
     assert {float(elements.unique()) for _, elements in two} == {2.0}
     other = cutter.cut(whole({"a": torch.zeros(10, 4).bfloat16(), "b": torch.zeros(3)}))

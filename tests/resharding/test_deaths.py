@@ -47,7 +47,9 @@ def test_a_killed_publisher_is_named_with_the_received_buckets():
     before = [str(number) for number in range(BUCKETS)]
     arguments = [sys.executable, PROGRAM, "publish", *before]
     with (
-        subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as program,
+        subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as program,
         contextlib.ExitStack() as ending,
     ):
         ending.callback(end, program)

@@ -150,4 +150,6 @@ def test_a_bit_that_is_changed_on_its_way_in_any_box_is_found(four: Four, box: i
     assert sorted(right for _, right, _, _ in taken) == [False, True], "each box is one receiver's"
     by_tensor = zip(*(sums for _, _, _, sums in taken), strict=True)
     agree = [(left[0] + right[0]) % 2**64 == left[1] == right[1] for left, right in by_tensor]
-    assert agree.count(False) == 1, "the ranks add up their sums, and compare them with the published one"
+    assert agree.count(False) == 1, (
+        "the ranks add up their sums, and compare them with the published one"
+    )

@@ -122,7 +122,8 @@ def test_new_memory_of_the_same_tensors_is_found(shared: Tensors, publisher: Wei
     received(publisher.publish(whole(shared), 1), shared)
     other = SharedMemory(SharedMemory.room(list(SHAPES.values()), torch.float32))
     moved = {
-        name: other.empty(tensor.shape, tensor.dtype).copy_(2 * tensor) for name, tensor in shared.items()
+        name: other.empty(tensor.shape, tensor.dtype).copy_(2 * tensor)
+        for name, tensor in shared.items()
     }
     found, _ = received(publisher.publish(whole(moved), 2), moved)
     assert equal(found, moved)
@@ -183,7 +184,9 @@ def test_concurrent_threads_map_once_each_and_release_dead_mappings(
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(maps, range(8)))
-    assert found[:4] == found[4:] and len(set(found)) == 4, "both who read a memory have the same mapping"
+    assert found[:4] == found[4:] and len(set(found)) == 4, (
+        "both who read a memory have the same mapping"
+    )
     known = {path for key in mapped_memory._maps for path, _, _ in key}
     assert not known & set(paths[:4]) and known >= set(paths[4:])
 

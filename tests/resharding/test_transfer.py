@@ -638,7 +638,8 @@ def test_a_publisher_that_has_ended_is_named(new_publisher: NewPublisher) -> Non
     weights = publisher.publish(whole(tensors()), 5)
     publisher.close()
     with pytest.raises(
-        WeightSyncError, match=r"version 5, rank 0 of the trainer at 127.0.0.1:\d+: the publisher is gone"
+        WeightSyncError,
+        match=r"version 5, rank 0 of the trainer at 127.0.0.1:\d+: the publisher is gone",
     ):
         IncomingWeights(weights)
     with pytest.raises(WeightSyncError, match="this publisher was closed"):
@@ -657,7 +658,9 @@ def test_memory_of_a_missing_device_is_refused_with_alternatives(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = threading.active_count()
-    with pytest.raises(WeightSyncError, match=f'"{transport}" moves weights from GPU to GPU.*use "auto"'):
+    with pytest.raises(
+        WeightSyncError, match=f'"{transport}" moves weights from GPU to GPU.*use "auto"'
+    ):
         WeightPublisher(LOOPBACK, BUCKET, transport=transport)
     assert threading.active_count() == before
 

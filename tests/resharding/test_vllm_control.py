@@ -161,7 +161,8 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
         receivers._came.put(engine)
     assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0) == ["rollout[1] first"]
     assert (
-        receivers.lost.keys() == {"rollout[0]"} and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
+        receivers.lost.keys() == {"rollout[0]"}
+        and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
     )
     receivers.start_weight_update()
     receivers.send_sums(SUMS)

@@ -286,7 +286,9 @@ def test_a_loader_that_computes_is_refused_by_tensor_and_operation(
         first(lambda weight, a: (weight[:2].copy_(a[2:]), weight[2:].fill_(3), weight[2:].zero_())),
         first(lambda weight, a: (weight.copy_(a), weight.copy_(a))),
         first(lambda weight, a: weight.view(2, 2, 6).copy_(a.view(2, 2, 6).transpose(0, 1))),
-        lambda toy, tensors: [layer.weight.data.copy_(tensors["a"]) for layer in (toy.first, toy.second)],
+        lambda toy, tensors: [
+            layer.weight.data.copy_(tensors["a"]) for layer in (toy.first, toy.second)
+        ],
     ],
 )
 def test_any_loader_that_copies_and_fills_is_recorded(load: Callable[[Toy, Tensors], object]):

@@ -32,7 +32,10 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
     )
     leaves = [
         hidden,
-        *(each if mesh is None else distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, bias)),
+        *(
+            each if mesh is None else distribute_tensor(each, mesh, [Shard(0)])
+            for each in (weight, bias)
+        ),
     ]
     leaves = [leaf.requires_grad_() for leaf in leaves[: 2 + biased]]
     logprobs, entropies = head_logprobs(

@@ -61,7 +61,9 @@ LOSSES: dict[str, Case] = {
         PolicyLoss(surrogate=Clipped(dual=3.0), kl=KlPenalty(coefficient=0.1, estimator=k2))
     ),
     "entropy": Case(PolicyLoss(entropy_coefficient=0.01)),
-    "gspo": Case(PolicyLoss(surrogate=Clipped(low=0.1), ratio=sequence_ratio, aggregation=sequence_mean)),
+    "gspo": Case(
+        PolicyLoss(surrogate=Clipped(low=0.1), ratio=sequence_ratio, aggregation=sequence_mean)
+    ),
     "rloo": Case(PolicyLoss(ratio=sequence_product, aggregation=sequence_mean), tolerance=3e-6),
     "cispo": Case(PolicyLoss(surrogate=Cispo(high=4.0))),
     "sapo, straight through": Case(

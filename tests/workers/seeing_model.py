@@ -50,7 +50,11 @@ def save_model(folder: Path) -> Path:
     """Save the model with heads of 32, as vLLM needs on CPU, and weights that make images
     matter."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+    )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     backend = Tokenizer(models.WordLevel({word: ID[word] for word in WORDS}, unk_token="<unk>"))

@@ -54,7 +54,9 @@ def one_step(
             if parameter.grad is None:  # with an adapter, the base model is frozen
                 continue
             full = (
-                parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+                parameter.grad.full_tensor()
+                if hasattr(parameter.grad, "full_tensor")
+                else parameter.grad
             )
             gradient[name] = full.clone()
 
@@ -74,7 +76,9 @@ def main(path: Path, rank: int) -> None:
     context = Context("actor", rank, len(case["shares"]), rendezvous(folder, rank))
     worker = ActorWorker(ActorConfig(**case["config"]), context)
     share = rows.take(case["shares"][rank])
-    logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
+    logprobs = (
+        worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
+    )
     # Translate row numbers to positions in this rank's share. Parts on other ranks become empty.
     parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
     gradient, metrics = one_step(worker, share, parts=parts or None)

@@ -133,7 +133,9 @@ def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, gen
         ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
         logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / row["temperature"]
         entropies += (
-            torch.distributions.Categorical(logits=logits).entropy()[mask[ends[k] : ends[k + 1]]].tolist()
+            torch.distributions.Categorical(logits=logits)
+            .entropy()[mask[ends[k] : ends[k + 1]]]
+            .tolist()
         )
     metrics = values(worker.update(rows, loss=loss))
     assert metrics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
@@ -294,7 +296,8 @@ def test_unsupported_settings_with_a_vllm_backend_are_refused():
 def test_a_vllm_backend_without_a_gpu_suggests_an_alternative(tiny_model: Path):
     actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
     with pytest.raises(
-        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch finds none'
+        WeightSyncError,
+        match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch finds none',
     ):
         actor.publish_weights(1)
     actor.close()

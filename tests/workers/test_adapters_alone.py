@@ -114,7 +114,9 @@ def arrived(
             name: parameters[f"{name}.weight"] - base[f"{name}.weight"].double()
             for name in layers_of(base)
         }
-    pairs = {n: [parameters[f"{n}.lora_{part}.default.weight"] for part in "BA"] for n in layers_of(base)}
+    pairs = {
+        n: [parameters[f"{n}.lora_{part}.default.weight"] for part in "BA"] for n in layers_of(base)
+    }
     return {name: 2 * (b @ a) for name, (b, a) in pairs.items()}
 
 
@@ -208,7 +210,9 @@ def test_a_bfloat16_run_sends_adapters_and_resumes(tiny_model: Path, tmp_path: P
             {"model": str(tiny_model), "engine": "transformers"},
         )
         sampling = weft.Sampling(max_tokens=6)
-        graph = grpo(prompts, rollout=follower, reward=EvenTokens(), actor=leader, n=4, sampling=sampling)
+        graph = grpo(
+            prompts, rollout=follower, reward=EvenTokens(), actor=leader, n=4, sampling=sampling
+        )
         with weft.Driver(
             graph,
             schedule=weft.Synchronous(steps=steps, prompts_per_step=4),

@@ -91,7 +91,9 @@ def test_the_gradient_is_that_of_the_assistants_tokens_alone(
 
 
 def test_pairs_of_several_turns_count_only_those_of_the_assistant(tiny_model: Path, letters: Tokenizer):
-    user, ai = (lambda text, role=role: {"role": role, "content": text} for role in ("user", "assistant"))
+    user, ai = (
+        lambda text, role=role: {"role": role, "content": text} for role in ("user", "assistant")
+    )
     row = {
         "chosen": [user("color"), ai("blue"), user("sure"), ai("yes")],
         "rejected": [user("color"), ai("red"), user("really"), ai("no")],

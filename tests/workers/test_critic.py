@@ -111,7 +111,10 @@ def test_all_but_the_head_that_it_had_is_trained(tiny_model: Path, scored: Batch
 
 SPLITS = {
     "two ranks": ([[*range(8)], [*range(8, 22)]], {}),
-    "two ranks, one without rows": ([[*range(22)], []], {"gather": "layerwise", "microbatch_tokens": 60}),
+    "two ranks, one without rows": (
+        [[*range(22)], []],
+        {"gather": "layerwise", "microbatch_tokens": 60},
+    ),
     "tensor parallel": ([[*range(22)], [*range(22)]], {"tensor_parallel": 2}),
     "two ranks, an adapter": (
         [[*range(8)], [*range(8, 22)]],

@@ -14,7 +14,12 @@ import weft
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
-from weft.algorithms.reward_model import process_reward_model, reward_accuracy, reward_model, step_rewards
+from weft.algorithms.reward_model import (
+    process_reward_model,
+    reward_accuracy,
+    reward_model,
+    step_rewards,
+)
 from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Clipped
 from weft.dataflow.batch import Batch
@@ -209,7 +214,9 @@ def test_process_rewards_go_into_advantages(model: Path):
 def test_a_model_with_the_wrong_head_is_refused(model: Path, tmp_path: Path):
     critic = group(CriticWorker, model=str(model))
     wrong = reward_accuracy(
-        TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})),
+        TableSource(
+            "pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})
+        ),
         model=critic,
     )
     with pytest.raises(

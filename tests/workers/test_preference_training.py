@@ -56,7 +56,10 @@ def test_minibatches_keep_pairs_whole(tiny_model: Path, pairs: Batch):
 
 
 def test_a_pair_with_an_empty_response_is_left_out(tiny_model: Path):
-    columns: dict[str, Any] = {"prompt_ids": [[1], [1], [2], [2]], "response_ids": [[3, 4], [], [5], [6]]}
+    columns: dict[str, Any] = {
+        "prompt_ids": [[1], [1], [2], [2]],
+        "response_ids": [[3, 4], [], [5], [6]],
+    }
     columns |= {"reference_logprobs": [[-4.0, -4.0], [], [-4.0], [-4.0]], "group_id": [1, 1, 2, 2]}
     batch = Batch.of(**columns, preferred=[1, 0, 1, 0])
     both, alone = (

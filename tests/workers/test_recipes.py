@@ -31,7 +31,9 @@ def of_docs(page: str, beginning: str, **known: Any) -> dict[str, Any]:
     """Run the block of a page that contains this line, and return its variables."""
     blocks = re.findall(r"^```python.*\n((?s:.*?))^```", (DOCS / page).read_text(), re.M)
     namespace = dict(known)
-    exec(next(block for block in blocks if re.search(f"^{re.escape(beginning)}", block, re.M)), namespace)
+    exec(
+        next(block for block in blocks if re.search(f"^{re.escape(beginning)}", block, re.M)), namespace
+    )
     return namespace
 
 

@@ -49,7 +49,9 @@ def test_without_a_tokenizer_there_are_only_tokens(tmp_path: Path):
 def test_each_recorded_row_is_filed_under_its_step(tmp_path: Path):
     rows = Batch.of(group_id=[4, 4, 5, 6, 6], reward=[0.0, 1.0, 2.0, 3.0, 4.0])
     record(tmp_path, rows, {6: 2, 4: 3})
-    assert {path.name: [row["reward"] for row in written(path)] for path in tmp_path.glob("*.arrow")} == {
+    assert {
+        path.name: [row["reward"] for row in written(path)] for path in tmp_path.glob("*.arrow")
+    } == {
         "train_000002.7.0.arrow": [3.0, 4.0],
         "train_000003.7.0.arrow": [0.0, 1.0],
     }

@@ -31,7 +31,9 @@ def test_ranks_meet_and_share_secret_keys():
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     stranger = TCPStore(LOOPBACK, first.port, None, False, wait_for_workers=False)
-    assert not stranger.check(["where"]), "the keys of the group have a prefix that is made of the secret"
+    assert not stranger.check(["where"]), (
+        "the keys of the group have a prefix that is made of the secret"
+    )
 
 
 def test_the_store_listens_on_the_address_that_it_was_given_alone():
@@ -81,7 +83,8 @@ def test_a_rank_that_does_not_come_is_named_by_its_number(clock: Clock):
         await_proof_of(2, first.port)
         clock.now_s = 21.0
         with pytest.raises(
-            WorkerError, match=rf"'actor' meet at {LOOPBACK}:\d+, but ranks 1, 3 did not join within 20 s"
+            WorkerError,
+            match=rf"'actor' meet at {LOOPBACK}:\d+, but ranks 1, 3 did not join within 20 s",
         ):
             joining[0].result(30)
         with pytest.raises(WorkerError, match=r"but rank 0 \(which admits ranks in order"):
@@ -93,7 +96,9 @@ def test_rank_0_that_does_not_serve_is_named_with_its_address():
     assert first.taken is not None
     with (
         first.taken,
-        pytest.raises(WorkerError, match=rf"rank 0 did not answer at {LOOPBACK}:{first.port} within 1 s"),
+        pytest.raises(
+            WorkerError, match=rf"rank 0 did not answer at {LOOPBACK}:{first.port} within 1 s"
+        ),
     ):
         other.join("actor", 1, 2)
 

@@ -42,7 +42,9 @@ def samples() -> Batch:
     )
 
 
-def score(function: Callable[..., Any], model: Path, batch: Batch | None = None, **arguments: Any) -> Any:
+def score(
+    function: Callable[..., Any], model: Path, batch: Batch | None = None, **arguments: Any
+) -> Any:
     worker = RewardWorker(RewardConfig(function=function, tokenizer=model))
     (part,) = worker.score(samples() if batch is None else batch, **arguments)
     return part
@@ -157,7 +159,9 @@ def test_a_sample_that_fails_holds_back_no_other_and_is_shown(model: Path):
     assert scored["sample_id"].to_pylist() == [7, 9] and metrics["mean"].weight == 2
     assert getattr(caught.value, "sample_ids", None) == (8,)
     line = broken.__code__.co_firstlineno + 1
-    assert getattr(caught.value, "sample", None) == f"prompt '2?', response 'three', at {__file__}:{line}"
+    assert (
+        getattr(caught.value, "sample", None) == f"prompt '2?', response 'three', at {__file__}:{line}"
+    )
 
 
 def test_an_exception_keeps_its_type_and_names_the_sample(model: Path):

@@ -114,7 +114,9 @@ def test_any_placement_samples_the_same_tokens(worker: RolloutWorker, tiny_model
     whole = tokens(rows_of(worker.generate(prompts, n=4, sampling=Sampling(max_tokens=8))))
     for rank, rows in enumerate(([0, 3, 5], [1, 2, 4])):
         replica = RolloutWorker(worker.config, Context(rank=rank, world_size=2, seed=5))
-        part = tokens(rows_of(replica.generate(prompts.take(rows), n=4, sampling=Sampling(max_tokens=8))))
+        part = tokens(
+            rows_of(replica.generate(prompts.take(rows), n=4, sampling=Sampling(max_tokens=8)))
+        )
         assert part == {parent: whole[parent] for parent in part}
     other = RolloutWorker(worker.config, Context(seed=6))
     assert tokens(rows_of(other.generate(prompts, n=4, sampling=Sampling(max_tokens=8)))) != whole
@@ -246,7 +248,9 @@ def test_weights_are_double_buffered_if_the_node_has_twice_their_memory(
         (True, 0, True),
         (False, needs, False),
     ):
-        monkeypatch.setattr(rollouts, "node_memory", lambda free=free: NodeMemory(0, free, "the machine"))
+        monkeypatch.setattr(
+            rollouts, "node_memory", lambda free=free: NodeMemory(0, free, "the machine")
+        )
         fresh = copy.copy(worker)
         fresh.config = worker.config.model_copy(update={"double_buffer": set_to})
         assert fresh._doubles is doubles

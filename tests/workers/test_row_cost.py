@@ -42,7 +42,11 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         counted = []
         for length in lengths.tolist():
-            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            with (
+                FlopCounterMode(display=False) as counter,
+                sdpa_kernel(SDPBackend.MATH),
+                torch.no_grad(),
+            ):
                 model(torch.zeros(1, length, dtype=torch.long, device="meta"))
             found = counter.get_flop_counts()["Global"]
             attention = sum(n for op, n in found.items() if "bmm" in str(op) or "attention" in str(op))

@@ -243,7 +243,9 @@ class VllmEngine:
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
-            if method == "init_weight_transfer_engine":  # shut down the previous trainer's engine, if any
+            if (
+                method == "init_weight_transfer_engine"
+            ):  # shut down the previous trainer's engine, if any
                 self._engine.collective_rpc("shutdown_weight_transfer_engine")
             self._engine.collective_rpc(method, args=() if payload is None else (payload,))
 

@@ -187,7 +187,12 @@ memory free; lower it below 4
         size = head_dim(text)
         # These models cache less.
         special = any(text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank"))
-        if self.kv_cache_gib is None or max_context is None or special or not (layers and heads and size):
+        if (
+            self.kv_cache_gib is None
+            or max_context is None
+            or special
+            or not (layers and heads and size)
+        ):
             return
         token_bytes = self._token_bytes(layers, heads, size, dtype)
         room = int(self.kv_cache_gib * GIB) // token_bytes
@@ -215,5 +220,9 @@ memory free; lower it below 4
     def _token_bytes(self, layers: int, heads: int, size: int, dtype: str) -> int:
         """Return the bytes of a token's keys and values on one rank."""
         return (
-            2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
+            2
+            * layers
+            * math.ceil(heads / self.tensor_parallel)
+            * size
+            * (4 if dtype == "float32" else 2)
         )

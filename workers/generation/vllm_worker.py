@@ -57,7 +57,9 @@ class _RouteRecorder:
     def __init__(self, model_runner: Any) -> None:
         settings = model_runner.vllm_config
         self._runner, self._execute = model_runner, model_runner.execute_model
-        self._capturer = RoutedExpertsCapturer(settings.scheduler_config.max_num_batched_tokens, settings)
+        self._capturer = RoutedExpertsCapturer(
+            settings.scheduler_config.max_num_batched_tokens, settings
+        )
         bind_routed_experts_capturer(model_runner.get_model(), self._capturer)
         self._noted: dict[str, _Noted] = {}
         model_runner.execute_model = self._execute_and_note

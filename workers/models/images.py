@@ -41,7 +41,9 @@ def check_images(model: str | Path, source: Source) -> None:
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
-    lengths = [c.value_lengths().fill_null(0).to_numpy() for c in source.table.column(str(IMAGES)).chunks]
+    lengths = [
+        c.value_lengths().fill_null(0).to_numpy() for c in source.table.column(str(IMAGES)).chunks
+    ]
     counts = np.concatenate([np.empty(0, np.int64), *lengths])
     if not counts.any():
         return
@@ -252,7 +254,9 @@ class ImageInputs:
     @classmethod
     def of(cls, places: Tensor, images: Sequence[_SeenImage]) -> ImageInputs:
         """Collect the images on the device of `places`."""
-        inputs = {n: torch.cat([i.inputs[n] for i in images]).to(places.device) for n in images[0].inputs}
+        inputs = {
+            n: torch.cat([i.inputs[n] for i in images]).to(places.device) for n in images[0].inputs
+        }
         return cls(places, inputs)
 
 

@@ -55,7 +55,9 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
                     f"process {holder} of this node {what}, but did not finish in {wait_s:g} s"
                 )
             time.sleep(min(_POLL_S, wait_s))
-        with suppress(OSError):  # another user owns the file and made it read-only: the pid stays unknown
+        with suppress(
+            OSError
+        ):  # another user owns the file and made it read-only: the pid stays unknown
             lock.write_text(str(os.getpid()))
         yield
     finally:

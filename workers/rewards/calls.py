@@ -267,7 +267,9 @@ class _Watch:
                 self._wakes_s = due_s = self._due_s
                 left_s = due_s - time.monotonic()
                 if left_s > 0:
-                    self._changed.wait(None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX))
+                    self._changed.wait(
+                        None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX)
+                    )
                     continue
                 self._due_s = math.inf  # until the handler sets the next one
             signal.pthread_kill(main, SIGNAL)

@@ -222,7 +222,9 @@ class Reward(Config):
             named |= self.settings
         if self.signature is not None and self.signature.logs:
             taken = self._takes.parameters
-            named |= {name: callback for name, callback in log.items() if self.takes_all or name in taken}
+            named |= {
+                name: callback for name, callback in log.items() if self.takes_all or name in taken
+            }
         positional = [named.pop(name) for name in by_position]
         return self.function(*positional, **named)
 
@@ -261,7 +263,9 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
     if wrong is None and total and total not in lists:
         wrong = total
     if wrong is None and not total:  # the sum is the reward, so each entry is a part of it
-        wrong = next((name for name in entries if name not in lists and entries[name] is not extra), None)
+        wrong = next(
+            (name for name in entries if name not in lists and entries[name] is not extra), None
+        )
     if wrong is not None or not lists:
         which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
         raise ResultError(
@@ -297,7 +301,9 @@ def score(reward: Reward, result: Any) -> SampleScore:
         raise ResultError(f"{who}; its {total!r} is not a finite number")
     if total:
         return SampleScore(numbers.pop(total), numbers)
-    other = [str(name) for name, value in result.items() if value is not None and each[str(name)] is None]
+    other = [
+        str(name) for name, value in result.items() if value is not None and each[str(name)] is None
+    ]
     if other:
         raise ResultError(
             f"{who}; its {other[0]!r} is not a number, so the parts have no sum: name the "

@@ -165,7 +165,9 @@ def _peak(
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter: setattr(parameter, "grad", None)
                 )
-        outputs, hidden = model.run_backbone(torch.zeros(int(rows.lengths.sum()), dtype=torch.long), rows)
+        outputs, hidden = model.run_backbone(
+            torch.zeros(int(rows.lengths.sum()), dtype=torch.long), rows
+        )
         hidden = hidden.index_select(0, torch.arange(number))
         if model.scalar:
             result = model.causal_lm.score(hidden.float())[:, 0]

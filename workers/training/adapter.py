@@ -106,7 +106,9 @@ class Adapter:
         merged = merged_weight(tensor.T if transposed else tensor, a, b, layer.scaling[_NAME], magnitude)
         return f"{path}.weight", merged.T.contiguous() if transposed else merged
 
-    def write_folder(self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk) -> None:
+    def write_folder(
+        self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk
+    ) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads, from full trained parameters
         on the host in float32. `source` is the folder of the base model, for its tokenizer and chat
         template."""
@@ -117,7 +119,9 @@ class Adapter:
         # Set only now: in the constructor `peft` would duplicate the head.
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
-        content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
+        content = json.dumps(
+            settings, indent=2, sort_keys=True, default=sorted
+        )  # its sets have no order
         write_file(folder / ADAPTER_CONFIG_FILE, [content.encode() + b"\n"], disk)
         named = {peft_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)

@@ -45,7 +45,11 @@ class _LentWeights:
     tensors afterwards. For the arguments see `find_agreement`."""
 
     def __init__(
-        self, model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
+        self,
+        model: ResponseModel,
+        full: Callable[[str], Tensor] | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         self._model, self._by_layer = model, by_layer
         self._hooks: list[Any] = []
@@ -279,7 +283,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     ]
     ids = [torch.from_numpy(row.ids.astype(np.int64)).to(device) for row in seen]
     places = [torch.from_numpy(row.is_image).to(device) for row in seen]
-    after = [int(of_image.nonzero()[-1]) for of_image in places]  # compare only positions after the image
+    after = [
+        int(of_image.nonzero()[-1]) for of_image in places
+    ]  # compare only positions after the image
     expected: list[Tensor] = []
     _set_attention(causal_lm, "eager")
     for row, of_image, prompt, last in zip(ids, places, seen, after, strict=True):
@@ -287,7 +293,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
         logits = causal_lm(
             input_ids=row[None], mm_token_type_ids=of_image[None].int(), **inputs, use_cache=False
         ).logits[0]
-        expected.append(F.log_softmax(logits[last:-1].float(), -1).gather(1, row[last + 1 :, None])[:, 0])
+        expected.append(
+            F.log_softmax(logits[last:-1].float(), -1).gather(1, row[last + 1 :, None])[:, 0]
+        )
     _set_attention(causal_lm, attention)
     shown = ImageInputs.of(torch.cat(places), [image for prompt in seen for image in prompt.images])
     rows = replace(PackedSequences(np.array([len(row) for row in ids]), device), shown=shown)
@@ -335,7 +343,9 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
         _set_attention(model.causal_lm, attention)
         off.append((_difference(model, rounded), _shared_difference(model, probe, rounded=True)))
     padded, found = off
-    return all(own <= _OF_ROUNDING * other + _TOLERANCE for own, other in zip(found, padded, strict=True))
+    return all(
+        own <= _OF_ROUNDING * other + _TOLERANCE for own, other in zip(found, padded, strict=True)
+    )
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
@@ -408,7 +418,9 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     do not name."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
-    own_parameters = set(head.parameters(recurse=False)) if isinstance(head, nn.Linear) else {head.weight}
+    own_parameters = (
+        set(head.parameters(recurse=False)) if isinstance(head, nn.Linear) else {head.weight}
+    )
     outside = [
         p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")
     ]

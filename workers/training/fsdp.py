@@ -194,7 +194,9 @@ class FsdpEngine:
             context=context_of(self.model.causal_lm.config.to_dict()),
             owner=str(self.config.model),
             reads_last=self.head == "rewards",
-            sharing=SharingCost(self._row_cost, masked=self._pads) if self.model.shares_prompts else None,
+            sharing=SharingCost(self._row_cost, masked=self._pads)
+            if self.model.shares_prompts
+            else None,
             routers=self._replaying(batch),
             images=self._images,
         )
@@ -249,7 +251,9 @@ class FsdpEngine:
         rows = self._rows(batch, _columns_of(loss, batch))
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
-        plan, counts = self._plan(rows, batch.numpy(GROUP_ID) if loss.whole_groups else None, local_count)
+        plan, counts = self._plan(
+            rows, batch.numpy(GROUP_ID) if loss.whole_groups else None, local_count
+        )
         whole = last and self._count == 0
         self._count += float(counts.sum())
         parts: list[Metrics] = []
@@ -567,4 +571,6 @@ def _check_compiler(device: torch.device) -> None:
     from torch.utils._triton import has_triton
 
     if not has_triton():
-        raise UserError("compile=True needs Triton on a GPU, but this torch has none: pip install triton")
+        raise UserError(
+            "compile=True needs Triton on a GPU, but this torch has none: pip install triton"
+        )

@@ -66,7 +66,10 @@ class ModelSize:
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.shapes.items()
-            if len(shape) == 2 and name.endswith(".weight") and "embed" not in name and "head" not in name
+            if len(shape) == 2
+            and name.endswith(".weight")
+            and "embed" not in name
+            and "head" not in name
         }
 
     def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:

@@ -142,7 +142,9 @@ def even_microbatches(
     >>> even_microbatches(lengths, lengths, number=2, max_tokens=10, pads=False) is None
     True
     """
-    _, unit_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    _, unit_of_row = np.unique(
+        np.arange(len(lengths)) if groups is None else groups, return_inverse=True
+    )
     of_unit = np.bincount(unit_of_row, weights=costs)
     members = np.split(np.argsort(unit_of_row, kind="stable"), np.cumsum(np.bincount(unit_of_row))[:-1])
     parts = [_Part() for _ in range(number)]

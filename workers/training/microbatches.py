@@ -207,7 +207,9 @@ class Microbatches:
             i = part[row]
             response = responses[r_starts[i] : r_starts[i] + after[row]]
             ids += [prompts[p_starts[i] : p_starts[i + 1]], response]
-        ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
+        ids += [
+            responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared
+        ]
         starts = np.cumsum(r_lengths) - r_lengths
         # Position of each response token in the microbatch.
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))

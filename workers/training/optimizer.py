@@ -88,7 +88,9 @@ class _HostMoments(PlainMoments):
         """Do nothing: moments stay in host memory."""
 
     def _host_zeros(self, parameter: Tensor) -> Tensor:
-        zeros = torch.zeros_like(local_part(parameter), device="cpu", memory_format=torch.preserve_format)
+        zeros = torch.zeros_like(
+            local_part(parameter), device="cpu", memory_format=torch.preserve_format
+        )
         return lying_as(parameter, zeros if self._stream is None else zeros.pin_memory())
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -194,7 +196,9 @@ class _EightBitMoments(PlainMoments):
         found: dict[str, Tensor] = {}
         for name in MOMENTS:
             found[name + CODES] = _lying_along(parameter, parameter.shape, 1, torch.uint8)
-            found[name + SCALES] = _lying_along(parameter, (*before, last // block), block, torch.float32)
+            found[name + SCALES] = _lying_along(
+                parameter, (*before, last // block), block, torch.float32
+            )
         return found
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:

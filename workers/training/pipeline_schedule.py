@@ -143,7 +143,9 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
             "least 1 chunk, and a multiple of the stages for interleaved microbatches"
         )
     rounds = range(0, microbatches, stages)
-    forth = [Pass(first + k, chunk) for first in rounds for chunk in range(chunks) for k in range(stages)]
+    forth = [
+        Pass(first + k, chunk) for first in rounds for chunk in range(chunks) for k in range(stages)
+    ]
     back = [
         Pass(first + k, chunk, True)
         for first in rounds

@@ -182,7 +182,10 @@ class ResponseModel(nn.Module):
         """Run `forward` on this rank's tokens and gather the results of all ranks."""
         input_ids, rows = stretches.share(input_ids, rows)
         outputs, hidden = self.run_backbone(input_ids, rows)
-        upto = [0, *np.searchsorted(predicting, np.arange(1, stretches.ranks + 1) * len(hidden)).tolist()]
+        upto = [
+            0,
+            *np.searchsorted(predicting, np.arange(1, stretches.ranks + 1) * len(hidden)).tolist(),
+        ]
         mine = slice(upto[stretches.rank], upto[stretches.rank + 1])
         counts = [end - begin for begin, end in itertools.pairwise(upto)]
         own = to_device(predicting[mine] - stretches.rank * len(hidden), hidden.device)
@@ -248,7 +251,13 @@ class ResponseModel(nn.Module):
         }
 
     def logprobs_of(
-        self, outputs: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
+        self,
+        outputs: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        *,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities of targets, and entropies, from the [T, hidden] states before
         them (see `forward`)."""

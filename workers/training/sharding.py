@@ -43,7 +43,9 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
     if context.world_size == 1:
         return None
     if context.rendezvous is None:
-        raise UserError(f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous")
+        raise UserError(
+            f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous"
+        )
     if context.rendezvous.on_one_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # accept connections from this machine only
     store = context.rendezvous.join(context.name, context.rank, context.world_size)

@@ -130,7 +130,9 @@ class SnapshotWriter:
             registered = cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)
             torch.cuda.check_error(int(registered))
         for start, (name, part) in zip(starts, parts.items(), strict=False):
-            self._copies[name] = everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            self._copies[name] = (
+                everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            )
 
     def _write(self, folder: Path, notes: Mapping[str, Any]) -> None:
         self._together(folder, lambda: self._write_own(folder, notes))

@@ -176,7 +176,9 @@ class StoredWeights:
                 continue
             conversion = _Conversion(
                 tuple(tuple(keys) for keys in group.values()),
-                all(pattern is not None and _stacks(of_pattern[pattern].operations) for pattern in group),
+                all(
+                    pattern is not None and _stacks(of_pattern[pattern].operations) for pattern in group
+                ),
             )
             made = self._convert([key for keys in conversion.keys for key in keys], device="meta")
             self._converted |= dict.fromkeys(made, conversion)
@@ -309,9 +311,9 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     dims: tuple[int | None, ...]
     """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
 
-    views: dict[tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None] = (
-        field(default_factory=dict, compare=False, repr=False)
-    )
+    views: dict[
+        tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
+    ] = field(default_factory=dict, compare=False, repr=False)
     """Cached views by box and strides of a part of the model's tensor."""
 
     def part(self, held: TensorPart) -> TensorPart:

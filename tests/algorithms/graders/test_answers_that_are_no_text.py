@@ -24,7 +24,9 @@ def test_a_boolean_and_a_list_are_compared_as_text() -> None:
     assert exact("The answer is true.", True) == 1.0 and math(r"\boxed{[1, 2]}", [1, 2]) == 1.0
 
 
-@pytest.mark.parametrize("grader", [*GRADERS, MultipleChoice()], ids=lambda grader: type(grader).__name__)
+@pytest.mark.parametrize(
+    "grader", [*GRADERS, MultipleChoice()], ids=lambda grader: type(grader).__name__
+)
 def test_a_row_without_an_answer_is_no_verdict(grader: Any) -> None:
     with pytest.raises(SampleError, match="the row has no answer"):
         grader("5", None)

@@ -4,7 +4,14 @@ import pytest
 
 from weft.algorithms.graders.choice import MultipleChoice, letter_of
 from weft.algorithms.graders.math import Gsm8k
-from weft.algorithms.graders.text import F1, Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
+from weft.algorithms.graders.text import (
+    F1,
+    Exact,
+    JsonSchema,
+    LengthReward,
+    RegularExpression,
+    TagFormat,
+)
 from weft.dataflow.errors import SampleError, UserError
 
 RATIONALE = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs, for 9 * 2 = $18.\n#### 18"
@@ -31,7 +38,9 @@ def test_gsm8k(response: str, right: int):
 
 
 def test_gsm8k_may_insist_on_its_form_and_refuses_an_answer_without_a_number():
-    assert Gsm8k(strict=True)("The answer is 18", "18") == 0 and Gsm8k(strict=True)("#### $18", "18") == 1
+    assert (
+        Gsm8k(strict=True)("The answer is 18", "18") == 0 and Gsm8k(strict=True)("#### $18", "18") == 1
+    )
     with pytest.raises(SampleError, match="the answer 'none' has no number"):
         Gsm8k()("18", "none")
 

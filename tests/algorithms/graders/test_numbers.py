@@ -118,5 +118,7 @@ def test_a_decimal_comma_where_it_cannot_separate_thousands():
 def test_ways_of_writing():
     assert plain(r"\[ \left( 1,\, 2 \right) \].") == "(1, 2)" and plain(r"\tfrac12") == r"\frac{1}{2}"
     assert key(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}") == r"\begin{pmatrix}1\\2\end{pmatrix}"
-    assert key(r"\textbf{(C)}") == key("C") == "C" and key("x^{2}") == key("x^2") and key("x") != key("X")
+    assert (
+        key(r"\textbf{(C)}") == key("C") == "C" and key("x^{2}") == key("x^2") and key("x") != key("X")
+    )
     assert is_words("no solution") and not is_words("n") and not is_words("2 apples")

@@ -155,7 +155,9 @@ def apart(root: Path, address: str) -> dict[str, object]:
             driver.run()
         except WorkerError as error:
             said = str(error)
-        [scratch] = (path for path in (root / "scratch").iterdir() if path.name.startswith("weft-apart-"))
+        [scratch] = (
+            path for path in (root / "scratch").iterdir() if path.name.startswith("weft-apart-")
+        )
         kept = sorted(path.name for path in scratch.glob("*/logs/*.log"))
     return {
         "said": said,

@@ -17,7 +17,9 @@ def test_ranks_join_with_a_node_that_comes_and_leave_with_one_that_is_killed(tmp
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    alone, three, left, again = ({rank: devices for rank, devices, _ in look} for look in result["looks"])
+    alone, three, left, again = (
+        {rank: devices for rank, devices, _ in look} for look in result["looks"]
+    )
     assert all(visible == ",".join(devices) for look in result["looks"] for _, devices, visible in look)
     (stays,) = alone
     assert alone == {stays: ["0"]} and three.keys() == {0, 1, 2} and left == alone

@@ -51,7 +51,10 @@ def test_folders_to_send_are_checked_before_anything_starts(
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"working_dir": tmp_path / "nothing"}, r"RayBackend\(working_dir='.*nothing'\): no such folder"),
+        (
+            {"working_dir": tmp_path / "nothing"},
+            r"RayBackend\(working_dir='.*nothing'\): no such folder",
+        ),
         ({"py_modules": [tmp_path, "no"]}, r"RayBackend\(py_modules='no'\): no such folder"),
         ({"py_modules": "package"}, r"RayBackend\(py_modules='package'\): it must be a list"),
         ({"excludes": ["data"]}, r"RayBackend\(excludes=\['data'\]\) has no effect without a folder"),

@@ -147,7 +147,9 @@ def digest(said: str) -> str:
     return found
 
 
-def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(head: Head, tmp_path: Path):
+def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(
+    head: Head, tmp_path: Path
+):
     script = [sys.executable, str(head.project / "train.py"), "--model", str(head.model), "--until", "3"]
     plain = {name: value for name, value in head.environment.items() if not name.startswith("RAY_")}
     settings = {"cwd": tmp_path, "env": plain, "capture_output": True, "text": True, "timeout": 240}
@@ -157,7 +159,10 @@ def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(he
     assert digest(here) == digest(local) == digest(there.stdout)
     [run] = head.runs("same")
     assert f"the run's directory is {run}: this is a job of a cluster" in there.stdout
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000003",
+    ]
     assert "sends 2 files of" in there.stderr and "large.bin" not in there.stderr
     assert re.search(
         r"job same-\S+ succeeded; its runs are in ~/weft/same on the head node", there.stdout

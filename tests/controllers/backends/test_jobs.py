@@ -60,7 +60,9 @@ def test_a_request_that_makes_no_sense_is_refused_with_its_option(
 
 
 def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
-    request = JobRequest(script=Path("train.py"), arguments=["--note", "it's $HOME"], working_dir=project)
+    request = JobRequest(
+        script=Path("train.py"), arguments=["--note", "it's $HOME"], working_dir=project
+    )
     assert request.entrypoint == """python train.py --note 'it'"'"'s $HOME'"""
     other = JobRequest(script=project / "train.py", working_dir=project, python="python3.11")
     assert other.entrypoint == "python3.11 train.py"

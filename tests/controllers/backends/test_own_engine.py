@@ -21,7 +21,9 @@ def steps(root: Path, model: Path, backend: Any, ranks: int, **engine: Any) -> l
         "prompt_ids": [[1, 3 + n % 5, 9] for n in range(8)],
         "response_ids": [[4 + k for k in range(1 + n)] for n in range(8)],
     }
-    rows = TableSource("rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()}))
+    rows = TableSource(
+        "rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()})
+    )
     actor = weft.group(
         weft.ActorWorker, model=str(model), learning_rate=1e-2, microbatch_tokens=16, **engine
     )

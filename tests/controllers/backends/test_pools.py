@@ -97,7 +97,9 @@ def test_groups_that_share_gpus_start_in_turn_on_the_same_devices(result: Mappin
 @pytest.mark.ray
 def test_adjacent_pools_are_on_one_node_with_separate_devices(result: Mapping[str, Any]):
     looks = result["shared"]["looks"]
-    assert column(looks["actor"], "visible") == ["0", "1"] and column(looks["reward"], "visible") == ["2"]
+    assert column(looks["actor"], "visible") == ["0", "1"] and column(looks["reward"], "visible") == [
+        "2"
+    ]
     assert len({*column(looks["actor"], "node"), *column(looks["reward"], "node")}) == 1
     of_reward = [line for line in result["shared"]["order"] if line.startswith("reward")]
     assert of_reward == ["reward[0] made"], "it has devices of its own, and is not offloaded"

@@ -37,7 +37,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def handles(**rollout: Any) -> dict[str, Any]:
-    made = {"rollout": group(ToyRollout, **rollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made = {
+        "rollout": group(ToyRollout, **rollout),
+        "reward": group(ToyReward),
+        "actor": group(ToyActor),
+    }
     made["rollout"].follows(made["actor"])
     return made
 

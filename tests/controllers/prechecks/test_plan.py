@@ -134,7 +134,9 @@ def test_a_plan_refuses_wrong_weight_files_unless_another_engine_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 4}')
-    save_file({"model.embed_tokens.weight": np.zeros((4, 2), np.float32)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": np.zeros((4, 2), np.float32)}, tmp_path / "model.safetensors"
+    )
 
     def refuse(*_: Any, **__: Any) -> int:
         raise UserError("its files have no 'model.norm.weight'")
@@ -155,6 +157,8 @@ def test_a_plan_refuses_wrong_weight_files_unless_another_engine_reads_them(
 def test_responses_of_data_count_with_their_mean_length():
     ragged = pa.list_(pa.int32())
     columns = {"prompt_ids": [[1, 2], [1, 2, 3, 4]], "response_ids": [[1] * 10, [1] * 20]}
-    rows = TableSource("rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()}))
+    rows = TableSource(
+        "rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()})
+    )
     sizes = step_sizes(supervised(rows, actor=group(ActorWorker, model="m")), 4)
     assert (sizes.prompt_tokens, sizes.response_tokens, sizes.sampled, sizes.rows) == (3, 15, False, 4)

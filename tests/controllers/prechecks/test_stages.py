@@ -157,7 +157,9 @@ def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
 def test_a_cost_of_another_pipeline_is_refused():
     cost = PipelineCost(stages=2, microbatch_tokens=400, per_token_s=0.01)
     for stages in (1, 4):
-        with pytest.raises(UserError, match=f"of 2 stages, but its group has pipeline_parallel={stages}"):
+        with pytest.raises(
+            UserError, match=f"of 2 stages, but its group has pipeline_parallel={stages}"
+        ):
             pipeline_plan(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
 
 

@@ -383,7 +383,8 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(
     process.send_signal(number)
     said, _ = process.communicate(timeout=120)
     assert (
-        process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
+        process.returncode == 128 + number
+        and f"{number.name}: the run ends without a checkpoint" in said
     )
 
 

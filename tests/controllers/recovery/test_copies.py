@@ -52,7 +52,9 @@ class Bucket(pf.FileSystemHandler):
         return "bucket"
 
     def get_file_info(self, paths: list[str]) -> list[pf.FileInfo]:
-        return [self._named(info) for info in self.local.get_file_info([self.at(path) for path in paths])]
+        return [
+            self._named(info) for info in self.local.get_file_info([self.at(path) for path in paths])
+        ]
 
     def get_file_info_selector(self, selector: Any) -> list[pf.FileInfo]:
         here = pf.FileSelector(self.at(selector.base_dir), selector.allow_not_found, selector.recursive)
@@ -554,8 +556,12 @@ def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(
     every = CheckpointConfig(every=3, keep=2, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)
-    (tmp_path / "copies" / "run" / CHECKPOINTS / "step_000009" / "actor" / "rank_0.json").write_text("[]")
+    (tmp_path / "copies" / "run" / CHECKPOINTS / "step_000009" / "actor" / "rank_0.json").write_text(
+        "[]"
+    )
     shutil.rmtree(tmp_path / "run")
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest", progress=True)
     said = capsys.readouterr().out
-    assert "with its checkpoint of step 6" in said and "step_000009: actor/rank_0.json is 2 bytes" in said
+    assert (
+        "with its checkpoint of step 6" in said and "step_000009: actor/rank_0.json is 2 bytes" in said
+    )

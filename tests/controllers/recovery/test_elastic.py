@@ -43,7 +43,10 @@ class Spot(SimulatedCluster):
         lengths: tuple[int, ...] = (10,),
     ):
         cost = costs(FixedLengths(lengths=(lengths,)), step_s=((1, 0.2), (12, 2.4)))
-        own = {"rollout.register": LinearCost(fixed_s=startup_s), "actor.update": LinearCost(fixed_s=2.0)}
+        own = {
+            "rollout.register": LinearCost(fixed_s=startup_s),
+            "actor.update": LinearCost(fixed_s=2.0),
+        }
         super().__init__(CostModel(nodes={**cost.nodes, **own}))
         self._room, self.wait_s = room, wait_s
         self.told: dict[int, list[tuple[str, int, int | None]]] = {}
@@ -53,7 +56,9 @@ class Spot(SimulatedCluster):
     def start(self, setup: Any) -> dict[str, WorkerGroup]:
         self._groups = super().start(setup)
         rollout = self._groups["rollout"]
-        rollout.absent = {rank for rank in range(len(rollout.mesh)) if not self._room(rank, self.clock())}
+        rollout.absent = {
+            rank for rank in range(len(rollout.mesh)) if not self._room(rank, self.clock())
+        }
         return self._groups
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
@@ -231,7 +236,8 @@ def test_ranks_may_come_and_go_under_any_policy_for_partial_rollouts(
 ):
     for number in range(8):
         backend = Spot(
-            lambda rank, now, n=number: rank == 0 or not 15.0 + n <= now < 32.0 + 1.3 * n, lengths=(4, 17)
+            lambda rank, now, n=number: rank == 0 or not 15.0 + n <= now < 32.0 + 1.3 * n,
+            lengths=(4, 17),
         )
         run(
             tmp_path,
@@ -298,7 +304,11 @@ def test_ranks_that_die_while_they_take_weights_over_never_end_the_run(tmp_path:
 def test_a_rank_that_falls_silent_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     backend = Silent(lambda rank, now: rank == 0 or now < 20.0)
     run(
-        tmp_path, backend, ranks=2, schedule=Synchronous(steps=8, prompts_per_step=6), call_timeout_s=30.0
+        tmp_path,
+        backend,
+        ranks=2,
+        schedule=Synchronous(steps=8, prompts_per_step=6),
+        call_timeout_s=30.0,
     )
     left = (
         r"worker rollout\[1\] left, 3 rows are requeued; 1 of 2 ranks are up; it did not answer for 30 s"

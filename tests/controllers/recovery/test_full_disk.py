@@ -141,7 +141,9 @@ def test_space_that_was_freed_after_a_report_ends_the_wait_of_the_next_failure(
 ):
     free = [0]
     monkeypatch.setattr(full_disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
-    monkeypatch.setattr(full_disk.time, "sleep", lambda seconds: free.__setitem__(0, free[0] + (1 << 20)))
+    monkeypatch.setattr(
+        full_disk.time, "sleep", lambda seconds: free.__setitem__(0, free[0] + (1 << 20))
+    )
     disk = FullDisk(tmp_path, Progress(1, tmp_path, Display()))
     disk.report_pause("a rank waits")
     free[0] = 3 << 20

@@ -104,7 +104,9 @@ def test_ranks_of_lost_nodes_are_replaced_together_and_each_line_counts_its_own(
     assert len({at for at, _ in backend.replaced}) == 1, "one that is idle is not waited for"
     assert driver.directory.metrics[-1]["replaced_workers"] == 3
     said = capsys.readouterr().out
-    assert re.findall(r"node (\w) is gone, with (\d) ranks; the run continues with the others", said) == [
+    assert re.findall(
+        r"node (\w) is gone, with (\d) ranks; the run continues with the others", said
+    ) == [
         ("b", "1"),
         ("c", "2"),
     ]

@@ -184,7 +184,9 @@ def mortal(
 ) -> Driver:
     (tmp_path / "deaths").mkdir()
     rollout = group(SlowRollout, name="rollout")
-    actor = group(actor_class, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
+    actor = group(
+        actor_class, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1)
+    )
     rollout.follows(actor)
     places = {name: Place(ResourcePool(name, cpus=1)) for name in ("rollout", "actor")}
     return Driver(
@@ -356,7 +358,9 @@ def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: 
     assert metrics[-1]["requeued_rows"] > 0 and "replaced_workers" not in metrics[-1]
 
 
-def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp_path: Path, words: Path):
+def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(
+    tmp_path: Path, words: Path
+):
     with pytest.raises(
         WorkerError, match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of "
     ) as caught:

@@ -63,7 +63,9 @@ def test_a_run_that_goes_back_resends_steps_only_to_trackers_that_replace_them(
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
-    Follower(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=FAILED))
+    Follower(tmp_path, name, None).follow(
+        scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=FAILED)
+    )
     first.close()
     assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {
         "closed": "failed"
@@ -103,7 +105,12 @@ def test_a_damaged_record_of_sent_metrics_counts_as_none(tmp_path: Path, damage:
 
 def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
-    config = {"url": "https://user:s3cr3t-value@host", "max_tokens": 4, "HF_TOKEN": "x", "tokenizer": "t"}
+    config = {
+        "url": "https://user:s3cr3t-value@host",
+        "max_tokens": 4,
+        "HF_TOKEN": "x",
+        "tokenizer": "t",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
     told = {

@@ -19,14 +19,18 @@ def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path)
     lines = written(to).splitlines()
     assert [line.split("  ")[0] for line in lines[:4]] == [f"step {k}/4" for k in range(1, 5)]
     assert lines[4].startswith("run run: 4 steps") and lines[-1].split() == ["run:", str(tmp_path)]
-    assert [line.split()[0] for line in lines[5:7]] == ["best", "last"] and lines[5].endswith("at step 4")
+    assert [line.split()[0] for line in lines[5:7]] == ["best", "last"] and lines[5].endswith(
+        "at step 4"
+    )
 
 
 def test_an_evaluation_is_shown_with_its_interval(tmp_path: Path):
     to = stream()
     progress = Progress(2, tmp_path, PlainLines(to))
     progress.evaluated(
-        "eval", 0, {"eval/reward/mean": 0.25, "eval/reward/std": 0.1875**0.5, "eval/reward/scored": 100.0}
+        "eval",
+        0,
+        {"eval/reward/mean": 0.25, "eval/reward/std": 0.1875**0.5, "eval/reward/scored": 100.0},
     )
     progress.evaluated("pairs", 2, {"pairs/preference_accuracy": 0.75, "pairs/functions/margin": 3.0})
     assert written(to).splitlines() == [
@@ -105,7 +109,8 @@ def test_a_score_shows_its_meaning_and_number_of_prompts():
     )
     nothing = score_of("eval", 1, {"eval/prompts_lost": 16.0, "eval/prompts_asked": 16.0})
     assert (
-        nothing is not None and nothing.text == "nan; 0 of 16 prompts: the others have no scored response"
+        nothing is not None
+        and nothing.text == "nan; 0 of 16 prompts: the others have no scored response"
     )
 
 

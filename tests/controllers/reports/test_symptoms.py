@@ -241,7 +241,8 @@ def test_a_collapsing_entropy_is_reported_with_its_earlier_value():
     undecided, decided = {"actor/entropy": 2.0}, {"actor/entropy": 0.09}
     (said,) = seen({}, *[undecided] * 3, *[decided] * 5)
     assert (
-        "actor/entropy is 0.09 nats a token, and was 2 at first" in said and "entropy_coefficient" in said
+        "actor/entropy is 0.09 nats a token, and was 2 at first" in said
+        and "entropy_coefficient" in said
     )
     assert seen({}, *[undecided] * 3, decided, decided, undecided, decided) == []
     assert seen({}, *[{"actor/entropy": 0.001}] * 10) == [], "it began so"
@@ -257,7 +258,9 @@ def test_a_drifting_logprob_gap_is_reported_with_its_earlier_value():
         and "max_staleness" in said
     )
     assert seen({}, *[gap(1e-6)] * 3, *[gap(1e-3)] * 5) == [], "rounding"
-    assert seen({}, *[gap(0.03)] * 3, *[gap(0.08)] * 5) == [], "a low precision has had it from the start"
+    assert seen({}, *[gap(0.03)] * 3, *[gap(0.08)] * 5) == [], (
+        "a low precision has had it from the start"
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,18 @@ def test_equal_microbatches_take_the_ideal_time_and_the_bubble():
 
 
 def test_rows_of_one_length_take_the_same_whether_counted_or_listed():
-    cost = PipelineCost(stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3)
+    cost = PipelineCost(
+        stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3
+    )
     steps = OptimizerSteps(epochs=2, minibatches=2)
     for rows, length in ((7, 30), (8, 100), (5, 101), (1, 1)):
         for chunks in (1, 2):
             made = cost.model_copy(update={"chunks": chunks})
             listed = made.seconds_of_steps(np.full(rows, length), [np.arange(rows)])
             assert made.seconds(rows, rows * length) == pytest.approx(listed.sum())
-            twice = made.seconds_of_steps(np.full(2 * rows, length), steps.cut(np.arange(2 * rows), (0,)))
+            twice = made.seconds_of_steps(
+                np.full(2 * rows, length), steps.cut(np.arange(2 * rows), (0,))
+            )
             assert made.seconds(2 * rows, 2 * rows * length, steps) == pytest.approx(twice.sum())
 
 
@@ -89,7 +93,9 @@ def test_no_lengths_beat_the_least_time(lengths: list[int], stages: int, chunks:
 
 def test_rows_are_cut_as_the_engine_cuts_them():
     lengths = np.array([90, 60, 30, 10, 100])
-    cost = PipelineCost(stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3)
+    cost = PipelineCost(
+        stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3
+    )
     # Packed by decreasing length: [100], [90], [60, 30, 10].
     times, tokens = np.array([1.1, 1.0, 1.3]), np.array([100, 90, 100])
     played = run(one_forward_one_backward(2, 3), times / 6, times / 3, tokens * 1e-3)

@@ -193,7 +193,11 @@ def test_the_same_seed_makes_the_same_run(tmp_path: Path):
         backend = Simulated(CostModel(nodes=costs(lengths).nodes, seed=seed))
         driver = run(tmp_path, schedule, backend, apart(3, 2))
         log = LogReader(driver.directory.path / "buffer" / LOG)
-        return driver.directory.metrics, driver.directory.timeline, [r for r in log if r["do"] != "epoch"]
+        return (
+            driver.directory.metrics,
+            driver.directory.timeline,
+            [r for r in log if r["do"] != "epoch"],
+        )
 
     first, again, other = made(0), made(0), made(1)
     assert first == again and first[0] != other[0]
@@ -203,7 +207,9 @@ def test_every_schedule_and_placement_gets_the_same_lengths(tmp_path: Path):
     cost = costs(LogNormal(mean=60, max_tokens=300), 0.1)
     drivers = [
         run(tmp_path, Synchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(1, 1), number=10),
-        run(tmp_path, Asynchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(3, 2), number=10),
+        run(
+            tmp_path, Asynchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(3, 2), number=10
+        ),
     ]
     tokens = [
         sum(c["tokens"] for c in d.directory.timeline if c["node"] == "actor.update") for d in drivers
@@ -222,7 +228,8 @@ def test_a_filter_keeps_its_share_of_groups(tmp_path: Path):
 
 def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
     cost = CostModel(
-        nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes, ranks_per_replica={"rollout": 4, "actor": 2}
+        nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes,
+        ranks_per_replica={"rollout": 4, "actor": 2},
     )
     made = groups()
     schedule = Asynchronous(steps=4, prompts_per_step=4)
@@ -274,7 +281,10 @@ def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
 
 def slow_updates() -> CostModel:
     return CostModel(
-        nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)}
+        nodes={
+            **costs(FixedLengths(lengths=((10,),)), 1.0).nodes,
+            "actor.update": LinearCost(fixed_s=20),
+        }
     )
 
 
@@ -324,7 +334,10 @@ def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_u
 def test_a_run_with_a_stop_condition_waits_for_its_metrics_before_each_step(tmp_path: Path):
     schedule = Synchronous(steps=6, prompts_per_step=4)
     driver = evaluated(
-        tmp_path, schedule, 3, stop=lambda row: "eval/rollout/response_length" in row and row["step"] == 3
+        tmp_path,
+        schedule,
+        3,
+        stop=lambda row: "eval/rollout/response_length" in row and row["step"] == 3,
     )
     assert [row["step"] for row in driver.directory.metrics] == [0, 1, 2, 3]
     assert len(trained(driver)) == 3, "the model is the one that was evaluated"
@@ -531,7 +544,9 @@ def over_issued(prompts, *, rollout, reward, actor, n, first=2):
 
 
 @pytest.mark.parametrize("schedule", [Pipelined, Asynchronous])
-def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(tmp_path: Path, schedule: Any):
+def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(
+    tmp_path: Path, schedule: Any
+):
     settings: dict[str, Any] = {"steps": 3, "prompts_per_step": 2, "shuffle": False}
     straggling = FixedLengths(lengths=((9, 400, 6), (8, 7, 11)))
     swift = FixedLengths(lengths=((9, 6), (8, 7)))
@@ -582,7 +597,9 @@ def test_a_rank_that_dies_loses_only_the_responses_that_it_had_not_handed_over(t
         driver.run()
     assert not check_log(driver.directory.path / "buffer").violations
     log = list(LogReader(driver.directory.path / "buffer" / LOG))
-    claims = {r["lease"]: r["ids"] for r in log if r["do"] == "claim" and r["node"] == "rollout.generate"}
+    claims = {
+        r["lease"]: r["ids"] for r in log if r["do"] == "claim" and r["node"] == "rollout.generate"
+    }
     first, again = claims.values()
     assert len(first) == 4 and len(again) == 2, "those of the rank that died"
     of_lease = {

@@ -29,7 +29,9 @@ START_S = 60
 @pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
     """The system's browser, driven by Playwright."""
-    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    binary = (
+        shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    )
     if binary is None:
         pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
     if find_spec("playwright") is None:

@@ -22,7 +22,9 @@ class Look:
 
     def __init__(self, browser: Any, address: str, width: int, dark: bool) -> None:
         scheme = "dark" if dark else "light"
-        self._context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self._context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
         self.page = self._context.new_page()
         self.page.set_default_timeout(TIMEOUT_MS)
         self.complaints: list[str] = []

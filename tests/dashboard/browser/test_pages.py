@@ -69,7 +69,9 @@ def test_a_graph_of_many_layers_stays_in_its_frame(look, folder: Path, width: in
     def lengthen(graphs: Any) -> Any:
         nodes = graphs["train"]["nodes"]
         for number in range(6):
-            nodes.insert(-1, {**nodes[1], "name": f"reward.stage_{number}", "after": [nodes[-2]["name"]]})
+            nodes.insert(
+                -1, {**nodes[1], "name": f"reward.stage_{number}", "after": [nodes[-2]["name"]]}
+            )
         nodes[-1]["after"] = [nodes[-2]["name"]]
         return graphs
 
@@ -138,7 +140,9 @@ def test_text_of_a_model_is_text_on_every_page(look):
     window.show("samples", run=NAME, filter="step = 41")
     shown = window.page.locator(".detail").inner_text()
     assert "<script>window.harmed=1</script>" in shown
-    assert {"ESC", "RLO", "NUL", "ZWSP"} <= set(window.page.locator(".detail .control").all_inner_texts())
+    assert {"ESC", "RLO", "NUL", "ZWSP"} <= set(
+        window.page.locator(".detail .control").all_inner_texts()
+    )
     assert len(shown) < 1_000_000, "long lines are folded"
     window.show("samples", run=NAME, view="table", filter="step = 41")
     window.show("workers", run=NAME, worker="actor[0]")

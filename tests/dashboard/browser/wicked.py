@@ -8,9 +8,7 @@ import pyarrow as pa
 
 from weft.dataflow.runs.samples import sample_file_name
 
-MARKUP = (
-    "<img src=x onerror=window.harmed=1><script>window.harmed=1</script><style>body{display:none}</style>"
-)
+MARKUP = "<img src=x onerror=window.harmed=1><script>window.harmed=1</script><style>body{display:none}</style>"
 TERMINAL = "\x1b[2J\x1b[31mred\x1b[0m\x07\x08\r\x00"
 REVERSED = "\u202egnp.exe\u2066\u200b\ufeff"
 WICKED = f"{MARKUP}{TERMINAL}{REVERSED}"

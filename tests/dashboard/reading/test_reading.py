@@ -236,7 +236,10 @@ def test_a_broken_run_does_not_affect_the_others(runs: Path, tmp_path: Path, nam
     for text in WRONG[name]:
         file.write_text(text)
         client = client_of(tmp_path / "runs")
-        assert [one["run"] for one in client.get("/api/runs").json()["runs"]] == ["sound", "wrong, it is"]
+        assert [one["run"] for one in client.get("/api/runs").json()["runs"]] == [
+            "sound",
+            "wrong, it is",
+        ]
         both = "sound,wrong%2C it is"
         answers = [client.get("/api/curves", params={"runs": both, "names": "reward/mean"})]
         answers += [
@@ -266,7 +269,9 @@ def test_a_killed_run_is_read_from_its_streams(runs: Path, tmp_path: Path):
         with (run / f"{name}.arrows").open("ab") as file:
             file.write(b"\xff\xff\xff\xff\x00\x10\x00\x00torn")
     said = asked(client_of(tmp_path / "runs"), "one")
-    assert said["run"]["step"] == 1 and [lane["group"] for lane in said["timeline"]["lanes"]] == ["actor"]
+    assert said["run"]["step"] == 1 and [lane["group"] for lane in said["timeline"]["lanes"]] == [
+        "actor"
+    ]
 
 
 CALL = {
@@ -478,7 +483,9 @@ def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
 
 def test_idle_time_has_its_reason():
     after = {
-        "train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}
+        "train": {
+            "nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]
+        }
     }
     found = lanes(("rollout", "generate", 0, 4), ("actor", "update", 4, 6), graphs=after).page(0, 6)
     by_group = {lane["group"]: lane for lane in found["lanes"]}
@@ -545,7 +552,9 @@ def test_weights_and_checkpoints_have_separate_lanes_and_explain_the_critical_pa
     ).page(0, 5)
     by_name = {lane["lane"]: lane for lane in found["lanes"]}
     assert [bar[:2] for bar in by_name["weights"]["calls"]] == [[1.0, 1.5], [1.4, 2.0]]
-    assert [bar[:2] for bar in by_name["checkpoints"]["calls"]] == [[2.0, 5.0]], "until it is on the disk"
+    assert [bar[:2] for bar in by_name["checkpoints"]["calls"]] == [[2.0, 5.0]], (
+        "until it is on the disk"
+    )
     assert by_name["checkpoints"]["kind"] == "checkpoint" and by_name["weights"]["kind"] == "weights"
     waiting = [part["text"] for part in found["critical"] if part["node"] is None]
     assert waiting == ["the driver", "a checkpoint on its way to the disk"]
@@ -564,7 +573,9 @@ def test_the_critical_path_of_a_step_has_the_calls_it_waited_for():
 
 def test_the_critical_path_includes_a_call_whose_rows_were_taken_during_it():
     after = {
-        "train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}
+        "train": {
+            "nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]
+        }
     }
     calls = (
         ("rollout", "generate", 0, 4),
@@ -572,7 +583,8 @@ def test_the_critical_path_includes_a_call_whose_rows_were_taken_during_it():
         ("actor", "update", 3, 6),
     )
     assert [
-        (part["node"], part["start_s"], part["end_s"]) for part in lanes(*calls, graphs=after).critical(1)
+        (part["node"], part["start_s"], part["end_s"])
+        for part in lanes(*calls, graphs=after).critical(1)
     ] == [
         ("generate", 0, 3),
         ("update", 3, 6),

@@ -76,12 +76,10 @@ def test_a_prompt_has_its_turns_from_its_messages_or_from_its_marks():
         ("tool", ["result"]),
     ]
     ended = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert [turn["role"] for turn in turns_of_prompt({"messages": ended, "response_ids": [1]}) or []] == [
-        "user"
-    ]
-    marked = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert [
+        turn["role"] for turn in turns_of_prompt({"messages": ended, "response_ids": [1]}) or []
+    ] == ["user"]
+    marked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert [turn["role"] for turn in turns_of_prompt({"prompt": marked, "messages": "{torn"}) or []] == [
         "system",
         "user",

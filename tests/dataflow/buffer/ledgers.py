@@ -210,7 +210,9 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
     groups = ledger.live.groups
     state["queued rows"] = [
         sorted(
-            id for id in queue if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i)
+            id
+            for id in queue
+            if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i)
         )
         for i, queue in enumerate(readiness.in_row_queues)
     ]

@@ -174,7 +174,11 @@ def consumed_once(folder: Path) -> None:
         match record["do"]:
             case "claim":
                 assert key not in leases, "a token was given out twice"
-                leases[key] = {"node": record["node"], "open": dict.fromkeys(record["ids"]), "staged": []}
+                leases[key] = {
+                    "node": record["node"],
+                    "open": dict.fromkeys(record["ids"]),
+                    "staged": [],
+                }
             case "publish":
                 lease = leases[key]
                 held = list(dict.fromkeys(record.get("parents", record["ids"])))

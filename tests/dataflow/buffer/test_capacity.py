@@ -123,7 +123,9 @@ class Stream:
         self.training = self.ledger.claim(self.update, max_groups=number, staleness=staleness)
         assert self.training is not None and not self.ledger.stale, "a group is too old"
         assert sorted(set(self.training.group_ids.tolist())) == first
-        self.oldest = max(self.oldest, self.version - min(row.version or 0 for row in self.training.rows))
+        self.oldest = max(
+            self.oldest, self.version - min(row.version or 0 for row in self.training.rows)
+        )
         return True
 
     def end_update(self, lease: Lease) -> None:
@@ -166,7 +168,9 @@ def random_stream(folder: Path, chance: random.Random, prompts: int) -> Stream:
     group_bytes = chance.choice([10, 100])
     config = BufferConfig(
         max_rows=chance.choice([None, each * per_update, each * per_update + chance.randint(0, 60)]),
-        max_bytes=chance.choice([None, 1, group_bytes * per_update, group_bytes * chance.randint(1, 20)]),
+        max_bytes=chance.choice(
+            [None, 1, group_bytes * per_update, group_bytes * chance.randint(1, 20)]
+        ),
     )
     staleness, shared = chance.choice([None, 0, 0, 1, 2, 5]), chance.choice([1, 3])
     return Stream(folder, chance, config, staleness, per_update, samples, group_bytes, shared, prompts)

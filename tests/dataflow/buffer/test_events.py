@@ -29,7 +29,10 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("publish", {**MADE, "segment": SEGMENT, "parents": [1], "finished": []}),
     ("publish", {**MADE, "segment": SEGMENT, "versions": [2], "parents": [1]}),
     ("publish", {**MADE, "segments": [[1, *SEGMENT], [0, *SEGMENT]]}),
-    ("publish", {"lease": 3, "ids": [], "tokens": [], "versions": [], "parents": [], "finished": [1, 2]}),
+    (
+        "publish",
+        {"lease": 3, "ids": [], "tokens": [], "versions": [], "parents": [], "finished": [1, 2]},
+    ),
     ("claim", {"lease": 3, "node": "score", "ids": [*range(4, 20), 22, *range(5000, 5016)]}),
     (
         "publish",

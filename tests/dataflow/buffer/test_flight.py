@@ -180,8 +180,12 @@ def test_corruption_in_transit_is_found(server, segment, tmp_path):
 
 
 def test_a_node_that_is_no_peer_is_named_with_the_nearest(tmp_path):
-    reader = SegmentReader(tmp_path, "node-a", fetch=Peers({"node-b": "grpc://127.0.0.1:1"}, TOKEN).fetch)
-    with pytest.raises(UserError, match="is on node 'nodeb', which is not a peer; did you mean 'node-b'"):
+    reader = SegmentReader(
+        tmp_path, "node-a", fetch=Peers({"node-b": "grpc://127.0.0.1:1"}, TOKEN).fetch
+    )
+    with pytest.raises(
+        UserError, match="is on node 'nodeb', which is not a peer; did you mean 'node-b'"
+    ):
         reader.read(Segment("nodeb", "w.0.000000.arrows", 0, 8, 0))
     with pytest.raises(UserError, match="which is not a peer; there are node-b"):
         reader.read(Segment("xyz", "w.0.000000.arrows", 0, 8, 0))
@@ -281,7 +285,9 @@ def test_a_returning_peer_gets_all_deletions_in_one_message(tmp_path):
     writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
     segments = [writer.append(some()) for _ in range(50)]
     writer.close()
-    deletions = Deletions(Peers({"n0": server.location}, TOKEN), timeout_s=60, pause_s=0.01)  # waited out
+    deletions = Deletions(
+        Peers({"n0": server.location}, TOKEN), timeout_s=60, pause_s=0.01
+    )  # waited out
     deletions("n0", segments[0].file)
     deadline = time.monotonic() + 60
     while not told and time.monotonic() < deadline:
@@ -299,7 +305,9 @@ def test_a_returning_peer_gets_all_deletions_in_one_message(tmp_path):
 
 @pytest.mark.parametrize("token", ["", "Secret", "secret "])
 def test_without_the_token_nothing_is_answered(server, segment, tmp_path, token):
-    with pytest.raises(pf.FlightUnauthenticatedError, match="the token is missing, or is not this run's"):
+    with pytest.raises(
+        pf.FlightUnauthenticatedError, match="the token is missing, or is not this run's"
+    ):
         reader_of(server, tmp_path, token=token).read(segment)
     with pytest.raises(pf.FlightUnauthenticatedError):
         client_of(server.location, token=token).delete([("n0", segment.file)])

@@ -70,7 +70,9 @@ def test_rows_that_come_when_the_quorum_is_chosen_are_late():
     expand(ledger, lease, 3, first=3000, only=[1001])
     assert ledger.live.dropped == {"late at first": 3} and ledger.claim(node(ledger, "score")) is None
     ledger.finish(lease)
-    assert len(ledger.live.groups) == 1 and not ledger.leases.take_given_up(), "another branch wants them"
+    assert len(ledger.live.groups) == 1 and not ledger.leases.take_given_up(), (
+        "another branch wants them"
+    )
     do(ledger, "look")
     assert len(ledger.live.groups) == 0 and ledger.live.counts()["dropped"] == 3
 

@@ -56,7 +56,11 @@ def test_a_group_rests_when_only_following_nodes_remain():
     assert lease.ids.tolist() == [1000] and ledger.readiness.ready_groups(record) == 0
     publish(ledger, lease)
     ledger.finish(lease, step=4)
-    assert (ledger.live.groups_at_work, ledger.live.groups_behind, ledger.live.ids_at_work) == (1, 1, [1])
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind, ledger.live.ids_at_work) == (
+        1,
+        1,
+        [1],
+    )
     assert ledger.live.groups_of_step == {0: 1} and ledger.readiness.ready_groups(record) == 1
     assert ledger.live.groups[0].trained_in == 4 and not ledger.lose(0, "its file is gone"), (
         "it was trained on"
@@ -221,7 +225,9 @@ def test_rows_of_no_policy_are_never_too_old():
     prompts, samples = ([group.levels[level] for group in groups] for level in (0, 1))
     assert [Staleness(5, 1).too_old(rows, rows.all) for rows in samples] == [[0], [], []]
     assert not any(Staleness(5, 2).too_old(rows, rows.all) for rows in samples)
-    assert not any(Staleness(5, 0).too_old(rows, rows.all) for rows in prompts), "prompts have no version"
+    assert not any(Staleness(5, 0).too_old(rows, rows.all) for rows in prompts), (
+        "prompts have no version"
+    )
 
 
 def test_a_child_is_published_under_a_policy_or_has_the_version_of_its_parent():

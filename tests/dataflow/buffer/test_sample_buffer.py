@@ -111,7 +111,10 @@ def test_groups_on_a_lost_node_are_reissued_unless_an_update_has_begun(
     update = run.ledger.graph.nodes[-1]
     lease = run.ledger.claim(update, max_groups=1)
     assert lease is not None and run.buffer.unreachable(["driver"]) == {}
-    live, recovered = run.buffer.unreachable(["another"]), run.buffer.unreachable(["another"], live=False)
+    live, recovered = (
+        run.buffer.unreachable(["another"]),
+        run.buffer.unreachable(["another"], live=False),
+    )
     assert [list(found["train"]) for found in (live, recovered)] == [[1, 2], [0, 1, 2]]
     assert run.buffer.drop_unreachable(["another"]) == [("train", 1), ("train", 2)]
     run.buffer.publish(run.ledger, lease, Published(lease.ids, np.zeros(2, np.int64)), None)

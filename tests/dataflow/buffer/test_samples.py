@@ -22,7 +22,9 @@ def test_samples_of_all_files_are_one_table_with_their_graph_and_step(run: Run):
         "response": [None, None, "yes"],
         "reward": [0.5, 1.0, None],
     }
-    best = query(run.path, "select graph, max(reward) as best from samples group by graph order by graph")
+    best = query(
+        run.path, "select graph, max(reward) as best from samples group by graph order by graph"
+    )
     assert best.to_pydict() == {"graph": ["eval", "train"], "best": [None, 1.0]}
 
 
@@ -32,7 +34,9 @@ def test_the_archive_holds_all_samples_in_one_file_and_answers_when_they_are_gon
     write_samples(run.path)
     path = archive(run.path)
     stored = pq.ParquetFile(path)
-    assert path.name == "samples.parquet" and stored.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert (
+        path.name == "samples.parquet" and stored.metadata.row_group(0).column(0).compression == "ZSTD"
+    )
     before = recorded_or_archived(run.path)
     for file in (run.path / "samples").iterdir():
         file.unlink()

@@ -138,7 +138,9 @@ def test_at_every_moment_a_file_is_an_arrow_stream(tmp_path: Path):
 def test_each_schema_has_separate_files(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     one, two = Batch.of(reward=[1.0]), Batch.of(answer=["x"])
-    assert [writer.append(b).file for b in (one, two, one)] == [f"w.{k}.000000.arrows" for k in (0, 1, 0)]
+    assert [writer.append(b).file for b in (one, two, one)] == [
+        f"w.{k}.000000.arrows" for k in (0, 1, 0)
+    ]
 
 
 def test_a_full_file_is_left_for_the_next_and_a_large_message_has_its_own(tmp_path: Path):

@@ -118,7 +118,10 @@ def test_a_wrong_layout_is_reported_with_the_nearest_match(tmp_path: Path, qwen:
             "column 'prompt_ids' is one that Weft writes; rename it in the file",
         ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "refused the messages: unknown role robot"),
-        ({"prompt": [{"role": None, "content": "a"}, USER]}, "line 1: a message in 'prompt' has no role"),
+        (
+            {"prompt": [{"role": None, "content": "a"}, USER]},
+            "line 1: a message in 'prompt' has no role",
+        ),
         ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
         (
             {"instruction": "add", "input": [USER], "output": "4"},
@@ -204,7 +207,11 @@ def test_a_column_for_images_may_be_empty(tmp_path: Path, qwen: Path) -> None:
             {"messages": [USER]},
             "'messages' ends without it (a prompt), but the rows before end",
         ),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "'completion' is null"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": None},
+            "'completion' is null",
+        ),
     ],
 )
 def test_a_bad_row_is_named(

@@ -35,7 +35,10 @@ def test_plain_text_is_sent_as_a_users_message_where_there_is_a_template(qwen: P
     ("row", "why"),
     [
         ({"prompt": CHAT}, "the texts hold special tokens of the tokenizer already"),
-        ({"prompt": "2 + 2 =", "completion": " 4"}, "the responses begin with a space, so they continue"),
+        (
+            {"prompt": "2 + 2 =", "completion": " 4"},
+            "the responses begin with a space, so they continue",
+        ),
         (
             {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
             "the responses begin with a space, so they continue",

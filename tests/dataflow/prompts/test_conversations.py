@@ -229,7 +229,9 @@ def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> No
     (tokenizer / "chat_template.jinja").write_text(any_role + "{# knows the role critic #}")
     assert (
         "<critic>Bad"
-        in read({"messages": [{"role": "critic", "content": "Bad"}, user("Hi")]}, tokenizer)["prompt_ids"]
+        in read({"messages": [{"role": "critic", "content": "Bad"}, user("Hi")]}, tokenizer)[
+            "prompt_ids"
+        ]
     )
 
 
@@ -267,7 +269,10 @@ def test_the_prompt_ends_with_the_header_even_if_the_response_starts_with_its_ta
 ) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
     found = read({"messages": [user("2 + 2?"), assistant(answer)]}, tokenizer)
-    assert found == {"prompt_ids": turn("user", "2 + 2?") + HEADER, "response_ids": answer + "<|im_end|>"}
+    assert found == {
+        "prompt_ids": turn("user", "2 + 2?") + HEADER,
+        "response_ids": answer + "<|im_end|>",
+    }
     pair = {"prompt": "2 + 2?", "chosen": [assistant(answer)], "rejected": [assistant("<think>\nSo")]}
     assert read(pair, tokenizer)["rejected_ids"] == "<think>\nSo<|im_end|>"
 
@@ -326,8 +331,9 @@ def test_the_last_assistant_turn_is_trained_by_default_and_the_choice_is_printed
     prompts = Prompts.from_rows([{"messages": DIALOGUE[:-1]}], qwen)
     (row,) = prompts.table.to_pylist()
     assert text_of(qwen, row["response_ids"]) == "\nLight.<|im_end|>" and "response_mask" not in row
-    assert "trains    the last assistant turn of each conversation, 1 of 2 turns (train_on='last'" in str(
-        prompts.understood
+    assert (
+        "trains    the last assistant turn of each conversation, 1 of 2 turns (train_on='last'"
+        in str(prompts.understood)
     )
 
 
@@ -461,7 +467,9 @@ def test_system_prompts_that_cannot_be_used_are_refused(qwen: Path, base: Path) 
         UserError,
         match=r"row 2: column 'system' is for the chat template, which is not applied .*\(the tokenizer",
     ):
-        Prompts.from_rows([{"system": "", "prompt": "Hi"}, {"system": "Be brief.", "prompt": "Hi"}], base)
+        Prompts.from_rows(
+            [{"system": "", "prompt": "Hi"}, {"system": "Be brief.", "prompt": "Hi"}], base
+        )
     with pytest.raises(
         UserError, match="row 1: the system prompt of the column and the first message of the row differ"
     ):
@@ -524,7 +532,10 @@ def test_messages_that_are_text_are_refused_and_not_trained_as_text(
     human, model = ("human", "gpt") if keys[0] == "from" else ("user", "assistant")
     prompt, answer = turn(human, "2 + 2?"), turn(model, "4")
     refused = {
-        "prompt": [{"prompt": prompt, "answer": "4"}, {"prompt": prompt, "chosen": "4", "rejected": "5"}],
+        "prompt": [
+            {"prompt": prompt, "answer": "4"},
+            {"prompt": prompt, "chosen": "4", "rejected": "5"},
+        ],
         "chosen": [{"prompt": "2 + 2?", "chosen": answer, "rejected": answer}],
         "completion": [{"prompt": "2 + 2?", "completion": answer}],
     }

@@ -85,7 +85,8 @@ def test_rows_longer_than_pyarrows_block_and_blank_lines_are_read(tmp_path: Path
 
 def test_long_prompts_are_an_error_or_dropped_and_counted(tmp_path: Path, base: Path) -> None:
     file = jsonl(
-        tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": "1 2 3", "answer": "x"}, {"prompt": "1 2 3 4"}]
+        tmp_path / "p.jsonl",
+        [{"prompt": "1"}, {"prompt": "1 2 3", "answer": "x"}, {"prompt": "1 2 3 4"}],
     )
     said = complaint(file, base, max_prompt_tokens=2)
     assert said == (
@@ -107,7 +108,9 @@ def test_long_prompts_are_an_error_or_dropped_and_counted(tmp_path: Path, base: 
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_prompts_take_little_more_than_the_library(tmp_path: Path, base: Path) -> None:
+def test_a_hundred_thousand_prompts_take_little_more_than_the_library(
+    tmp_path: Path, base: Path
+) -> None:
     rows = [{"prompt": f"{CORPUS[i % 4]} {i}", "answer": str(i)} for i in range(100_000)]
     file = jsonl(tmp_path / "many.jsonl", rows)
     texts = [row["prompt"] for row in rows]

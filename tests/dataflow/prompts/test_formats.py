@@ -87,7 +87,9 @@ def test_the_columns_can_be_named_and_reached_inside_structs(base: Path) -> None
     prompts = Prompts.from_rows(rows, base, prompt="extra_info.question", answer="extra_info.answer")
     assert prompts.columns == ("prompt_ids", "prompt", "answer", "extra_info", "id")
     assert prompts.table.select(["prompt", "answer"]).to_pylist() == [{"prompt": "2 + 2", "answer": "4"}]
-    supervised = Prompts.from_rows(rows, base, prompt="extra_info.question", response="extra_info.answer")
+    supervised = Prompts.from_rows(
+        rows, base, prompt="extra_info.question", response="extra_info.answer"
+    )
     assert text_of(base, supervised.table["response_ids"].to_pylist()[0]) == "4<|im_end|>"
 
 

@@ -95,5 +95,7 @@ def test_without_the_library_the_extra_is_named(
 def test_a_dataset_that_is_loaded_already_is_taken_as_it_is(base: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": f"{k} + 0", "answer": str(k)} for k in range(5)])
-    prompts = Prompts.from_rows(rows.filter(lambda row: row["answer"] != "1"), base, name="sums", limit=3)
+    prompts = Prompts.from_rows(
+        rows.filter(lambda row: row["answer"] != "1"), base, name="sums", limit=3
+    )
     assert (prompts.name, prompts.table["answer"].to_pylist()) == ("sums", ["0", "2", "3"])

@@ -119,7 +119,9 @@ def test_an_image_is_placed_at_its_block_or_mark_or_at_the_beginning(
 def test_blocks_of_other_kinds_stay_next_to_marks():
     content = [{"type": "video", "text": None}, {"type": "text", "text": "what <image>"}]
     parted = [content[0], {"type": "text", "text": "what "}, {"type": "image"}]
-    assert with_places([{"role": "user", "content": content}], 1) == [{"role": "user", "content": parted}]
+    assert with_places([{"role": "user", "content": content}], 1) == [
+        {"role": "user", "content": parted}
+    ]
 
 
 @pytest.mark.parametrize(

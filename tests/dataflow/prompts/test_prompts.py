@@ -18,7 +18,8 @@ from weft.dataflow.source import fingerprint
 
 def questions(base: Path, levels: list[Any]) -> Prompts:
     rows = [
-        {"question": f"{k} + {k}", "answer": str(2 * k), "level": level} for k, level in enumerate(levels)
+        {"question": f"{k} + {k}", "answer": str(2 * k), "level": level}
+        for k, level in enumerate(levels)
     ]
     return Prompts.from_rows(rows, base, name="sums")
 

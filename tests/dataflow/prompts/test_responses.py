@@ -22,7 +22,9 @@ from weft.dataflow.prompts.prompts import Prompts
         {"prompt": [USER], "response": "It is blue."},
     ],
 )
-def test_chat_responses_end_with_the_token_that_stops_generation(row: dict[str, Any], qwen: Path) -> None:
+def test_chat_responses_end_with_the_token_that_stops_generation(
+    row: dict[str, Any], qwen: Path
+) -> None:
     first = Prompts.from_rows([row], qwen).table.to_pylist()[0]
     assert first["prompt"].endswith("<|im_start|>assistant\n")
     assert text_of(qwen, first["prompt_ids"]) == first["prompt"]

@@ -66,7 +66,11 @@ def test_values_are_those_of_the_file(
     assert alike(prompts.table[column].to_pylist(), [row[column] for row in rows])
     assert fingerprint(TableSource("a", prompts.table))
     batch = Batch.of_table(prompts.table)
-    for copy in (batch, Batch.concat([batch, batch]).slice(0, len(batch)), batch.take(range(len(batch)))):
+    for copy in (
+        batch,
+        Batch.concat([batch, batch]).slice(0, len(batch)),
+        batch.take(range(len(batch))),
+    ):
         assert alike(copy[column].to_pylist(), [row[column] for row in rows])
 
 
@@ -128,7 +132,9 @@ def test_messages_keep_their_own_keys(tmp_path: Path, qwen: Path) -> None:
         [{"role": "user", "content": "2 + 2?"}],
         [{"role": "user", "content": "3?", "name": "Ann"}],
     ]
-    table = Prompts.read(jsonl(tmp_path / "a.jsonl", [{"prompt": each} for each in messages]), qwen).table
+    table = Prompts.read(
+        jsonl(tmp_path / "a.jsonl", [{"prompt": each} for each in messages]), qwen
+    ).table
     assert table["prompt_messages"].to_pylist() == messages
 
 

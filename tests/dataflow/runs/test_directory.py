@@ -61,7 +61,9 @@ def run_dir(ended: Path, tmp_path: Path) -> Path:
 
 
 def go_on(run_dir: Path) -> tuple[list[Any], list[dict[str, float]]]:
-    return run(run_dir.parent, SCHEDULE, evaluate=False, checkpoint=EVERY, resume="latest", progress=True)
+    return run(
+        run_dir.parent, SCHEDULE, evaluate=False, checkpoint=EVERY, resume="latest", progress=True
+    )
 
 
 def _replace_by_folder(path: Path) -> None:
@@ -118,7 +120,9 @@ def test_a_killed_run_resumes_from_torn_streams(
     assert [row.get("samples") for row in rows] == [row.get("samples") for row in whole[1]], (
         "the log knows them"
     )
-    assert not list(run_dir.glob("[mt]*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
+    assert (
+        not list(run_dir.glob("[mt]*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
+    )
 
 
 def test_stray_files_stop_no_recovery(run_dir: Path):
@@ -266,7 +270,10 @@ def test_names_of_groups_and_evaluations_lead_nowhere_else(tmp_path: Path):
     other = toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward)
     with pytest.raises(UserError, match=r"^Evaluation\(..., name='../x' cannot name"):
         Driver(
-            graph, schedule=SCHEDULE, root=tmp_path / "runs", evaluations=[Evaluation(other, name="../x")]
+            graph,
+            schedule=SCHEDULE,
+            root=tmp_path / "runs",
+            evaluations=[Evaluation(other, name="../x")],
         )
     assert not list(tmp_path.iterdir())
 

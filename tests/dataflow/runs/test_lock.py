@@ -120,7 +120,9 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
 
 def test_unfinished_lock_files_of_dead_processes_are_removed(tmp_path: Path):
     RunLock.take(tmp_path).release()
-    ended, elsewhere, fresh = (tmp_path / "lock" / f".{name}" for name in ("ended", "elsewhere", "fresh"))
+    ended, elsewhere, fresh = (
+        tmp_path / "lock" / f".{name}" for name in ("ended", "elsewhere", "fresh")
+    )
     for path in (ended, elsewhere, fresh):
         path.write_text(file_of(tmp_path).read_text())
     rewrite(ended, started="12345")

@@ -106,7 +106,9 @@ def test_a_record_torn_at_any_byte_is_found(tmp_path: Path):
         before = max(k for k, place in enumerate(places) if place <= size)
         if size in places:
             path.write_bytes(whole[:size])
-            assert read(path)[0] == RECORDS[:before], "it ends between two records: that is where it ends"
+            assert read(path)[0] == RECORDS[:before], (
+                "it ends between two records: that is where it ends"
+            )
         else:
             found = damaged(path, whole[:size], before, places[before])
             assert found.endswith(f"the last record is torn after {size - places[before]} bytes")
@@ -242,7 +244,9 @@ def test_a_full_disk_loses_nothing_and_the_next_commit_completes(tmp_path: Path)
         log.close()
         records, reader = read(path)
         assert (
-            records == [*RECORDS, {"do": "more"}] and reader.damage is None and reader.end == log.position
+            records == [*RECORDS, {"do": "more"}]
+            and reader.damage is None
+            and reader.end == log.position
         )
 
 
@@ -397,7 +401,9 @@ class Overtaken(CountingDisk):
         super().write(descriptor, data)
 
 
-@given(st.lists(st.sampled_from(["append", "commit", "take over", "take over in a commit"]), max_size=40))
+@given(
+    st.lists(st.sampled_from(["append", "commit", "take over", "take over in a commit"]), max_size=40)
+)
 @settings(max_examples=150, deadline=None)
 def test_two_writers_that_commit_in_turns_never_share_a_file(moves: list[str]):
     """The last process to open the log owns it: only its commits are in the file, and others get an

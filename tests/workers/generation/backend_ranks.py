@@ -77,7 +77,9 @@ def without_gpus(patch: Any) -> None:
     patch(torch.accelerator, "synchronize", lambda *_: None)
     backends = {
         "nccl": _VllmBackend(nccl, together=True, on_gpus=False),
-        "memfd": _VllmBackend(lambda rank, *terms: _memfd()[0](rank=rank), together=False, on_gpus=False),
+        "memfd": _VllmBackend(
+            lambda rank, *terms: _memfd()[0](rank=rank), together=False, on_gpus=False
+        ),
     }
     patch(vllm_publisher, "BACKENDS", backends)
     _memfd()

@@ -25,6 +25,8 @@ def vllm_worker(folder: Path, inspects_models_here: None) -> Iterator[RolloutWor
     Closing another vLLM engine of this process destroys the process groups of both. Hence the
     modules that use this one sort before those with their own engines.
     """
-    worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
+    worker = RolloutWorker(
+        RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05)
+    )
     yield worker
     worker.close()

@@ -215,7 +215,8 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
     thread.join()
     receivers.close()
     assert (
-        way == "dies" or "rollout[0] failed in update_weights: ValueError: Invalid update_info" in said[0]
+        way == "dies"
+        or "rollout[0] failed in update_weights: ValueError: Invalid update_info" in said[0]
     )
     with pytest.raises(GenerationError, match="no complete version"):
         next(

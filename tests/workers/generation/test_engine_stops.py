@@ -82,7 +82,9 @@ def test_a_response_is_the_unstopped_one_up_to_the_token_that_completes_a_stop_s
     assert ends > 3, "most end by a stop string"
 
 
-def test_min_tokens_and_ignore_stop_hold_for_stop_strings(engine: GenerationEngine, with_tokenizer: Path):
+def test_min_tokens_and_ignore_stop_hold_for_stop_strings(
+    engine: GenerationEngine, with_tokenizer: Path
+):
     late = responses_of(engine, Sampling(max_tokens=12, stop=tuple(LETTERS[3:]), min_tokens=5))
     assert min(len(response.token_ids) for response in late) >= 5
     assert any(len(response.token_ids) < 12 for response in late)

@@ -70,7 +70,9 @@ def test_processes_of_a_node_that_want_one_folder_copy_it_once(
     assert {p.name: p.read_bytes() for p in copy.iterdir()} == {
         name: (model / name).read_bytes() for name in asked
     }
-    assert copy.stat().st_mode & 0o777 == 0o700 and (copy / "config.json").stat().st_mode & 0o777 == 0o600
+    assert (
+        copy.stat().st_mode & 0o777 == 0o700 and (copy / "config.json").stat().st_mode & 0o777 == 0o600
+    )
 
 
 def test_a_tokenizer_is_downloaded_without_the_weights(model: Path):

@@ -133,7 +133,8 @@ def test_logprobs_are_those_of_the_plain_model(seeing: Path, worker: str):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"microbatch_tokens": 30}, {"microbatch_tokens": 1000, "activation_checkpointing": True}]
+    "settings",
+    [{"microbatch_tokens": 30}, {"microbatch_tokens": 1000, "activation_checkpointing": True}],
 )
 def test_gradients_are_those_of_the_plain_model(seeing: Path, settings: dict[str, Any]):
     model = plain(seeing)

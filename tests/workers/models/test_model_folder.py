@@ -55,7 +55,9 @@ def test_the_context_is_found_in_any_setting_of_a_model(
 def test_a_context_that_is_left_to_defaults_bounds_nothing_before_the_start(tmp_path: Path):
     model = folder_with(tmp_path, model_type="gemma3", text_config=TEXT)
     check(model)
-    with pytest.raises(UserError, match=r"together more than the context of 60 .* or raise max_context$"):
+    with pytest.raises(
+        UserError, match=r"together more than the context of 60 .* or raise max_context$"
+    ):
         check(model, max_context=60)
 
 

@@ -77,7 +77,11 @@ def test_ids_that_the_model_has_pass(tmp_path: Path):
             {},
             r"^the tokenizer in {folder} has ids up to 5, and the model in {folder} ",
         ),
-        ({"tokenizer": tokenizer([["a", 0.0]] * 7)}, {}, r"^the tokenizer in {folder} has ids up to 6, "),
+        (
+            {"tokenizer": tokenizer([["a", 0.0]] * 7)},
+            {},
+            r"^the tokenizer in {folder} has ids up to 6, ",
+        ),
         (
             {"tokenizer": tokenizer({}, ("<tool>", 8, False))},
             {},

@@ -153,7 +153,9 @@ def test_files_outside_the_index_are_not_counted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("said", [True, None])
-def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path: Path, said: bool | None):
+def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(
+    tmp_path: Path, said: bool | None
+):
     embedding = {"model.embed_tokens.weight": np.zeros((9, 4), np.float32)}
     head = {"lm_head.weight": np.zeros((9, 4), np.float32)}
     settings = SETTINGS if said is None else {**SETTINGS, "tie_word_embeddings": said}

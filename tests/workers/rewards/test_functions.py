@@ -89,7 +89,9 @@ def test_a_dictionary_of_parts_is_summed_unless_one_of_them_is_the_reward(model:
         return {"reward": 3.0, "right": True, "why": "text", "unknown": None}
 
     rows, metrics = scored(parts, model)
-    assert rows["reward"].to_pylist() == [1.5, 0.5] and metrics["form"] == 0.5 and metrics["right"] == 0.5
+    assert (
+        rows["reward"].to_pylist() == [1.5, 0.5] and metrics["form"] == 0.5 and metrics["right"] == 0.5
+    )
     assert json.loads(rows["reward_parts"][0].as_py()) == {"form": 0.5, "right": 1.0}
     rows, metrics = scored(with_total, model)
     assert rows["reward"].to_pylist() == [3.0, 3.0] and metrics["right"] == 1.0 and "why" not in metrics
@@ -260,7 +262,9 @@ def test_a_judge_is_asked_and_its_last_score_is_the_reward(
     )
     asked = body["messages"][0]["content"]
     assert (
-        "What is {answer}?" in asked and "<response>\none\n" in asked and "from 1 (useless) to 5" in asked
+        "What is {answer}?" in asked
+        and "<response>\none\n" in asked
+        and "from 1 (useless) to 5" in asked
     )
     assert "secret-7" not in repr(judge) and pickle.loads(pickle.dumps(judge)) == judge
 

@@ -387,7 +387,9 @@ def test_a_sum_that_is_not_finite_fails_the_sample(model: Path) -> None:
     ],
     ids=shown,
 )
-def test_a_result_that_is_not_a_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
+def test_a_result_that_is_not_a_reward_ends_the_run_at_the_first_sample(
+    result: Any, model: Path
+) -> None:
     tried: list[str] = []
 
     def odd(response: str) -> Any:

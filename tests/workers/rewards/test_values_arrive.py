@@ -105,7 +105,9 @@ def test_a_reward_function_gets_the_values_of_the_file(
     function: Any, extra: str, column: str, model: Path, tmp_path: Path
 ) -> None:
     name, _, inner = column.partition(".")
-    rows = [{"prompt": "one", name: {inner: value} if inner else value, extra: value} for value in VALUES]
+    rows = [
+        {"prompt": "one", name: {inner: value} if inner else value, extra: value} for value in VALUES
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     batch = Batch.of_table(Prompts.read(file, model).table)

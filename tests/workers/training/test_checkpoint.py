@@ -166,7 +166,9 @@ def test_a_snapshot_waits_for_the_previous_one_and_reports_the_time(
     assert equal(state(again), state(worker))
 
 
-def test_a_full_disk_is_reported_once_and_the_next_snapshot_tries_again(tiny_model: Path, tmp_path: Path):
+def test_a_full_disk_is_reported_once_and_the_next_snapshot_tries_again(
+    tiny_model: Path, tmp_path: Path
+):
     disk = program.FullDisk(1000)
     worker = actor(tiny_model, disk=disk)
     worker.save_checkpoint(tmp_path / "first")

@@ -71,7 +71,9 @@ def test_experts_are_given_by_the_names_of_the_checkpoint_when_an_adapter_is_mer
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(tmp_path: Path, dim: int):
+def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(
+    tmp_path: Path, dim: int
+):
     stored = saved("Mixtral", tmp_path)
     engine = trainer_of(tmp_path)
     tensors = dict(engine.model.causal_lm.named_parameters())

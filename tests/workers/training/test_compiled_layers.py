@@ -105,7 +105,9 @@ def test_two_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, settings: dict
     )
     run_processes(spmd.main, tmp_path / "case.json", 2)
     result = torch.load(tmp_path / "rank0.pt", weights_only=False)
-    assert off(result["gradient"], gradients(tiny_model, [rows], spmd.LOSS, max_grad_norm=None)[0]) < 1e-5
+    assert (
+        off(result["gradient"], gradients(tiny_model, [rows], spmd.LOSS, max_grad_norm=None)[0]) < 1e-5
+    )
 
 
 def test_layers_that_cannot_be_compiled_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -117,7 +119,8 @@ def test_layers_that_cannot_be_compiled_are_refused(tiny_model: Path, monkeypatc
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(
-        UserError, match=r"compile=True needs a C\+\+ compiler on a CPU, but there is none .*: No working"
+        UserError,
+        match=r"compile=True needs a C\+\+ compiler on a CPU, but there is none .*: No working",
     ):
         ActorWorker(ActorConfig(model=str(tiny_model), compile=True))
 

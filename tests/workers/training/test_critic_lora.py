@@ -88,7 +88,8 @@ def test_the_adapter_and_the_head_move_and_nothing_else(
         torch.equal(after[name], tensor) for name, tensor in still.items()
     )
     assert all(
-        not torch.equal(tensor, before[name]) for name, tensor in parameters(worker, trained=True).items()
+        not torch.equal(tensor, before[name])
+        for name, tensor in parameters(worker, trained=True).items()
     )
     optimizer: Any = worker.engine.optimizer  # pyright: ignore[reportAttributeAccessIssue]
     assert len(optimizer.state) == len(before)

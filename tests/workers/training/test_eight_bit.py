@@ -46,7 +46,10 @@ def stepped(make: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tu
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in MATRICES + FLOAT]
     optimizer = make(
-        [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+        [
+            {"params": parameters[:2], "weight_decay": 0.1},
+            {"params": parameters[2:], "weight_decay": 0.0},
+        ]
     )
     for _ in range(steps):
         for parameter in parameters:

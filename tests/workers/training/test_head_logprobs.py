@@ -27,7 +27,9 @@ def plain(
     temperatures: Tensor | None,
     form: HeadForm,
 ) -> tuple[Tensor, Tensor]:
-    logits = hidden @ weight.T * form.factor if bias is None else (hidden @ weight.T + bias) * form.factor
+    logits = (
+        hidden @ weight.T * form.factor if bias is None else (hidden @ weight.T + bias) * form.factor
+    )
     if form.softcap is not None:
         logits = form.softcap * torch.tanh(logits / form.softcap)
     if temperatures is not None:
@@ -114,7 +116,9 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
                     lambda x, w=w: x @ w.T, h, targets, temperatures, False
                 )
             assert entropies is not None
-            found.append([logprobs, entropies.detach(), *torch.autograd.grad(logprobs, (h, w), upstream)])
+            found.append(
+                [logprobs, entropies.detach(), *torch.autograd.grad(logprobs, (h, w), upstream)]
+            )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-5)
 

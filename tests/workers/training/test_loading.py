@@ -87,7 +87,9 @@ def test_each_of_two_ranks_reads_only_its_shard(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
-def test_ranks_that_share_layers_read_only_their_shards(tmp_path: Path, ranks: int, tensor_parallel: int):
+def test_ranks_that_share_layers_read_only_their_shards(
+    tmp_path: Path, ranks: int, tensor_parallel: int
+):
     run_ranks(tmp_path, ranks, tensor_parallel)
 
 

@@ -62,7 +62,9 @@ def adapter_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
 def base_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
     engine: Any = worker.engine
     return {
-        n: p.detach().clone() for n, p in engine.model.causal_lm.named_parameters() if not p.requires_grad
+        n: p.detach().clone()
+        for n, p in engine.model.causal_lm.named_parameters()
+        if not p.requires_grad
     }
 
 
@@ -198,7 +200,9 @@ def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(
             if worker is asked:
                 worker.logprobs(rows, adapter=False)
             worker.update(rows.slice(9, 14), loss=LOSS)
-    assert all(torch.equal(tensor, adapter_of(plain)[name]) for name, tensor in adapter_of(asked).items())
+    assert all(
+        torch.equal(tensor, adapter_of(plain)[name]) for name, tensor in adapter_of(asked).items()
+    )
 
 
 def test_published_weights_have_the_trainers_logprobs(tiny_model: Path, rows: Batch, tmp_path: Path):
@@ -336,17 +340,20 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
         names = {path.name for path in folder.iterdir()}
         assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
         assert not {"config.json", "model.safetensors"} & names
-        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-            tiny_model
-        )
+        assert json.loads((folder / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ] == str(tiny_model)
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy: Any = PeftModel.from_pretrained(base, folder)
         loaded = dict(policy.base_model.model.named_parameters())
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter_of(worker).items()), kind
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter_of(worker).items()), (
+            kind
+        )
         (tmp_path / "theirs").mkdir(exist_ok=True)
         policy.save_pretrained(tmp_path / "theirs" / kind)
         mine, theirs = (
-            load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "theirs" / kind)
+            load_file(path / "adapter_model.safetensors")
+            for path in (folder, tmp_path / "theirs" / kind)
         )
         assert mine.keys() == theirs.keys() and all(
             torch.equal(mine[name], theirs[name]) for name in theirs
@@ -428,7 +435,9 @@ def test_several_ranks_train_the_adapter_of_one(
 ):
     ranks, kind, settings = SPLITS[split]
     dtype = settings.get("dtype", "float32")
-    results = run_ranks(tmp_path, tiny_model, rows, ranks, {**settings, "lora": KINDS[kind].model_dump()})
+    results = run_ranks(
+        tmp_path, tiny_model, rows, ranks, {**settings, "lora": KINDS[kind].model_dump()}
+    )
     assert {tensor.dtype for tensor in results["adapter"].values()} == {torch.float32}
     alone = with_adapter(actor(tiny_model, KINDS[kind], dtype=dtype), rows)
     off = alone.logprobs(rows, into="x", adapter=False).ragged_numpy("x")[0]
@@ -441,7 +450,9 @@ def test_several_ranks_train_the_adapter_of_one(
             assert float((results["adapter"][name] - tensor).abs().max()) < 3e-5, name
     else:  # autocast and FSDP round in other places, and AdamW steps by the sign of small gradients
         assert np.abs(off - found).mean() < 0.03
-    saved, kept = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("saved", "step/model"))
+    saved, kept = (
+        load_file(tmp_path / f / "adapter_model.safetensors") for f in ("saved", "step/model")
+    )
     assert saved.keys() == kept.keys() and all(torch.equal(saved[name], kept[name]) for name in saved)
     again = actor(tiny_model, KINDS[kind], dtype=dtype)
     again.load_checkpoint(tmp_path / "step")
@@ -584,7 +595,9 @@ def test_a_folder_of_an_adapter_is_merged_into_that_of_a_whole_model(
     worker.save(tmp_path / "adapter")
     worker.save(tmp_path / "merged", merged=True)
     write_merged(tmp_path / "adapter", tmp_path / "exported")
-    ours, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exported"))
+    ours, exported = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exported")
+    )
     assert ours.keys() == exported.keys()
     assert all(torch.allclose(ours[name], exported[name], atol=1e-5) for name in ours)
     assert not (tmp_path / "exported" / "adapter_config.json").exists()

@@ -64,7 +64,9 @@ def check_same(found: Found, whole: Found, tolerance: float) -> None:
     gradient, metrics = whole
     assert found[0].keys() == gradient.keys() and found[1].keys() == metrics.keys()
     squares = sum(float((found[0][n].double() - gradient[n].double()).square().sum()) for n in gradient)
-    assert (squares / sum(float(g.double().square().sum()) for g in gradient.values())) ** 0.5 < tolerance
+    assert (
+        squares / sum(float(g.double().square().sum()) for g in gradient.values())
+    ) ** 0.5 < tolerance
     assert found[1]["loss"].value == pytest.approx(metrics["loss"].value, rel=tolerance, abs=tolerance)
     for name, metric in metrics.items():
         assert found[1][name].value == pytest.approx(metric.value, rel=1e-4, abs=1e-5), name
@@ -171,5 +173,7 @@ def ranks(
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_loss_depends_on_ranks(ranks: list[Any], whole: Callable[[str], Found], name: str):
     check_same(
-        (ranks[0][name][0], merge(found[name][1] for found in ranks)), whole(name), LOSSES[name].tolerance
+        (ranks[0][name][0], merge(found[name][1] for found in ranks)),
+        whole(name),
+        LOSSES[name].tolerance,
     )

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from weft.workers.dispatch import RowCost, balance
-from weft.workers.training.microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
+from weft.workers.training.microbatch_plan import (
+    even_microbatches,
+    level_microbatches,
+    plan_microbatches,
+)
 
 LIMIT = 16_384
 COST = RowCost(70_000)  # Qwen2.5-7B
@@ -41,7 +45,9 @@ def test_microbatches_of_ranks_in_lockstep_are_near_the_bound(
         number = max(map(len, plans[0]))
         plans.append([])
         for cut, own in zip(cuts, costs, strict=True):
-            plans[1].append(level_microbatches(cut, lambda part, own=own: own[part].sum(), number, LIMIT))
+            plans[1].append(
+                level_microbatches(cut, lambda part, own=own: own[part].sum(), number, LIMIT)
+            )
         plans.append([])
         for own, of_rows in zip(shares, costs, strict=True):
             plan = even_microbatches(own, of_rows, number, LIMIT, pads=False)

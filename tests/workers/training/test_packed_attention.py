@@ -69,7 +69,9 @@ def make(kind: str) -> Any:
 def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     model = make(kind)
     rows = [torch.randint(3, 97, (length,)) for length in LENGTHS]
-    alone = [torch.log_softmax(model(input_ids=row[None], use_cache=False).logits[0], -1) for row in rows]
+    alone = [
+        torch.log_softmax(model(input_ids=row[None], use_cache=False).logits[0], -1) for row in rows
+    ]
     expected = torch.cat(
         [logits[torch.arange(len(row)), row] for logits, row in zip(alone, rows, strict=True)]
     )

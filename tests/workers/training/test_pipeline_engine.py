@@ -114,7 +114,8 @@ def test_a_wrong_engine_or_one_without_a_pipeline_is_refused(tiny_model: Path):
     nothing = ActorConfig(model=str(tiny_model), engine=lambda config, context, training, head: None)  # pyright: ignore[reportArgumentType]
     nothing.check()
     with pytest.raises(
-        UserError, match="made a NoneType, which is not a TrainingEngine: it has no coordinates, logprobs"
+        UserError,
+        match="made a NoneType, which is not a TrainingEngine: it has no coordinates, logprobs",
     ):
         ActorWorker(nothing, Context("actor"))
     with pytest.raises(UserError, match="pipeline_parallel=2: FsdpEngine has no pipeline"):

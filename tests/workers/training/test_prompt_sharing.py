@@ -145,7 +145,11 @@ def test_ranks_in_lockstep_have_level_microbatches_that_count_a_shared_prompt_on
 
 
 def test_rows_that_share_little_are_computed_as_they_are():
-    prompts, cu_seqlens, cost = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5]), SharingCost()
+    prompts, cu_seqlens, cost = (
+        np.array([1, 2, 1, 2, 3], np.int32),
+        np.array([0, 2, 4, 5]),
+        SharingCost(),
+    )
     # shares 2 of 32 tokens
     assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 25]), cost) is not None
     # shares 2 of 33 tokens
@@ -201,7 +205,10 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         assert tokens <= most or units == 1
         place = Placement.of_rows(prompts[part], after[part], same[part])
         taken = [
-            *(range(place.begins[row], place.begins[row] + after[part][row]) for row in range(len(part))),
+            *(
+                range(place.begins[row], place.begins[row] + after[part][row])
+                for row in range(len(part))
+            ),
             *(
                 range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1)
                 for row in place.alone

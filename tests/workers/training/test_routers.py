@@ -195,7 +195,9 @@ def test_the_experts_of_the_rows_are_taken_and_weighed_by_the_models_own_scores(
 def test_layers_that_are_computed_a_second_time_take_the_same_experts(models: Path, again: Any):
     plain, twice = (
         one_step(
-            actor(models, "Mixtral", router_loss=COEFFICIENT, **settings), ROUTED, NegativeLogLikelihood()
+            actor(models, "Mixtral", router_loss=COEFFICIENT, **settings),
+            ROUTED,
+            NegativeLogLikelihood(),
         )
         for settings in ({}, {"activation_checkpointing": again})
     )
@@ -252,7 +254,9 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "settings", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}], ids=["data", "tensor", "sequence"]
+    "settings",
+    [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}],
+    ids=["data", "tensor", "sequence"],
 )
 @pytest.mark.parametrize("rows", [ROWS, ROUTED], ids=["chosen", "replayed"])
 def test_two_ranks_find_the_same_as_one(
@@ -341,7 +345,9 @@ def test_a_mismatch_is_refused_by_name(models: Path):
     ):
         TransformersEngine(str(models / "PhiMoE"), routes=True)
     with pytest.raises(UserError, match=r"router_loss=10: .*Qwen3 is not a mixture of experts"):
-        ActorWorker.check(ActorConfig(**config_of(models, "Qwen3", router_loss=COEFFICIENT)), [], NO_ROWS)
+        ActorWorker.check(
+            ActorConfig(**config_of(models, "Qwen3", router_loss=COEFFICIENT)), [], NO_ROWS
+        )
 
 
 def test_families_have_the_settings_of_this_file():
