@@ -144,7 +144,7 @@ class FollowedTable:
         return news
 
     def _read(self) -> _News:
-        with self._parquet.open("rb") as file:
+        with open_file(self._parquet) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
         if ending == b"PAR1" and footer > MOST_FOOTER:
