@@ -106,6 +106,7 @@ class VllmEngine:
         self._images = images
         self._records_routes = routes and not on_gpu
         """Whether `weft_record_routes` records routes in place of vLLM."""
+        # `engine_arguments` enables it for routes on a GPU, so prompts need salts there too.
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
         if self._records_routes and settings.prefix_caching:
             raise GenerationError(
@@ -164,6 +165,7 @@ class VllmEngine:
                     self._step()
                     done = waiting & self._finished.keys()
                 waiting -= done
+                # Names count up, so this order is the order of requests.
                 given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
                 if given_up:
                     own = self._requests
@@ -299,6 +301,7 @@ class VllmEngine:
     def _abort(self, keys: set[str]) -> None:
         if keys:
             self._engine.abort_request(list(keys))
+            # Discard their routes: the recorder forgets a request only when they are taken.
             self._take_routes(list(keys))
         for key in keys:
             self._requests.pop(key, None)
@@ -340,6 +343,7 @@ class VllmEngine:
             seed=seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.ignore_stop else list(self._stop_tokens),
+            # No alternatives: vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -378,6 +382,7 @@ class VllmEngine:
         if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
             return
         if output.finished:
+            # vLLM ended it at this token for its length; all engines prefer "stop" then.
             output.outputs[0].finish_reason = "stop"
             return
         self._engine.abort_request([output.request_id])
@@ -434,6 +439,7 @@ def _response(output: RequestOutput, request_id: int) -> Response:
     versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = (
+            # vLLM's name for the weights that it started with.
             0 if span.version == "default" else int(span.version.removeprefix("v"))
         )
     if (versions < 0).any():

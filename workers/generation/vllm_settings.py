@@ -41,6 +41,7 @@ def memory_share(free: float | None) -> float:
     Args:
         free: share of memory that is free; None without a GPU, where the engine ignores the result.
     """
+    # The small term keeps exact hundredths: 100 * (0.31 - 0.02) is slightly below 29.
     return 0.9 if free is None else max(0.01, min(0.9, math.floor(100 * (free - 0.02) + 1e-6) / 100))
 
 
@@ -124,6 +125,7 @@ class VllmSettings(Config):
             # version.
             "async_scheduling": False,
             "enforce_eager": not self.compiles(on_gpu),
+            # Trainers compare with the distribution that was sampled from, temperature included.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
