@@ -101,12 +101,14 @@ class _AsyncCalls:
                 if reward.per_second is not None:
                     now = asyncio.get_running_loop().time()
                     begins_s = max(now, limits.begins_s)
+                    # Reserve the slot before the sleep, because other calls look for theirs during it.
                     limits.begins_s = begins_s + 1 / reward.per_second
                     await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
+                        # Only a TimeoutError of the function itself has a text.
                         why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
                         raise TimeoutError(why) from None
                 except Exception:
@@ -213,12 +215,15 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
     try:
         result = reward.call_function(arguments, log)
         if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
+            # An awaitable can be awaited only once, so each retry calls the function again.
             tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
             finally:
+                # The deadline may interrupt `result()`, and the call would stay in flight.
                 future.cancel()
+    # These steer Weft or the debugger, and are not failures of the function.
     except (Exception, NeedsMainThread, BdbQuit, Ended, Silent, Cancelled, Planned):
         raise
     except KeyboardInterrupt as error:
@@ -335,6 +340,7 @@ def _own_alarm() -> Iterator[None]:
     finally:
         if left_s:
             passed_s = time.monotonic() - since_s
+            # A time of 0 would switch the timer off.
             signal.setitimer(signal.ITIMER_REAL, max(left_s - passed_s, 1e-3), each_s)
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)

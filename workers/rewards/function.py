@@ -168,6 +168,7 @@ class Reward(Config):
     def answers(self) -> tuple[str, ...]:
         """Required ground truths with parameter types that exclude None."""
         needed = [p for p in self._open if p.default is p.empty and not _takes_none(p.annotation)]
+        # verl's batch functions take plurals, such as `ground_truths`.
         names = (p.name.removesuffix("s") for p in needed)
         return tuple(name for name in names if name in ANSWERS)
 
@@ -328,6 +329,7 @@ def number_of(reward: Reward, result: Any) -> float:
 
 def _as_number(value: object) -> float | None:
     """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
+    # float() would accept text such as "1".
     if isinstance(value, str | bytes | complex):
         return None
     try:

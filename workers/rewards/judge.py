@@ -79,6 +79,7 @@ class Judge(Config):
         parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
+        # Error messages show the address.
         if parts.password or parts.username:
             raise ValueError(
                 "address must not contain a password; name the environment variable with the key: key_variable='...'"

@@ -126,9 +126,11 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
         # End with the thread that made this process, however it ends.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+        # The parent may have ended before the call above took effect.
         if os.getppid() != parent:
             os._exit(1)
         other_end.close()
+        # The mark belongs to the parent's thread; here the same code runs on a main thread.
         _here.noticed = 0
         _set_handler(signal.SIGINT, signal.SIG_IGN)
         _set_handler(signal.SIGTERM, signal.SIG_DFL)
@@ -138,6 +140,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
             except (EOFError, OSError):
                 break
             try:
+                # Inside the `try`, so that a result that cannot be pickled fails only this call.
                 sent = pickle.dumps((True, function(*arguments), ""))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
@@ -145,6 +148,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
             requests.send_bytes(sent)
         code = 0
     finally:
+        # `os._exit` does not flush.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

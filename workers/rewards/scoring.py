@@ -121,6 +121,7 @@ class Scoring:
             self._context.advance()
 
     def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
+        # The driver replaces a watched process that exceeds the deadline.
         limit = None if self._context.watched else self._deadline_s
         with deadline(limit, f"reward function {self._rewards[f].title}"):
             result, logged = self._caller.call_reward(f, arguments)
