@@ -38,6 +38,7 @@ def check_images(model: str | Path, source: Source) -> None:
     """Check the images of a source against the model and against the placeholders of their prompts.
     Raises a UserError if the model does not read images, or a prompt's placeholders and images
     differ in number."""
+    # The file's own columns never replace Weft's columns of the same name.
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
@@ -160,6 +161,7 @@ class ImageReader:
         found = self._process(encoded)
         self._seen[key] = found
         self._bytes += _num_bytes(found)
+        # Keep the newest image even if it alone exceeds the limit.
         while self._bytes > _CACHED_BYTES and len(self._seen) > 1:
             self._bytes -= _num_bytes(self._seen.popitem(last=False)[1])
         return found
@@ -184,6 +186,7 @@ def open_image(encoded: Any) -> Any:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
+        # PostScript is a program, and files must not run code.
         if image.format == "EPS":
             raise ValueError(PROGRAM)
         return ImageOps.exif_transpose(image).convert("RGB")

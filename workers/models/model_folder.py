@@ -253,6 +253,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
         raise
     except Exception as error:  # settings of wrong types or sizes can fail anywhere
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        # A first line that ends with a colon only announces the reason.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         where = "" if file is None else f"; correct {file}, or fetch it again"
         raise UserError(
@@ -390,6 +391,7 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
             yield f"in the tokenizer of {model}, the id of {name} is", ids[content]
 
 
+# The two unused arguments are part of the cache's key: a changed file is read again.
 @functools.lru_cache(maxsize=4)
 def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
     """Return the largest id of an ordinary token (-1 without one), and the ids of special tokens by

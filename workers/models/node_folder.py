@@ -178,6 +178,7 @@ def list_folder(folder: Path, *, weights: bool) -> FolderListing:
     kept: dict[str, int] = {}
     contents, times = hashlib.sha256(), hashlib.sha256()
     for path in found:
+        # `transformers` reads safetensors if it finds them, so files in torch's format are not needed.
         is_kept = not has_safetensors or path.suffix == ".safetensors"
         if path.suffix in _FOREIGN or (path.suffix in _WEIGHTS and not (weights and is_kept)):
             continue
@@ -242,6 +243,7 @@ def copy_of(
         make_folder(cache)
         lock = Path(f"{partial}.lock")
         with growth_told(partial, advance), once_a_node(lock, f"copies {listing.name}"):
+            # Another process may have written the copy while this one waited for the lock.
             if not copy.is_dir():
                 free = shutil.disk_usage(cache).free
                 if free < listing.num_bytes:
@@ -315,6 +317,7 @@ def node_folder(
     found = cached_folder(model, weights=True)
     if found is None:
         with _one_of_the_node(str(model), wait_s, advance):
+            # Another process may have downloaded it while this one waited.
             found = cached_folder(model, weights=True) or _download(str(model))
     return found
 

@@ -144,6 +144,7 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
                 "it was made and write it with save_pretrained()"
             )
     for name, entry in stored.items():
+        # Buffers may hold integers; only weights need a gradient.
         if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
             raise UserError(
                 f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has "
