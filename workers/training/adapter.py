@@ -62,6 +62,7 @@ class Adapter:
         chosen = _adapted_layers(causal_lm, lora)
         self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
         layers = [causal_lm.get_submodule(name) for name in chosen]
+        # `peft` draws from torch's global generator, whose state belongs to the user.
         with torch.random.fork_rng(devices=[]), _hollow(layers):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)

@@ -207,6 +207,7 @@ def find_agreement(
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
+            # Images are placed only in padded rows (`ResponseModel.run_backbone`).
             ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
             ways += [(False, name) for name in dict.fromkeys((loaded_with, "eager"))]
             for packs, attention in ways:
@@ -432,6 +433,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     own = model.own_logits(probe.outputs, hidden).double()
     products = F.linear(hidden, head.weight, getattr(head, "bias", None)).double()
     factor = 1.0 if cap else float((own * products).sum() / products.square().sum())
+    # A factor of exactly 1 saves a pass over the logits.
     form = HeadForm(1.0 if abs(factor - 1) < 1e-6 else factor, cap)
     found = form.logits(products.clone())
     rounding = 1e-5 * found.abs().amax(-1, keepdim=True)

@@ -94,6 +94,7 @@ class FsdpEngine:
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
+        # FSDP moves the layers, and it needs a mesh even on one rank.
         streams = config.offload == "everything" and context.world_size == 1
         self._alone = MeshOfOne(self.device) if streams else None
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
@@ -191,6 +192,7 @@ class FsdpEngine:
             columns,
             self.device,
             vocabulary=self.vocabulary,
+            # The completed settings: config.json may leave the limit to the defaults.
             context=context_of(self.model.causal_lm.config.to_dict()),
             owner=str(self.config.model),
             reads_last=self.head == "rewards",
@@ -257,13 +259,16 @@ class FsdpEngine:
         whole = last and self._count == 0
         self._count += float(counts.sum())
         parts: list[Metrics] = []
+        # On the device: reading each loss would make the host wait in every microbatch.
         loss_total = torch.zeros((), device=self.device)
+        # Gradients of earlier calls are reduced only in a last backward pass, even without new rows.
         plan = plan or [np.empty(0, dtype=np.int64)] * last
         averaged = len(counts) * self.config.sequence_parallel  # FSDP averages, but the loss is a sum
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with watched as tally, self._sharded.precision():  # round parameters once for all microbatches
+            # The count is equal on all ranks, so either all of them skip the passes or none does.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -271,6 +276,7 @@ class FsdpEngine:
                     loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
                     parts.append(metrics)
                 else:
+                    # Other ranks wait for this rank in the collectives of their backward pass.
                     loss_sum = 0.0 * logprobs.sum()
                 (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
@@ -351,6 +357,7 @@ class FsdpEngine:
             if limit is None or norm <= limit:
                 return None
             return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
+        # A collective: all ranks get here, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -374,10 +381,12 @@ class FsdpEngine:
         only_adapter = self._sharded.adapter is not None and not merged
         for name, tensor in self.adapter_tensors() if only_adapter else self.named_tensors():
             if self.context.rank == 0:
+                # The iterator frees gathered tensors before they are written.
                 gathered[name] = tensor.to("cpu", copy=True)
         if self.context.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+            # `mkdtemp` lets only the owner read the folder.
             partial.chmod(0o755)
             self._sharded.write_folder(partial, gathered, self._disk, only_adapter=only_adapter)
             if folder.exists():
@@ -503,6 +512,7 @@ def _load_model(
     build = partial(
         build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
     )
+    # `plain` stays as `transformers` built it: the reference of the check below.
     plain, skeleton = build(), build()
     weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
     response = ResponseModel(skeleton.causal_lm, scalar=scalar)

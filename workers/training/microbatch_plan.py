@@ -99,6 +99,7 @@ def plan_microbatches(
     totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
     parts, first, widest = [], 0, 0
     for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
+        # Groups come longest first, so the first one of a microbatch determines its width.
         widest = widest or size
         rows = end - first
         fits = rows * widest <= max_tokens
@@ -160,6 +161,7 @@ def even_microbatches(
         part.rows += rows
         part.tokens, part.longest = part.tokens + tokens, max(part.longest, longest)
         part.cost += float(of_unit[unit])
+    # Ranks compute their k-th microbatches together, so similar costs must meet.
     parts.sort(key=lambda part: -part.cost)
     return [np.array(part.rows) for part in parts if part.rows]
 

@@ -34,6 +34,7 @@ class PlainMoments(torch.optim.AdamW):
         missing."""
         state = self.state[parameter]
         if not state:
+            # Fused AdamW expects the step count on the parameter's device.
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= self.first_moments(parameter)
         return state
@@ -107,6 +108,7 @@ class _HostMoments(PlainMoments):
                 state = self.state[parameter]
                 for key in MOMENTS if state else ():
                     here = local_part(state[key]).to(self._device, non_blocking=True)
+                    # The allocator must not reuse the memory before the computing stream has read it.
                     here.record_stream(computing)
                     state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
         return self._stream.record_event()
@@ -114,6 +116,7 @@ class _HostMoments(PlainMoments):
     def _return(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._stream is None:
             return
+        # The moments may leave only after they have been updated.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._on_stream():
             for parameter in parameters:
@@ -279,6 +282,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     laid = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=full, stride=stride
     )
+    # `from_local` silently moves a part to the device type of its mesh.
     assert laid.to_local().device == zeros.device
     return laid
 

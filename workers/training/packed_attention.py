@@ -135,6 +135,7 @@ def packed_attention(
     rows.softcaps.add(softcap)
     if s_aux is not None and rows.exchange is not None:
         s_aux = rows.exchange.own(s_aux)
+    # Rounded rows imitate a half-precision kernel, so they stay in half precision.
     widens = rows.device.type == "cpu" and not rows.rounded
     how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens, s_aux)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
@@ -221,6 +222,7 @@ class _Attend:
             rows.longest,
             of_keys.longest,
             scale=self.scaling,
+            # The kernel does not count the query itself, `sliding_window` does.
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -271,6 +271,7 @@ def join_stretches(ranks: int) -> Stretches:
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
+        # torch requires every rank to create every group, also groups of other ranks.
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = Stretches(group)
@@ -304,6 +305,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
+        # All ranks must contribute tensors of the same size.
         padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
         come = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(come, padded, group=stretches.group)
@@ -311,4 +313,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # Every rank computes the same loss, so the gradients of other ranks would count it again.
         return gradients[0][ctx.own], None, None

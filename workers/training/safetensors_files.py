@@ -59,6 +59,7 @@ def write_tensors(
         dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # The data then begins at a multiple of 8 bytes, the largest element size.
     text += b" " * (-len(text) % 8)
     contents = (
         t.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in ordered if t.numel()
@@ -148,6 +149,7 @@ def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, st
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
+    # A private mapping: writes to a tensor never reach the file.
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return data, entries, metadata
 

@@ -153,6 +153,7 @@ class ShardedModel:
         if self.config.dtype == "bfloat16" and self.model.scalar_head is not None:
             # Half precision is too coarse for values.
             shard(self.model.scalar_head, reshard_after_forward=False)
+        # Inner units first: the outer one takes the parameters that are left.
         for layer in [] if once and numel < _ONE_UNIT_PARAMETERS else self.model.layers:
             shard(layer, reshard_after_forward=not once, mp_policy=precision)
         shard(self.model, reshard_after_forward=False, mp_policy=precision)
@@ -171,6 +172,7 @@ class ShardedModel:
         tied = head.weight is embeddings.weight
         parallelize_module(embeddings, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
         if tied:
+            # The split replaced the embedding's parameter, so tie the head to the new one.
             head.weight = embeddings.weight
         else:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
@@ -266,6 +268,7 @@ class ShardedModel:
         gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
         gathered[mesh.get_local_rank()] = own[0]
         dist.all_reduce(gathered, group=mesh.get_group())
+        # Ranks that share tokens have the same rows, so count each replica once.
         return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
     def add_up(self, tensor: Tensor) -> None:

@@ -119,6 +119,7 @@ class SnapshotWriter:
             if writes(tensor, self._context.rank)
         }
         parts = {name: local_part(state[name]) for name in self._sharding}
+        # Views of other dtypes need aligned starts.
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
         # The kernel creates huge pages several times faster, if it has them.
@@ -200,6 +201,7 @@ class Snapshot:
                 self._parts.setdefault(name, []).append((box, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self._parts.items():
+            # The parts cover the whole tensor, so the furthest ends are its shape.
             self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:

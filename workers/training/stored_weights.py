@@ -102,6 +102,7 @@ class StoredWeights:
         """Cached result of the last conversion, since tensors of one conversion are often read one
         after the other."""
         unexpected = self._match()
+        # After `_match`, which marks the conversions that it uses.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
         """Conversions of `transformers` that were used; saving the model reverts them."""
         self._names = self._names_in_files()

@@ -151,6 +151,7 @@ class _SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # The exchange writes in place, and autograd may still use this gradient elsewhere.
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
