@@ -91,9 +91,11 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
+        # `save_checkpoint` returns only after its file is on disk.
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         stored = read_json(Path(path) / _FILE)
+        # Only the value is saved: target and horizon are settings that a resumed run may change.
         self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})

@@ -46,6 +46,7 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
     (4, True)
     """
+    # If config.json gives no vocabulary size, only the smallest ids are sure to be valid.
     drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (NUM_ROWS, PROMPT_TOKENS))
     return list(drawn.astype(np.int32))
 

@@ -50,6 +50,7 @@ class CriticWorker(TrainedWorker):
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         check_scalar_head(config.model, read_model_config(config.model))
+        # Updates work with both heads, so other operations have no entry.
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)

@@ -141,6 +141,7 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
     """Return the first rank of the last pipeline stage of every data-parallel replica."""
     last = max(c.pp for c in mesh)
+    # Only the last stage has outputs, and all tensor-parallel ranks of it have the same ones.
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 

@@ -67,6 +67,7 @@ class EngineWorker(Worker):
         super().__init__(config, context)
         make = config.engine
         if make is None:
+            # The driver imports this module too, and must not import torch.
             from .training.fsdp import FsdpEngine as make
         # An independent rank must not wait for others at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
@@ -144,6 +145,7 @@ def _declared(names: Iterable[str]) -> Iterator[str | Column]:
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
     """Return the batch of an update. With one pass of one step, gradients may accumulate over
     several calls, unless the loss is more than a sum over rows."""
+    # The router loss needs the expert loads of the complete step before its first backward pass.
     in_parts = epochs == minibatches == 1 and config.router_loss is None
     return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 

@@ -70,10 +70,12 @@ class RecorderWorker(Worker):
                 if self._tokenizer is not None and ids in kept and text not in kept:
                     decoded = self._tokenizer.decode_ragged(*kept.ragged_numpy(ids))
                     kept = kept.with_columns(**{str(text): decoded})
+            # Rows that are recorded again have another lease, and readers skip unfinished leases.
             path = folder / sample_file_name(graph, step, token, self.context.rank)
             with replacing(path) as partial:
                 with pa.ipc.new_file(partial, kept.record.schema) as writer:
                     writer.write_batch(kept.record)
+                # Before the file gets its name, so that no finished file lacks a checksum.
                 note_checksum(path, partial, self.context.rank)
 
     @cached_property

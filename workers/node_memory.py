@@ -48,6 +48,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
         for path in paths:  # in a container this may be a host path, which is missing
             at = root / top / path.strip("/")
+            # The limits of all parent groups apply as well.
             found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
     return list(dict.fromkeys(found))
 

@@ -83,6 +83,7 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
+        # The role is part of the proof, so that no rank's proof can be replayed for another rank.
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:

