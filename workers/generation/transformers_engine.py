@@ -144,8 +144,7 @@ class _RequestDraws:
         self._streams = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return [len(rows)] float32 in [0, 1) for these requests at this token of their
-        responses."""
+        """Return [len(rows)] float32 in [0, 1), at this token of these responses."""
         bits = _mix(self._streams[rows] + np.uint64(position))
         # float32 holds 24 bits: with more, rounding could give 1.
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
