@@ -45,8 +45,6 @@ class _Limits:
 
 @dataclass
 class _AsyncCalls:
-    """Calls in flight."""
-
     _loop: asyncio.AbstractEventLoop | None = None
     _beat: Future[None] | None = None
     """A no-op coroutine that the last `is_alive` call scheduled."""
@@ -59,12 +57,8 @@ class _AsyncCalls:
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
         """Start a call as soon as the limits of its function allow. Return a future with the
-        result, or the exception of the last try.
-
-        Args:
-            call: creates a new awaitable for each try.
-            deadline_s: timeout of each try in seconds.
-        """
+        result, or the exception of the last try. `call` creates a new awaitable for each try, which
+        may take `deadline_s` seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -174,11 +168,8 @@ class Caller:
         self._child: ForkedCaller | None = None
 
     def call_reward(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        """Return the result of function number `f`, and the metrics that it logged.
-
-        Raises:
-            Exception: from the function. A `BaseException` becomes a RuntimeError.
-        """
+        """Return the result of function number `f` and the metrics that it logged. Raises the
+        function's exceptions; a `BaseException` becomes a RuntimeError."""
         if f not in self._apart:
             try:
                 with signals_noticed():

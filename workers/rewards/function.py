@@ -254,8 +254,7 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists into one for each sample. A single number applies to the whole
-    batch."""
+    """Split a dictionary of lists by sample. A single number applies to the whole batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}

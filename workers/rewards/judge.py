@@ -92,20 +92,15 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets other
-        options."""
+        """This judge as a reward function. `Reward(function=judge, ...)` sets other options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response.
-
-        Raises:
-            RuntimeError: no reply, a refusal, or a reply without a score. The message never has the
-            key.
-        """
+        """Grade one response. Raises a RuntimeError without a reply or a score; its message never
+        has the key."""
         lowest, highest = (f"{end:g}" for end in self.scale)
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}

@@ -59,16 +59,13 @@ signal.signal = _signal
 
 
 class ForkedCaller:
-    """A child process with everything that this process has loaded, which calls a function on its
-    main thread.
+    """A child process with everything that this process has loaded, which calls `function` on its
+    main thread. Results must be picklable.
 
     It is a fork, not a new interpreter, because reward functions may be closures, objects with
     loaded models, or functions of the user's script, which cannot be pickled. If another thread
     holds a lock at the fork, a function that needs the lock waits until the rank's deadline. The
     child ends with the thread that made it, so make and call it on one thread.
-
-    Args:
-        function: called with the arguments of `call_function`. Its result must be picklable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -82,11 +79,7 @@ class ForkedCaller:
         theirs.close()
 
     def call_function(self, *arguments: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            BaseException: from the function, with the traceback in the child as a note.
-        """
+        """Call the function. Its errors have the traceback in the child as a note."""
         try:
             self._connection.send(arguments)
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
@@ -101,15 +94,13 @@ class ForkedCaller:
         raise value
 
     def close(self) -> None:
-        """End the child."""
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process as the function ended the child: without a child it would have ended
-        this process."""
+        """End this process as the function, without a child, would have done."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -166,8 +157,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def portable_result(value: Any) -> Any:
-    """Convert a result of a reward function to types that another process knows: tensors and arrays
-    become lists."""
+    """Convert a result to types that another process knows. Tensors and arrays become lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
