@@ -38,7 +38,6 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
     Args:
         what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
-        wait_s: longest wait for the holder of the lock.
 
     Raises:
         OSError: the file can be neither created nor read.
@@ -66,8 +65,7 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
 @contextmanager
 def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
-    """Call `advance` from a thread whenever a folder grows or changes, whichever process writes to
-    it."""
+    """Call `advance` from a thread whenever a folder changes, whichever process writes to it."""
     over = threading.Event()
 
     def look() -> None:
@@ -369,7 +367,6 @@ def _download(model: str) -> Path:
 
 @contextmanager
 def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
-    """Let one process of the node at a time download a model."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.replace("/", "--")
