@@ -1,6 +1,5 @@
 """FsdpEngine: training of `transformers` models with FSDP2 and optional tensor parallelism; plain
-torch on a single process. Each rank reads only its parts of a model, and all check their passes
-against the model's own."""
+torch on a single process."""
 
 from __future__ import annotations
 
@@ -57,13 +56,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for later allocations. By default glibc returns tensors
-    above 32 MiB to the kernel, which must clear each page before reuse. The heap may fragment:
-    measurements showed 1 % more memory.
-
-    The setting applies to the whole process, which under `Local()` is the user's. Other C libraries
-    and systems are unaffected.
-    """
+    """Let the C library keep freed memory. By default glibc returns tensors above 32 MiB to the
+    kernel, which must clear each page before reuse. Measurements showed 1 % more memory. The
+    setting applies to the whole process, which under `Local()` is the user's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
@@ -146,8 +141,7 @@ class FsdpEngine:
     def _of_tokens(
         self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return [1 or 2, T] float32 figures of the response tokens (the second are entropies), and
-        cu_seqlens."""
+        """Return [1 or 2, T] float32: numbers and entropies of tokens, and cu_seqlens."""
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
@@ -208,8 +202,7 @@ class FsdpEngine:
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """Return the routers that replay the column of routes; None if they choose or there are
-        none."""
+        """Return the routers that replay the column of routes, or None if they choose."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
         if self.model.routers is None:
@@ -349,8 +342,7 @@ class FsdpEngine:
         return OptimizerStep(metrics, applied=bad is None, bad=bad)
 
     def _why_bad(self, norm: float) -> str | None:
-        """Return why a step with this gradient norm (equal on all ranks) is bad, or None if it is
-        good."""
+        """Return why a step with this gradient norm is bad, or None if it is good."""
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
@@ -436,8 +428,7 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that training changes: the model's tensors, and AdamW's state of each
-        parameter (created if missing)."""
+        """Return everything that training changes: tensors, and AdamW's state of each parameter."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -450,8 +441,7 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
-        """Write the folder of the model or adapter from a snapshot's files, because the model
-        itself continues to train."""
+        """Write the model's folder from a snapshot, because the model continues to train."""
         only_adapter = self._sharded.adapter is not None
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
@@ -500,12 +490,8 @@ def _load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
-    """Load a model, sharding it before it has values. Collective.
-
-    Returns:
-        (the model, the processor of a model that reads images, bytes of the model's files that this
-        rank read)
-    """
+    """Load a model, sharding it before it has values. Collective. Also return the processor of a
+    model that reads images, and the bytes of files that this rank read."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)

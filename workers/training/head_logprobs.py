@@ -255,7 +255,7 @@ class _Chunks:
         return slopes.mul_(1 / cap).square_().neg_().add_(1)
 
     def through_form(self, gradient: Tensor, slopes: Tensor | None, part: slice) -> None:
-        """Turn the gradient of scaled logits into that of products, in place."""
+        """Turn the gradient of scaled logits into the gradient of products, in place."""
         if slopes is not None:
             gradient *= slopes
         if self.form.factor != 1:

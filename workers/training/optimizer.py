@@ -30,8 +30,7 @@ class PlainMoments(torch.optim.AdamW):
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the moments and step count of a parameter, created as in AdamW's first step if
-        missing."""
+        """Return a parameter's moments and step count, created as in AdamW's first step."""
         state = self.state[parameter]
         if not state:
             # Fused AdamW expects the step count on the parameter's device.
@@ -98,8 +97,7 @@ class _HostMoments(PlainMoments):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
-        """Start copying the moments of these parameters to the device. The event fires when they
-        have arrived."""
+        """Start copying moments to the device. The event fires when they have arrived."""
         if self._stream is None:
             return None
         computing = torch.cuda.current_stream(self._device)
@@ -131,8 +129,7 @@ class _HostMoments(PlainMoments):
 
 
 def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield parameters to update together, with their group; parameters without a gradient are left
-    out."""
+    """Yield parameters with a gradient to update together, and their group."""
     for group in groups:
         part: list[nn.Parameter] = []
         size = 0
@@ -291,8 +288,7 @@ def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay. `model` has the setting that says where to keep moments. Raises UserError if
-    moments="8bit", and torchao is not installed."""
+    decay. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

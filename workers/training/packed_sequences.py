@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy host data to the device without blocking; on a CPU return it directly. Do not write to
-    it afterwards."""
+    """Copy host data to the device without blocking. A CPU shares it, so do not write to it."""
     tensor = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory CUDA copies twice and partly blocks
@@ -133,8 +132,7 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Shared prompts, then complete rows, then responses that each continue one of the prompts. The
-    tokens of a prompt are computed once for all of its responses."""
+    """Shared prompts, then complete rows, then responses that each continue one prompt."""
 
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -280,8 +278,7 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, send each rank its piece, and concatenate the received pieces along
-    another one."""
+    """Cut along one dimension, exchange pieces between ranks, and join along another dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:

@@ -23,9 +23,9 @@ LOSS = "loss"
 
 
 class _BadSteps:
-    """The rows of the current step, and the reasons of the latest bad steps: those that are not
-    finite, or diverge. They are not applied; `stop_after` consecutive ones end the run. Collective,
-    because computing the losses of single rows needs all ranks."""
+    """The rows of the current step, and the reasons of the latest bad steps (not finite, or
+    diverging). They are not applied; `stop_after` consecutive ones end the run. Collective, because
+    computing the losses of single rows needs all ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
