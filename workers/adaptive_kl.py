@@ -1,5 +1,4 @@
-"""AdaptiveKlWorker: a KL penalty in the reward, with a coefficient that adapts towards a target
-after each step."""
+"""AdaptiveKlWorker: a KL penalty in the reward with an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class AdaptiveKlConfig(Config):
 
 
 class AdaptiveKlWorker(Worker):
-    """Holds the coefficient: graphs compute rewards with it, and each step updates it. It is a
-    worker rather than a function because checkpoints must save its state."""
+    """A worker rather than a function, so that checkpoints save the coefficient."""
 
     Config = AdaptiveKlConfig
 

@@ -1,10 +1,7 @@
-"""Canary: compare the log-probabilities of trainer and generator on a few responses before a rank
-serves the run.
+"""Canary: compare the log-probabilities of trainer and generator before a rank serves the run.
 
-Checksums show that weights have arrived. The canary shows that both sides compute the same with
-them. After a rank's first weights (at the start of a run, or when the rank was replaced or joined)
-it samples a few tokens from random prompts, and the trainer computes their log-probabilities with
-the same version.
+Checksums show that weights have arrived; the canary shows that both sides compute the same with
+them. A rank samples it once, after its first weights.
 """
 
 from __future__ import annotations
@@ -60,9 +57,8 @@ def canary_rows(canary: Canary) -> Batch:
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
-    """Compare a rank's log-probabilities with the trainer's, [tokens] response after response.
-    Raises a WeightSyncError if the mean difference is too large or nan; the message names group,
-    rank and version."""
+    """Compare a rank's log-probabilities with the trainer's, [tokens]. Raises a WeightSyncError if
+    the mean difference is too large or nan."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP

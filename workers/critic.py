@@ -1,5 +1,4 @@
-"""CriticWorker: a trained language model with a scalar head: PPO's critic, or a reward model. Each
-rank is one SPMD process."""
+"""CriticWorker: a trained language model with a scalar head (a critic or a reward model)."""
 
 from __future__ import annotations
 
@@ -83,11 +82,8 @@ class CriticWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps.
-
-        See `Updates.update` for results and errors. The driver marks the `last` call.
-        """
+        """Make one new version of the weights: `epochs` passes of `minibatches` optimizer steps.
+        See `Updates.update` for results and errors. The driver marks the `last` call."""
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
 
 

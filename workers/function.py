@@ -31,8 +31,7 @@ class FunctionWorker(Worker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node. If it has a `measure`, return a pair of the result and the
-        metrics."""
+        """Run the function of a node. If it has a `measure`, also return the metrics."""
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))
@@ -44,8 +43,7 @@ class RecorderConfig(Config):
 
 
 class RecorderWorker(Worker):
-    """Writes the samples of a run to its directory, in a separate process, so that no step waits
-    for it."""
+    """Writes the samples of a run in a separate process, so that no step waits."""
 
     Config = RecorderConfig
     replaceable = True
@@ -58,7 +56,6 @@ class RecorderWorker(Worker):
 
         Args:
             folder: the folder `samples` of the run.
-            graph: name of the rows' graph in the run.
             token: number of the current lease; the log records which leases were finished.
             steps: step number of each group. Rows of other groups are dropped.
         """

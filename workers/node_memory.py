@@ -34,8 +34,7 @@ class NodeMemory:
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory | None:
-    """Return the memory of this node under its tightest limit: the machine's, or a cgroup's of this
-    process."""
+    """Return the memory of this node under the tightest limit of machine and cgroups."""
     found = [*_of_machine(root), *_of_cgroups(root)]
     return max(found, key=lambda memory: memory.share) if found else None
 

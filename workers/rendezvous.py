@@ -124,8 +124,7 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per
-        attempt."""
+        """Wait until rank 0 listens; `TCPStore` would log a stack trace per attempt."""
         while True:
             try:
                 left_s = max(POLL_S, deadline - time.monotonic())

@@ -110,8 +110,7 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes in the `generate` calls of one graph and its source, before any process
-        starts. Raises as `Worker.check`."""
+        """Find mistakes in the `generate` calls of one graph. Raises as `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -311,18 +310,16 @@ class RolloutWorker(Worker):
                 that exist already), and `images`, each with a placeholder in the prompt.
 
         Returns:
-            Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response:
-            `response_ids` [L] int32, `response_logprobs` [L] float32 nats, `response_versions` [L]
-            int32, `finish_reason`, `temperature` float32, and with `routes` the column of that
-            name. Log-probabilities belong to the distribution that was sampled from. Greedy
-            responses use the model's own distribution (and `temperature` 1). A sampling that
-            truncates the distribution writes no log-probabilities (see `Sampling`). Each batch
-            comes with the metrics `tokens`, `response_length` and `truncation_rate` (share of
-            responses that reached the token limit).
+            Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
+            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`,
+            `temperature` float32, and with `routes` the column of that name. Log-probabilities
+            belong to the distribution that was sampled from. Greedy responses use the model's own
+            distribution (and `temperature` 1). A sampling that truncates the distribution writes no
+            log-probabilities (see `Sampling`). Metrics: `tokens`, `response_length` and
+            `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
-            SampleError: a prompt is empty or leaves no room in the context, or its images cannot be
-            read.
+            SampleError: a prompt is empty or too long for the context, or its images are unreadable.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -369,13 +366,11 @@ class RolloutWorker(Worker):
     def receive_weights(
         self, weights: Weights, recompute: bool = False
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
-        """Load a published version of the weights and return its checksum.
-
-        With a double buffer, during sampling, this is a generator: it yields while the version
-        arrives, and returns the checksum with the metric `weights_pause_s`. `recompute` rebuilds
-        the KV cache of unfinished responses. Raises a WeightSyncError if the bytes differ from the
-        published ones, or do not fit the model.
-        """
+        """Load a published version of the weights and return its checksum. With a double buffer,
+        during sampling, this is a generator that yields while the version arrives, and returns the
+        metric `weights_pause_s` as well. `recompute` rebuilds the KV cache of unfinished responses.
+        Raises a WeightSyncError if the bytes differ from the published ones, or do not fit the
+        model."""
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage.
         if self._generating and self._doubles and not weights.backend:
@@ -408,8 +403,7 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """Sample a few responses to random prompts, for the trainer to compare
-        log-probabilities."""
+        """Sample a few responses to random prompts, for `check_canary`."""
         prompts = canary_prompts(self._vocabulary)
         max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
@@ -529,8 +523,7 @@ def _children(
     n: int,
     sampling: Sampling,
 ) -> Children:
-    """Return responses as child rows. `left` maps each row of the call to its number of unfinished
-    responses."""
+    """Return responses as child rows. `left` counts each row's unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
