@@ -214,7 +214,7 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
             finally:
                 # The deadline may interrupt `result()`, and the call would stay in flight.
                 future.cancel()
-    # These steer Weft or the debugger, and are not failures of the function.
+    # Like any `Exception`, errors that steer Weft or the debugger must pass unchanged.
     except (Exception, NeedsMainThread, BdbQuit, Ended, Silent, Cancelled, Planned):
         raise
     except KeyboardInterrupt as error:
