@@ -248,9 +248,8 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare the canaries of followers, by name such as "rollout[0]", with this group's
-        log-probabilities under the same version. Raises a WeightSyncError if they differ; the
-        message names the rank, the version and the distance."""
+        """Compare canaries of followers, by name such as "rollout[0]", with this group's
+        log-probabilities. Raises a WeightSyncError if they differ."""
         for receiver, canary in canaries.items():
             found, _ = self.engine.logprobs(canary_rows(canary))
             check_canary(receiver, version, canary, found, exact=self.config.dtype == "float32")

@@ -1,5 +1,4 @@
-"""AdaptiveKlWorker: a KL penalty in the reward, with a coefficient that adapts towards a target
-after each step."""
+"""AdaptiveKlWorker: a KL penalty in the reward with an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class AdaptiveKlConfig(Config):
 
 
 class AdaptiveKlWorker(Worker):
-    """Holds the coefficient: graphs compute rewards with it, and each step updates it. It is a
-    worker rather than a function because checkpoints must save its state."""
+    """A worker rather than a function, so that checkpoints save the coefficient."""
 
     Config = AdaptiveKlConfig
 
@@ -91,9 +89,11 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
+        # `save_checkpoint` returns only after its file is on disk.
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         stored = read_json(Path(path) / _FILE)
+        # Only the value is saved: target and horizon are settings that a resumed run may change.
         self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})

@@ -1,10 +1,7 @@
-"""Canary: compare the log-probabilities of trainer and generator on a few responses before a rank
-serves the run.
+"""Canary: compare the log-probabilities of trainer and generator before a rank serves the run.
 
-Checksums show that weights have arrived. The canary shows that both sides compute the same with
-them. After a rank's first weights (at the start of a run, or when the rank was replaced or joined)
-it samples a few tokens from random prompts, and the trainer computes their log-probabilities with
-the same version.
+Checksums show that weights have arrived; the canary shows that both sides compute the same with
+them. A rank samples it once, after its first weights.
 """
 
 from __future__ import annotations
@@ -46,6 +43,7 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
     (4, True)
     """
+    # If config.json gives no vocabulary size, only the smallest ids are sure to be valid.
     drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (NUM_ROWS, PROMPT_TOKENS))
     return list(drawn.astype(np.int32))
 
@@ -59,9 +57,8 @@ def canary_rows(canary: Canary) -> Batch:
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
-    """Compare a rank's log-probabilities with the trainer's, [tokens] response after response.
-    Raises a WeightSyncError if the mean difference is too large or nan; the message names group,
-    rank and version."""
+    """Compare a rank's log-probabilities with the trainer's, [tokens]. Raises a WeightSyncError if
+    the mean difference is too large or nan."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP

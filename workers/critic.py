@@ -1,5 +1,4 @@
-"""CriticWorker: a trained language model with a scalar head: PPO's critic, or a reward model. Each
-rank is one SPMD process."""
+"""CriticWorker: a trained language model with a scalar head (a critic or a reward model)."""
 
 from __future__ import annotations
 
@@ -50,6 +49,7 @@ class CriticWorker(TrainedWorker):
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         check_scalar_head(config.model, read_model_config(config.model))
+        # Updates work with both heads, so other operations have no entry.
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)
@@ -82,11 +82,8 @@ class CriticWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps.
-
-        See `Updates.update` for results and errors. The driver marks the `last` call.
-        """
+        """Make one new version of the weights: `epochs` passes of `minibatches` optimizer steps.
+        See `Updates.update` for results and errors. The driver marks the `last` call."""
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
 
 

@@ -96,9 +96,8 @@ class Dispatch:
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split indexes of rows with these tokens, or costs, into parts of similar total size: the
-    largest first, each into the smallest part so far. Ties go to the lowest part, so the split is
-    deterministic.
+    """Split rows with these costs into parts of similar total: the largest first, each into the
+    smallest part so far. Ties go to the lowest part, so the split is deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -141,6 +140,7 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
     """Return the first rank of the last pipeline stage of every data-parallel replica."""
     last = max(c.pp for c in mesh)
+    # Only the last stage has outputs, and all tensor-parallel ranks of it have the same ones.
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 
@@ -183,12 +183,8 @@ class RowCost:
 
 
 def row_cost_of(model: str | Path) -> RowCost:
-    """Return the row cost of a model, in multiplications counted from its settings.
-
-    A token costs its multiplications in linear layers and head, and with the L / 2 tokens
-    that it attends to on average. Attention in layers with a window counts as free. A model with
-    incomplete settings gets a cost of one per token.
-    """
+    """Return the row cost of a model, in multiplications counted from its settings; 1 per token if
+    they are incomplete. Attention in layers with a window counts as free."""
     try:
         settings = text_settings(read_model_config(model))
     except UserError:

@@ -51,9 +51,8 @@ def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
 
 
 class EngineWorker(Worker):
-    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`;
-    for `training` and `head` see `EngineFactory`. If `alone`, this rank holds a complete model and
-    joins no group."""
+    """A worker with the `TrainingEngine` that `config.engine` creates, or else an `FsdpEngine`. If
+    `alone`, this rank holds a complete model and joins no group."""
 
     def __init__(
         self,
@@ -67,6 +66,7 @@ class EngineWorker(Worker):
         super().__init__(config, context)
         make = config.engine
         if make is None:
+            # The driver imports this module too, and must not import torch.
             from .training.fsdp import FsdpEngine as make
         # An independent rank must not wait for others at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
@@ -136,14 +136,14 @@ def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
 
 
 def _declared(names: Iterable[str]) -> Iterator[str | Column]:
-    """Return the columns that a loss names. A name that Weft declares means the declared column,
-    never a file's column of the same name."""
+    """Return the named columns: Weft's own if it declares the name, never a file's."""
     return (KNOWN.get(name, name) for name in names)
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
     """Return the batch of an update. With one pass of one step, gradients may accumulate over
     several calls, unless the loss is more than a sum over rows."""
+    # The router loss needs the expert loads of the complete step before its first backward pass.
     in_parts = epochs == minibatches == 1 and config.router_loss is None
     return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 
@@ -183,9 +183,8 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write the model as a Hugging Face folder, including its head and tokenizer; an existing
-        one is replaced. An adapter is `merged` into the model, or else written alone, in the format
-        of `peft`."""
+        """Write model, head and tokenizer as a Hugging Face folder, replacing an existing one. An
+        adapter is `merged`, or else written alone in the format of `peft`."""
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

@@ -31,8 +31,7 @@ class FunctionWorker(Worker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node. If it has a `measure`, return a pair of the result and the
-        metrics."""
+        """Run the function of a node. If it has a `measure`, also return the metrics."""
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))
@@ -44,8 +43,7 @@ class RecorderConfig(Config):
 
 
 class RecorderWorker(Worker):
-    """Writes the samples of a run to its directory, in a separate process, so that no step waits
-    for it."""
+    """Writes the samples of a run in a separate process, so that no step waits."""
 
     Config = RecorderConfig
     replaceable = True
@@ -58,7 +56,6 @@ class RecorderWorker(Worker):
 
         Args:
             folder: the folder `samples` of the run.
-            graph: name of the rows' graph in the run.
             token: number of the current lease; the log records which leases were finished.
             steps: step number of each group. Rows of other groups are dropped.
         """
@@ -70,10 +67,12 @@ class RecorderWorker(Worker):
                 if self._tokenizer is not None and ids in kept and text not in kept:
                     decoded = self._tokenizer.decode_ragged(*kept.ragged_numpy(ids))
                     kept = kept.with_columns(**{str(text): decoded})
+            # Rows that are recorded again have another lease, and readers skip unfinished leases.
             path = folder / sample_file_name(graph, step, token, self.context.rank)
             with replacing(path) as partial:
                 with pa.ipc.new_file(partial, kept.record.schema) as writer:
                     writer.write_batch(kept.record)
+                # Before the file gets its name, so that no finished file lacks a checksum.
                 note_checksum(path, partial, self.context.rank)
 
     @cached_property

@@ -34,8 +34,7 @@ class NodeMemory:
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory | None:
-    """Return the memory of this node under its tightest limit: the machine's, or a cgroup's of this
-    process."""
+    """Return the memory of this node under the tightest limit of machine and cgroups."""
     found = [*_of_machine(root), *_of_cgroups(root)]
     return max(found, key=lambda memory: memory.share) if found else None
 
@@ -48,6 +47,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
         for path in paths:  # in a container this may be a host path, which is missing
             at = root / top / path.strip("/")
+            # The limits of all parent groups apply as well.
             found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
     return list(dict.fromkeys(found))
 

@@ -1,5 +1,4 @@
-"""ReferenceWorker: a model that computes log-probabilities without training; it may follow an
-actor, as a teacher."""
+"""ReferenceWorker: a model that computes log-probabilities, frozen or as a teacher."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class ReferenceConfig(ModelConfig):
 
 
 class ReferenceWorker(EngineWorker):
-    """Computes log-probabilities under frozen weights, or under weights that it loads from an actor
-    occasionally."""
+    """Computes log-probabilities under frozen weights, or under weights of an actor."""
 
     Config = ReferenceConfig
 

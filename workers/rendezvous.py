@@ -83,6 +83,7 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
+        # The role is part of the proof, so that no rank's proof can be replayed for another rank.
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
@@ -123,8 +124,7 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens. `TCPStore` would also wait, but log a stack trace per
-        attempt."""
+        """Wait until rank 0 listens; `TCPStore` would log a stack trace per attempt."""
         while True:
             try:
                 left_s = max(POLL_S, deadline - time.monotonic())

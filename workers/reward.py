@@ -109,8 +109,7 @@ class RewardConfig(Config):
         return any(reward.takes_text for reward in self.rewards)
 
     def columns(self, into: str) -> tuple[str, ...]:
-        """Return the written columns: the reward, each function's result if there are several, and
-        the parts that functions return."""
+        """Return the written columns: the reward, each function's result, and their parts."""
         named = [f"{into}/{reward.title}" for reward in self.rewards] if len(self.rewards) > 1 else []
         return (into, *named, *([f"{into}_parts"] if self.has_parts else []))
 
@@ -246,8 +245,7 @@ class RewardWorker(Worker):
         return of_column(into, {**logged, **parts, **own})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """Return the first failure, with the ids of all failed samples and the texts of the
-        first."""
+        """Return the first failure, with all failed sample ids and the first one's texts."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -264,8 +262,7 @@ class RewardWorker(Worker):
 
 
 def _check_answers(reward: Reward, source: Source) -> None:
-    """Refuse rows without an answer for a function that needs one: they would fail during the
-    run."""
+    """Refuse rows without an answer for a function that needs one."""
     for name in reward.answers:
         column = name if name in source.columns else str(ANSWER)
         if column not in source.columns:
@@ -297,8 +294,7 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return metrics of rewards: mean, standard deviation, number (`scored`) and, if there are any,
-    the largest."""
+    """Return mean, standard deviation, number (`scored`) and, if there are any, the largest."""
     metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
     return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
@@ -316,8 +312,7 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the file and line of the innermost user code in the traceback, outside of Weft and
-    installed packages."""
+    """Return the file and line of the innermost user code in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if not f.filename.startswith((_LIBRARY, "<"))]
     installed = ("site-packages", f"{os.sep}lib{os.sep}python")

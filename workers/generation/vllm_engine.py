@@ -33,16 +33,13 @@ if TYPE_CHECKING:
 
 
 class SleepingEngine:
-    """Puts the memory of an engine on a shared GPU to sleep and wakes it. Calls that are already
-    satisfied do nothing.
+    """Puts the memory of vLLM's `LLMEngine` on a shared GPU to sleep and wakes it. Calls that are
+    already satisfied do nothing.
 
         awake ──sleep──> asleep ──wake_weights──> weights ──wake──> awake
 
     New weights arrive while only the weights are awake. vLLM schedules nothing before all of its
     memory is back.
-
-    Args:
-        engine: vLLM's `LLMEngine`, awake.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -57,11 +54,9 @@ class SleepingEngine:
             self.on_device.clear()
 
     def wake_weights(self) -> None:
-        """Move weights back to the device."""
         self._wake("weights")
 
     def wake(self) -> None:
-        """Bring weights and KV cache to the device."""
         self._wake("weights")
         self._wake("kv_cache")
 
@@ -106,6 +101,7 @@ class VllmEngine:
         self._images = images
         self._records_routes = routes and not on_gpu
         """Whether `weft_record_routes` records routes in place of vLLM."""
+        # `engine_arguments` enables it for routes on a GPU, so prompts need salts there too.
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
         if self._records_routes and settings.prefix_caching:
             raise GenerationError(
@@ -164,6 +160,7 @@ class VllmEngine:
                     self._step()
                     done = waiting & self._finished.keys()
                 waiting -= done
+                # Names count up, so this order is the order of requests.
                 given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
                 if given_up:
                     own = self._requests
@@ -177,17 +174,13 @@ class VllmEngine:
         return sum(self._engine.collective_rpc("weft_weight_bytes"))
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """See `GenerationEngine`. The ranks receive the version on background threads.
-
-        If a rank runs in this process, sampling leaves one core free for its thread: OpenMP threads
-        spin while they wait for each other, so a thread on every core would more than double the
-        time.
-        """
+        """See `GenerationEngine`. The ranks receive the version on background threads."""
         from ...resharding.buckets import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
+        # Threads of OpenMP spin while they wait: without a free core, the time would more than double.
         threads = threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext()
         with self._as_weight_sync_error("stage weights", weights), threads:
             self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
@@ -212,7 +205,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _as_weight_sync_error(self, what: str, weights: Weights) -> Iterator[None]:
-        """Turn other errors into a WeightSyncError that says what vLLM could not do."""
+        """Turn other errors into a WeightSyncError about the failed step."""
         try:
             yield
         except WeightSyncError:
@@ -238,8 +231,7 @@ class VllmEngine:
         return held[0].checksum
 
     def _take_by_vllm(self, weights: Weights) -> str:
-        """Receive a version through one of vLLM's own backends, under the trainer's control, and
-        return its checksum."""
+        """Receive a version through one of vLLM's own backends, and return its checksum."""
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
@@ -283,8 +275,7 @@ class VllmEngine:
             self._sleeping.sleep()
 
     def wake_up(self) -> None:
-        """Move the weights back to the device. `generate` claims the KV cache later, after a weight
-        update."""
+        """Move the weights back. `generate` claims the KV cache, after a weight update."""
         if self._sleeping is not None:
             self._sleeping.wake_weights()
 
@@ -299,6 +290,7 @@ class VllmEngine:
     def _abort(self, keys: set[str]) -> None:
         if keys:
             self._engine.abort_request(list(keys))
+            # Discard their routes: the recorder forgets a request only when they are taken.
             self._take_routes(list(keys))
         for key in keys:
             self._requests.pop(key, None)
@@ -340,6 +332,7 @@ class VllmEngine:
             seed=seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.ignore_stop else list(self._stop_tokens),
+            # No alternatives: vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -378,6 +371,7 @@ class VllmEngine:
         if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
             return
         if output.finished:
+            # vLLM ended it at this token for its length; all engines prefer "stop" then.
             output.outputs[0].finish_reason = "stop"
             return
         self._engine.abort_request([output.request_id])
@@ -434,6 +428,7 @@ def _response(output: RequestOutput, request_id: int) -> Response:
     versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = (
+            # vLLM's name for the weights that it started with.
             0 if span.version == "default" else int(span.version.removeprefix("v"))
         )
     if (versions < 0).any():

@@ -1,5 +1,4 @@
-"""VllmSettings: settings of the vLLM engine, and the arguments passed to vLLM. Imports neither vLLM
-nor torch."""
+"""VllmSettings: settings of the vLLM engine. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -32,15 +31,13 @@ long prompts; on a CPU all prompts that are admitted together must fit."""
 
 
 def memory_share(free: float | None) -> float:
-    """Return the share of a GPU's memory for the engine: 0.9, or if less is free, what is free,
-    less two hundredths that others who use the GPU may need.
+    """Return the share of a GPU's memory for the engine: 0.9, but at most the free share (None
+    without a GPU) less 0.02, which other users of the GPU may need.
 
     >>> memory_share(0.995), memory_share(0.7), memory_share(None)
     (0.9, 0.68, 0.9)
-
-    Args:
-        free: share of memory that is free; None without a GPU, where the engine ignores the result.
     """
+    # The small term keeps exact hundredths: 100 * (0.31 - 0.02) is slightly below 29.
     return 0.9 if free is None else max(0.01, min(0.9, math.floor(100 * (free - 0.02) + 1e-6) / 100))
 
 
@@ -97,9 +94,8 @@ class VllmSettings(Config):
         routes: bool = False,
         images: bool = False,
     ) -> dict[str, Any]:
-        """Return the keyword arguments of vLLM's `EngineArgs`. The arguments are those of
-        `VllmEngine`; `free_share` is the free share of the GPU's memory, or None if the engine runs
-        on a CPU."""
+        """Return keyword arguments of vLLM's `EngineArgs` from the arguments of `VllmEngine` and
+        the free share of the GPU's memory, or None on a CPU."""
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
@@ -124,6 +120,7 @@ class VllmSettings(Config):
             # version.
             "async_scheduling": False,
             "enforce_eager": not self.compiles(on_gpu),
+            # Trainers compare with the distribution that was sampled from, temperature included.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
@@ -165,16 +162,13 @@ memory free; lower it below 4
         )
 
     def check_sizes(self, settings: Mapping[str, Any], max_context: int | None, dtype: str) -> None:
-        """Check sizes that vLLM would refuse only after it has loaded the model.
+        """Check sizes that vLLM would refuse only after it has loaded the model. Raises a UserError
+        if a size does not fit.
 
         Args:
             settings: the model's `config.json`.
             max_context: [tokens] longest prompt and response together, or None if unknown.
             dtype: dtype of the weights. "auto" counts as half precision.
-
-        Raises:
-            UserError: a size does not fit; the message names the setting and the nearest valid
-            value.
         """
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
@@ -208,8 +202,7 @@ memory free; lower it below 4
         return on_gpu if self.compile is None else self.compile
 
     def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
-        """Return the memory for `max_num_seqs` full contexts on one rank, including half-filled
-        blocks."""
+        """Return the memory for `max_num_seqs` full contexts, with half-filled blocks."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
         assert heads is not None and size is not None  # `transformers` filled in missing values

@@ -45,14 +45,8 @@ class _Noted:
 
 
 class _RouteRecorder:
-    """Records which experts the routers of a rank chose for the tokens of each request.
-
-    Args:
-        model_runner: model runner of vLLM's worker; its `execute_model` is replaced.
-
-    Raises:
-        ValueError: vLLM cannot capture some router.
-    """
+    """Records which experts a rank's routers chose for each request, by replacing `execute_model`
+    of vLLM's model runner. Raises a ValueError if vLLM cannot capture some router."""
 
     def __init__(self, model_runner: Any) -> None:
         settings = model_runner.vllm_config

@@ -35,9 +35,9 @@ _CACHED_BYTES = 256 << 20
 
 
 def check_images(model: str | Path, source: Source) -> None:
-    """Check the images of a source against the model and against the placeholders of their prompts.
-    Raises a UserError if the model does not read images, or a prompt's placeholders and images
-    differ in number."""
+    """Check the images of a source. Raises a UserError if the model reads none, or a prompt's
+    placeholders and images differ in number."""
+    # The file's own columns never replace Weft's columns of the same name.
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
@@ -128,14 +128,9 @@ class ImageReader:
         self._bytes = 0
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
-        """Return a prompt with the tokens of its encoded images (bytes or buffers).
-
-        Args:
-            prompt_ids: [P] int32, with one placeholder for each image.
-
-        Raises:
-            UserError: placeholders and images differ in number, or an image cannot be read.
-        """
+        """Return a prompt ([P] int32, with one placeholder for each image) with the tokens of its
+        encoded images (bytes or buffers). Raises a UserError if placeholders and images differ in
+        number, or an image cannot be read."""
         places = np.flatnonzero(prompt_ids == self.token)
         if not len(images):  # in a prompt without images the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
@@ -160,6 +155,7 @@ class ImageReader:
         found = self._process(encoded)
         self._seen[key] = found
         self._bytes += _num_bytes(found)
+        # Keep the newest image even if it alone exceeds the limit.
         while self._bytes > _CACHED_BYTES and len(self._seen) > 1:
             self._bytes -= _num_bytes(self._seen.popitem(last=False)[1])
         return found
@@ -184,6 +180,7 @@ def open_image(encoded: Any) -> Any:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
+        # PostScript is a program, and files must not run code.
         if image.format == "EPS":
             raise ValueError(PROGRAM)
         return ImageOps.exif_transpose(image).convert("RGB")
@@ -253,7 +250,6 @@ class ImageInputs:
 
     @classmethod
     def of(cls, places: Tensor, images: Sequence[_SeenImage]) -> ImageInputs:
-        """Collect the images on the device of `places`."""
         inputs = {
             n: torch.cat([i.inputs[n] for i in images]).to(places.device) for n in images[0].inputs
         }
@@ -261,8 +257,7 @@ class ImageInputs:
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Return whether `transformers` settings describe a model for images and text
-    (`sees_images`)."""
+    """Like `sees_images`, for settings as `transformers` loads them."""
     return sees_images({"model_type": settings.model_type})
 
 

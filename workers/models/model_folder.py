@@ -54,8 +54,7 @@ def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
 
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
-    """Check the settings that Weft reads directly; `transformers` checks all of them when it builds
-    the model."""
+    """Check the settings that Weft reads itself; `transformers` checks all of them later."""
     # Setting -> expected type for messages, and its check.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
@@ -89,8 +88,7 @@ def _is_token(value: Any) -> bool:
 
 
 def find_model_config(model: str | Path) -> Path:
-    """Return the `config.json` of a model's folder or cached Hugging Face id; raises like
-    `read_model_config`."""
+    """Return the `config.json` of a model's folder or cached id. Raises as `read_model_config`."""
     folder = find_model_folder(model, CONFIG_FILE)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(
@@ -100,8 +98,7 @@ def find_model_config(model: str | Path) -> Path:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor from the index of a model with several weight files.
-    Raises a UserError if the index is damaged; the message names it."""
+    """Return each tensor's file from a model's index. Raises a UserError if it is damaged."""
     try:
         files = read_json(file)["weight_map"]
         if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
@@ -115,15 +112,13 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the ids that end a response, from the model's settings and from the end of training
-    texts."""
+    """Return the ids that end a response, from the settings and the ends of training texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
 
 def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
-    """Return the ids that end training texts but are not in the model's settings, with their
-    writers."""
+    """Return the ids that end training texts but that the settings lack, with their writers."""
     named = _named_stop_tokens(model)
     return {token: what for token, what in _end_tokens(model).items() if token not in named}
 
@@ -148,8 +143,7 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
-    """Return the end tokens of the model's tokenizer; empty without a readable tokenizer, which is
-    reported where texts are read."""
+    """Return the end tokens of the model's tokenizer; empty without a readable tokenizer."""
     # Imported late because commands import this module and must print help at once.
     from ...dataflow.prompts.tokenizer import Tokenizer
 
@@ -190,10 +184,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
-    """Return the model's context length in tokens, or None if the settings leave it to the defaults
-    of `transformers` or there is no limit.
-
-    YaRN can extend rotary positions beyond the number in the settings.
+    """Return the model's context length in tokens, which YaRN can extend; None if the settings
+    leave it to the defaults of `transformers`, or without a limit.
 
     >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
     (1024, 64, None)
@@ -253,6 +245,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
         raise
     except Exception as error:  # settings of wrong types or sizes can fail anywhere
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        # A first line that ends with a colon only announces the reason.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         where = "" if file is None else f"; correct {file}, or fetch it again"
         raise UserError(
@@ -271,8 +264,7 @@ def complete_text_settings(model: str | Path) -> Any:
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that `transformers` has a causal language model of this type, and that it can be
-    trained."""
+    """Check that `transformers` has a causal language model of this type that can be trained."""
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
     why = None
@@ -299,8 +291,7 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that a model of this type can have a scalar head in place of its own: models that read
-    images cannot."""
+    """Check that a model of this type can have a scalar head; models with vision cannot."""
     if sees_images(settings):
         raise UserError(
             f"model {str(model)!r} (type {settings['model_type']!r}) reads images, and such "
@@ -309,8 +300,7 @@ def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 def causal_lm_types() -> frozenset[str]:
-    """Return the model types with a causal language model in the installed `transformers`. Empty if
-    they cannot be read; the worker then checks at start."""
+    """Return the types of causal language models in `transformers`; empty if unknown."""
     return _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 
 
@@ -341,14 +331,12 @@ with them."""
 
 
 def read_vocabulary(model: str | Path) -> int | None:
-    """Return the number of a model's token ids, or None if `config.json` leaves it to the defaults
-    of `transformers`."""
+    """Return the number of a model's token ids, or None if `config.json` lacks it."""
     return text_settings(read_model_config(model)).get("vocab_size")
 
 
 def check_vocabulary(model: str | Path, source: Source) -> None:
-    """Check that the largest ids in use are in the model's vocabulary. Raises a UserError if an id
-    is too large; the message names the id and the vocabulary."""
+    """Check that all ids in use are in the vocabulary. Raises a UserError that names one."""
     size = read_vocabulary(model)
     if size is None:
         return
@@ -390,10 +378,10 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
             yield f"in the tokenizer of {model}, the id of {name} is", ids[content]
 
 
+# The two unused arguments are part of the cache's key: a changed file is read again.
 @functools.lru_cache(maxsize=4)
 def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
-    """Return the largest id of an ordinary token (-1 without one), and the ids of special tokens by
-    text."""
+    """Return the largest id of an ordinary token (-1 without one), and special ids by text."""
     content = _read(file)
     vocabulary = (content.get("model") or {}).get("vocab") or {}
     added = [token for token in content.get("added_tokens") or () if isinstance(token.get("id"), int)]
@@ -417,8 +405,7 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if the file is missing or not JSON, which is
-    reported where the content is needed."""
+    """Return a JSON file's content; empty if it is missing or damaged (reported elsewhere)."""
     try:
         return read_json(file)
     except (OSError, UserError):

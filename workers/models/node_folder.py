@@ -38,7 +38,6 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
     Args:
         what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
-        wait_s: longest wait for the holder of the lock.
 
     Raises:
         OSError: the file can be neither created nor read.
@@ -66,8 +65,7 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
 @contextmanager
 def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
-    """Call `advance` from a thread whenever a folder grows or changes, whichever process writes to
-    it."""
+    """Call `advance` from a thread whenever a folder changes, whichever process writes to it."""
     over = threading.Event()
 
     def look() -> None:
@@ -178,6 +176,7 @@ def list_folder(folder: Path, *, weights: bool) -> FolderListing:
     kept: dict[str, int] = {}
     contents, times = hashlib.sha256(), hashlib.sha256()
     for path in found:
+        # `transformers` reads safetensors if it finds them, so files in torch's format are not needed.
         is_kept = not has_safetensors or path.suffix == ".safetensors"
         if path.suffix in _FOREIGN or (path.suffix in _WEIGHTS and not (weights and is_kept)):
             continue
@@ -242,6 +241,7 @@ def copy_of(
         make_folder(cache)
         lock = Path(f"{partial}.lock")
         with growth_told(partial, advance), once_a_node(lock, f"copies {listing.name}"):
+            # Another process may have written the copy while this one waited for the lock.
             if not copy.is_dir():
                 free = shutil.disk_usage(cache).free
                 if free < listing.num_bytes:
@@ -315,6 +315,7 @@ def node_folder(
     found = cached_folder(model, weights=True)
     if found is None:
         with _one_of_the_node(str(model), wait_s, advance):
+            # Another process may have downloaded it while this one waited.
             found = cached_folder(model, weights=True) or _download(str(model))
     return found
 
@@ -366,7 +367,6 @@ def _download(model: str) -> Path:
 
 @contextmanager
 def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
-    """Let one process of the node at a time download a model."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.replace("/", "--")

@@ -1,5 +1,4 @@
-"""Weight files: read the headers of a model's safetensors files without torch, to report damaged or
-missing files before a process starts."""
+"""Weight files: read safetensors headers without torch, to report bad files early."""
 
 from __future__ import annotations
 
@@ -129,9 +128,8 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
 
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
-    """Find mistakes in the headers of a model's files. Models that workers will download are not
-    checked. `FsdpEngine` can only train (`trained`) floating-point weights. Raises a UserError if a
-    file is wrong; the message names the file and the problem."""
+    """Find mistakes in the headers of a model's files, if the model is a folder. Only
+    floating-point weights can be `trained`. Raises a UserError that names the file."""
     if not Path(model).expanduser().is_dir():
         return
     folder = find_model_config(model).parent
@@ -144,6 +142,7 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
                 "it was made and write it with save_pretrained()"
             )
     for name, entry in stored.items():
+        # Buffers may hold integers; only weights need a gradient.
         if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
             raise UserError(
                 f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has "
@@ -176,8 +175,7 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Return the functions and classes that a pickle names, except the ones that `torch.save` uses
-    for tensors."""
+    """Return the functions and classes that a pickle names, without the ones of tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):

@@ -45,8 +45,6 @@ class _Limits:
 
 @dataclass
 class _AsyncCalls:
-    """Calls in flight."""
-
     _loop: asyncio.AbstractEventLoop | None = None
     _beat: Future[None] | None = None
     """A no-op coroutine that the last `is_alive` call scheduled."""
@@ -59,12 +57,8 @@ class _AsyncCalls:
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
         """Start a call as soon as the limits of its function allow. Return a future with the
-        result, or the exception of the last try.
-
-        Args:
-            call: creates a new awaitable for each try.
-            deadline_s: timeout of each try in seconds.
-        """
+        result, or the exception of the last try. `call` creates a new awaitable for each try, which
+        may take `deadline_s` seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -101,12 +95,14 @@ class _AsyncCalls:
                 if reward.per_second is not None:
                     now = asyncio.get_running_loop().time()
                     begins_s = max(now, limits.begins_s)
+                    # Reserve the slot before the sleep, because other calls look for theirs during it.
                     limits.begins_s = begins_s + 1 / reward.per_second
                     await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
+                        # Only a TimeoutError of the function itself has a text.
                         why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
                         raise TimeoutError(why) from None
                 except Exception:
@@ -172,11 +168,8 @@ class Caller:
         self._child: ForkedCaller | None = None
 
     def call_reward(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        """Return the result of function number `f`, and the metrics that it logged.
-
-        Raises:
-            Exception: from the function. A `BaseException` becomes a RuntimeError.
-        """
+        """Return the result of function number `f` and the metrics that it logged. Raises the
+        function's exceptions; a `BaseException` becomes a RuntimeError."""
         if f not in self._apart:
             try:
                 with signals_noticed():
@@ -213,12 +206,15 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
     try:
         result = reward.call_function(arguments, log)
         if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
+            # An awaitable can be awaited only once, so each retry calls the function again.
             tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
             finally:
+                # The deadline may interrupt `result()`, and the call would stay in flight.
                 future.cancel()
+    # Like any `Exception`, errors that steer Weft or the debugger must pass unchanged.
     except (Exception, NeedsMainThread, BdbQuit, Ended, Silent, Cancelled, Planned):
         raise
     except KeyboardInterrupt as error:
@@ -335,6 +331,7 @@ def _own_alarm() -> Iterator[None]:
     finally:
         if left_s:
             passed_s = time.monotonic() - since_s
+            # A time of 0 would switch the timer off.
             signal.setitimer(signal.ITIMER_REAL, max(left_s - passed_s, 1e-3), each_s)
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)

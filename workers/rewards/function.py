@@ -168,6 +168,7 @@ class Reward(Config):
     def answers(self) -> tuple[str, ...]:
         """Required ground truths with parameter types that exclude None."""
         needed = [p for p in self._open if p.default is p.empty and not _takes_none(p.annotation)]
+        # verl's batch functions take plurals, such as `ground_truths`.
         names = (p.name.removesuffix("s") for p in needed)
         return tuple(name for name in names if name in ANSWERS)
 
@@ -253,8 +254,7 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists into one for each sample. A single number applies to the whole
-    batch."""
+    """Split a dictionary of lists by sample. A single number applies to the whole batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -328,6 +328,7 @@ def number_of(reward: Reward, result: Any) -> float:
 
 def _as_number(value: object) -> float | None:
     """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
+    # float() would accept text such as "1".
     if isinstance(value, str | bytes | complex):
         return None
     try:

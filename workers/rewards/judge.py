@@ -79,6 +79,7 @@ class Judge(Config):
         parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
+        # Error messages show the address.
         if parts.password or parts.username:
             raise ValueError(
                 "address must not contain a password; name the environment variable with the key: key_variable='...'"
@@ -91,20 +92,15 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets other
-        options."""
+        """This judge as a reward function. `Reward(function=judge, ...)` sets other options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response.
-
-        Raises:
-            RuntimeError: no reply, a refusal, or a reply without a score. The message never has the
-            key.
-        """
+        """Grade one response. Raises a RuntimeError without a reply or a score; its message never
+        has the key."""
         lowest, highest = (f"{end:g}" for end in self.scale)
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}

@@ -59,16 +59,13 @@ signal.signal = _signal
 
 
 class ForkedCaller:
-    """A child process with everything that this process has loaded, which calls a function on its
-    main thread.
+    """A child process with everything that this process has loaded, which calls `function` on its
+    main thread. Results must be picklable.
 
     It is a fork, not a new interpreter, because reward functions may be closures, objects with
     loaded models, or functions of the user's script, which cannot be pickled. If another thread
     holds a lock at the fork, a function that needs the lock waits until the rank's deadline. The
     child ends with the thread that made it, so make and call it on one thread.
-
-    Args:
-        function: called with the arguments of `call_function`. Its result must be picklable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -82,11 +79,7 @@ class ForkedCaller:
         theirs.close()
 
     def call_function(self, *arguments: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            BaseException: from the function, with the traceback in the child as a note.
-        """
+        """Call the function. Its errors have the traceback in the child as a note."""
         try:
             self._connection.send(arguments)
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
@@ -101,15 +94,13 @@ class ForkedCaller:
         raise value
 
     def close(self) -> None:
-        """End the child."""
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process as the function ended the child: without a child it would have ended
-        this process."""
+        """End this process as the function, without a child, would have done."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -126,9 +117,11 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
         # End with the thread that made this process, however it ends.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+        # The parent may have ended before the call above took effect.
         if os.getppid() != parent:
             os._exit(1)
         other_end.close()
+        # The mark belongs to the parent's thread; here the same code runs on a main thread.
         _here.noticed = 0
         _set_handler(signal.SIGINT, signal.SIG_IGN)
         _set_handler(signal.SIGTERM, signal.SIG_DFL)
@@ -138,6 +131,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
             except (EOFError, OSError):
                 break
             try:
+                # Inside the `try`, so that a result that cannot be pickled fails only this call.
                 sent = pickle.dumps((True, function(*arguments), ""))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
@@ -145,6 +139,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
             requests.send_bytes(sent)
         code = 0
     finally:
+        # `os._exit` does not flush.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -162,8 +157,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def portable_result(value: Any) -> Any:
-    """Convert a result of a reward function to types that another process knows: tensors and arrays
-    become lists."""
+    """Convert a result to types that another process knows. Tensors and arrays become lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -37,8 +37,7 @@ class Outcome:
     """One score from each function, in the functions' order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all numbers that make up the reward, by name, without functions that do not
-        apply."""
+        """Return all numbers that make up the reward, by name."""
         if len(rewards) == 1:
             return dict(self.scores[0].parts)
         each = list(zip(rewards, self.scores, strict=True))
@@ -67,11 +66,8 @@ class Scoring:
         self._gave_s = time.monotonic()
 
     def run(self) -> Iterator[dict[int, Outcome]]:
-        """Call all functions on all samples.
-
-        Yields:
-            Samples that finished since the last item, by index; the last item has all the rest.
-        """
+        """Call all functions on all samples. Yields the samples that finished since the last item,
+        by index; the last item has all the rest."""
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
             pending = [call for f, r in kinds if r.is_async for call in self._started(f, r)]
@@ -121,6 +117,7 @@ class Scoring:
             self._context.advance()
 
     def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
+        # The driver replaces a watched process that exceeds the deadline.
         limit = None if self._context.watched else self._deadline_s
         with deadline(limit, f"reward function {self._rewards[f].title}"):
             result, logged = self._caller.call_reward(f, arguments)
@@ -182,8 +179,7 @@ class Scoring:
 
     @contextmanager
     def _blaming(self, k: int) -> Iterator[None]:
-        """Record an exception raised inside as the failure of sample `k`, unless it ends the
-        run."""
+        """Record an exception as the failure of sample `k`, unless it ends the run."""
         try:
             yield
         except BdbQuit:  # the user left the debugger

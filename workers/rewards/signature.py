@@ -88,6 +88,7 @@ class RewardRows:
             return self.prompts, self.responses
         prompts: list[Any] = []
         for messages in self[MESSAGES]:
+            # Arrow gives every message the keys of all messages.
             prompts.append([{k: v for k, v in m.items() if v is not None} for m in messages])
         return prompts, [[{"role": "assistant", "content": text}] for text in self.responses]
 

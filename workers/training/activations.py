@@ -126,6 +126,7 @@ def pass_bytes(
         model, folder, head, 0, activation_checkpointing=checkpointing if trains else False
     )
     if files := weight_files(model, folder):
+        # Only its checks matter here: they refuse files that do not belong to the model.
         StoredWeights(model, files, skeleton)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)

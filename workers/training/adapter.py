@@ -62,6 +62,7 @@ class Adapter:
         chosen = _adapted_layers(causal_lm, lora)
         self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
         layers = [causal_lm.get_submodule(name) for name in chosen]
+        # `peft` draws from torch's global generator, whose state belongs to the user.
         with torch.random.fork_rng(devices=[]), _hollow(layers):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
@@ -109,9 +110,8 @@ class Adapter:
     def write_folder(
         self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk
     ) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` loads, from full trained parameters
-        on the host in float32. `source` is the folder of the base model, for its tokenizer and chat
-        template."""
+        """Write a folder that `peft.PeftModel.from_pretrained` loads, from full float32 parameters
+        on the host. `source` is the base model's folder, for its tokenizer and chat template."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # or the name of a model in the Hugging Face cache
@@ -128,8 +128,7 @@ class Adapter:
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Put an adapter into a `transformers` model that generates. It has no effect until the first
-    update arrives."""
+    """Put an adapter into a model that generates. It has no effect before the first update."""
     layers = _adapted_layers(causal_lm, lora)
     inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
@@ -140,8 +139,7 @@ def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
 
 
 def check_layers(model: str | Path, lora: Lora) -> None:
-    """Check the targets of an adapter against the layers of a model, which is built without
-    weights. Raises UserError if a target matches no layer; the message lists valid targets."""
+    """Check an adapter's targets against a model. Raises UserError if one matches no layer."""
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings)
@@ -149,8 +147,7 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Return the names of the linear layers that get an adapter: no heads, and in a model with
-    vision only layers of its language model."""
+    """Return the linear layers that get an adapter: no heads, and no vision layers."""
     scalar_head = getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None)
     heads = (causal_lm.get_output_embeddings(), scalar_head)
     linear = [
@@ -187,12 +184,9 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """Return why `peft` cannot put an adapter on a linear layer of this name, or "" if it can.
-
-    In mixtures of experts, `peft` maps the names of a dense MLP to the experts. `transformers`
-    stacks the experts' weights, and Weft does not support adapters on stacked weights. In models
-    with Mamba layers, `peft` refuses projections that fused kernels read.
-    """
+    """Return why `peft` cannot adapt a linear layer of this name, or "". In mixtures it takes the
+    names of a dense MLP for the experts, whose stacked weights Weft cannot adapt. It refuses
+    projections that fused Mamba kernels read."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)
@@ -242,8 +236,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with an adapter is trained: it belongs to the adapter
-    or a scalar head.
+    """Return whether a parameter of a model with an adapter is trained: adapter and scalar head are.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)
@@ -278,11 +271,9 @@ def merged_weight(
 
 
 def shared_parts(*, rows: bool) -> tuple[str, str]:
-    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks.
-
-    If ranks split the rows of a layer, they split B as well and each has all of A; if they split
-    columns, the roles are reversed. A matrix that is not split gets the same gradient on all ranks.
-    """
+    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks: with a
+    layer's rows B is split and A is whole, with its columns the reverse. A matrix that is not split
+    gets the same gradient on all ranks."""
     return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 

@@ -167,8 +167,7 @@ class Agreement:
     """Routers of a mixture of experts that can replay routes; empty if there are none."""
 
     def put_on(self, model: ResponseModel) -> None:
-        """Configure a model accordingly. A rope that depends on sequence length gets one row at a
-        time."""
+        """Configure a model. A rope that depends on sequence length gets one row at a time."""
         model.put_ropes_by_row()
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
@@ -207,6 +206,7 @@ def find_agreement(
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
+            # Images are placed only in padded rows (`ResponseModel.run_backbone`).
             ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
             ways += [(False, name) for name in dict.fromkeys((loaded_with, "eager"))]
             for packs, attention in ways:
@@ -257,8 +257,7 @@ def _check_causal(model: ResponseModel) -> None:
 
 
 def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = False) -> float:
-    """Return how far two rows with a shared beginning deviate from each row alone, in hidden
-    states."""
+    """Return how far two rows that share a beginning are off in hidden states."""
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
@@ -272,8 +271,7 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
 
 
 def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
-    """Return how far log-probabilities of two rows with images deviate from the model's own pass on
-    each row."""
+    """Return how far two rows with images are from the model's own pass on each, in nats."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
         reader.read(
@@ -349,8 +347,7 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Return the largest difference from the reference in two passes, because noise (dropout,
-    routers) varies between passes."""
+    """Return the largest difference from the reference in two passes, because noise varies."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -395,8 +392,7 @@ def _probe(model: ResponseModel) -> _Probe:
 
 
 def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tensor]:
-    """Return the outputs of the backbone, and [L, vocabulary] float32 logits (empty with a scalar
-    head)."""
+    """Return the backbone's outputs, and [L, vocabulary] float32 logits (empty if scalar)."""
     inputs: dict[str, Any] = {"input_ids": row[None], "use_cache": False}
     if start:
         inputs["position_ids"] = torch.arange(start, start + len(row), device=row.device)[None]
@@ -432,6 +428,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     own = model.own_logits(probe.outputs, hidden).double()
     products = F.linear(hidden, head.weight, getattr(head, "bias", None)).double()
     factor = 1.0 if cap else float((own * products).sum() / products.square().sum())
+    # A factor of exactly 1 saves a pass over the logits.
     form = HeadForm(1.0 if abs(factor - 1) < 1e-6 else factor, cap)
     found = form.logits(products.clone())
     rounding = 1e-5 * found.abs().amax(-1, keepdim=True)
@@ -439,8 +436,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
 
 
 def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
-    """Return the reference, with parameters multiplied by a power of two if the model's logits
-    hardly differ."""
+    """Return the reference, with parameters amplified if the model's logits hardly differ."""
     probe = _probe(model)
     while probe.spread < _SPREAD and lent.factor < _LARGEST_FACTOR:
         lent.multiply(2)

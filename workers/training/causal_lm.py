@@ -39,8 +39,7 @@ sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
-    """Replace the head of a language model on the meta device by a scalar one without values.
-    Return the names of the removed tensors."""
+    """Replace a model's head by a scalar one without values. Return the removed names."""
     hidden = causal_lm.get_input_embeddings().weight.shape[1]
     before = set(causal_lm.state_dict())
     causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
@@ -50,9 +49,8 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
-    """Return the [1, hidden] weight of the scalar head in the folder, or a new one if it has none,
-    from a seed that is the same on all ranks. Raises UserError if the folder's head gives several
-    numbers."""
+    """Return the [1, hidden] weight of the folder's scalar head, or a new one from a seed that all
+    ranks share. Raises UserError if the folder's head gives several numbers."""
     file = find_tensor(model, WEIGHT)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
@@ -119,7 +117,6 @@ def build_causal_lm(
         model: the user's name for the model.
         head: "values" or "rewards" replaces the model's head by a scalar one.
         seed: seed for initializing the scalar head if the folder has none.
-        activation_checkpointing: activations to recompute in the backward pass.
 
     Raises:
         UserError: `transformers` refuses the model or its activation checkpointing, or the model
@@ -176,8 +173,7 @@ def auto_class(settings: Any) -> Any:
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:
-    """Return the settings of a model, without dropout. Raises UserError if `transformers` does not
-    know the model."""
+    """Return a model's settings without dropout. Raises UserError if its type is unknown."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -190,11 +186,8 @@ def training_settings(model: str | Path, folder: Path) -> Any:
 
 
 def _forget_values(causal_lm: Any) -> None:
-    """Move every stored tensor to the meta device.
-
-    Some constructors create values on the host in spite of `torch.device("meta")` (DiffLlama's
-    `torch.normal`). A tensor with values would count as loaded, and keep the random values.
-    """
+    """Move every stored tensor to the meta device. Some constructors create values in spite of
+    `torch.device("meta")` (DiffLlama's `torch.normal`), and such tensors would count as loaded."""
     empty: dict[int, Tensor] = {}
     for tensor in causal_lm.state_dict(keep_vars=True).values():
         if not tensor.is_meta and id(tensor) not in empty:
@@ -264,7 +257,6 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
 
 
 def _keep_products() -> Any:
-    """Keep the results of matrix products and attention, and recompute the rest. Megatron's
-    selective recomputation (arXiv:2205.05198) recomputes attention instead, because attention is
-    cheap to recompute there."""
+    """Keep the results of matrix products and attention, and recompute the rest. Megatron
+    (arXiv:2205.05198) recomputes attention instead, which is cheap there."""
     return create_selective_checkpoint_contexts(_PRODUCTS)

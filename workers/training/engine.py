@@ -152,11 +152,8 @@ class ModelConfig(Config):
         return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
 
     def check(self) -> None:
-        """Check these settings against the model's own settings and files.
-
-        Raises:
-            UserError: the model does not exist, cannot be trained, or cannot be split this way.
-        """
+        """Check these settings against the model's settings and files. Raises UserError if the
+        model does not exist, cannot be trained, or cannot be split this way."""
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
@@ -372,10 +369,7 @@ class TrainingEngine(Protocol):
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
         """Load a published version of the weights, each rank its own parts. Return its checksum.
-
-        Raises:
-            WeightSyncError: names or shapes do not fit the model, or data arrived damaged.
-        """
+        Raises WeightSyncError if names or shapes do not fit the model, or data arrived damaged."""
         ...
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
@@ -410,12 +404,8 @@ class TrainingEngine(Protocol):
 
     def restore(self, folder: Path) -> Mapping[str, Any]:
         """Resume from a snapshot and return its notes. The number of ranks may differ; random
-        states are restored only when it is the same.
-
-        Raises:
-            UserError: the folder is not a snapshot, or is one of another model.
-            ValueError: a file is damaged.
-        """
+        states are restored only when it is the same. Raises UserError if the folder is not a
+        snapshot of this model, and ValueError if a file is damaged."""
         ...
 
     def onload(self) -> None:

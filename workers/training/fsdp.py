@@ -1,6 +1,5 @@
 """FsdpEngine: training of `transformers` models with FSDP2 and optional tensor parallelism; plain
-torch on a single process. Each rank reads only its parts of a model, and all check their passes
-against the model's own."""
+torch on a single process."""
 
 from __future__ import annotations
 
@@ -57,13 +56,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for later allocations. By default glibc returns tensors
-    above 32 MiB to the kernel, which must clear each page before reuse. The heap may fragment:
-    measurements showed 1 % more memory.
-
-    The setting applies to the whole process, which under `Local()` is the user's. Other C libraries
-    and systems are unaffected.
-    """
+    """Let the C library keep freed memory. By default glibc returns tensors above 32 MiB to the
+    kernel, which must clear each page before reuse. Measurements showed 1 % more memory. The
+    setting applies to the whole process, which under `Local()` is the user's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
@@ -94,6 +89,7 @@ class FsdpEngine:
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
+        # FSDP moves the layers, and it needs a mesh even on one rank.
         streams = config.offload == "everything" and context.world_size == 1
         self._alone = MeshOfOne(self.device) if streams else None
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
@@ -145,8 +141,7 @@ class FsdpEngine:
     def _of_tokens(
         self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return [1 or 2, T] float32 figures of the response tokens (the second are entropies), and
-        cu_seqlens."""
+        """Return [1 or 2, T] float32: numbers and entropies of tokens, and cu_seqlens."""
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
@@ -191,6 +186,7 @@ class FsdpEngine:
             columns,
             self.device,
             vocabulary=self.vocabulary,
+            # The completed settings: config.json may leave the limit to the defaults.
             context=context_of(self.model.causal_lm.config.to_dict()),
             owner=str(self.config.model),
             reads_last=self.head == "rewards",
@@ -206,8 +202,7 @@ class FsdpEngine:
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """Return the routers that replay the column of routes; None if they choose or there are
-        none."""
+        """Return the routers that replay the column of routes, or None if they choose."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
         if self.model.routers is None:
@@ -257,13 +252,16 @@ class FsdpEngine:
         whole = last and self._count == 0
         self._count += float(counts.sum())
         parts: list[Metrics] = []
+        # On the device: reading each loss would make the host wait in every microbatch.
         loss_total = torch.zeros((), device=self.device)
+        # Gradients of earlier calls are reduced only in a last backward pass, even without new rows.
         plan = plan or [np.empty(0, dtype=np.int64)] * last
         averaged = len(counts) * self.config.sequence_parallel  # FSDP averages, but the loss is a sum
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with watched as tally, self._sharded.precision():  # round parameters once for all microbatches
+            # The count is equal on all ranks, so either all of them skip the passes or none does.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -271,6 +269,7 @@ class FsdpEngine:
                     loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
                     parts.append(metrics)
                 else:
+                    # Other ranks wait for this rank in the collectives of their backward pass.
                     loss_sum = 0.0 * logprobs.sum()
                 (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
@@ -343,14 +342,14 @@ class FsdpEngine:
         return OptimizerStep(metrics, applied=bad is None, bad=bad)
 
     def _why_bad(self, norm: float) -> str | None:
-        """Return why a step with this gradient norm (equal on all ranks) is bad, or None if it is
-        good."""
+        """Return why a step with this gradient norm is bad, or None if it is good."""
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
             if limit is None or norm <= limit:
                 return None
             return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
+        # A collective: all ranks get here, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -374,10 +373,12 @@ class FsdpEngine:
         only_adapter = self._sharded.adapter is not None and not merged
         for name, tensor in self.adapter_tensors() if only_adapter else self.named_tensors():
             if self.context.rank == 0:
+                # The iterator frees gathered tensors before they are written.
                 gathered[name] = tensor.to("cpu", copy=True)
         if self.context.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+            # `mkdtemp` lets only the owner read the folder.
             partial.chmod(0o755)
             self._sharded.write_folder(partial, gathered, self._disk, only_adapter=only_adapter)
             if folder.exists():
@@ -427,8 +428,7 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that training changes: the model's tensors, and AdamW's state of each
-        parameter (created if missing)."""
+        """Return everything that training changes: tensors, and AdamW's state of each parameter."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -441,8 +441,7 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
-        """Write the folder of the model or adapter from a snapshot's files, because the model
-        itself continues to train."""
+        """Write the model's folder from a snapshot, because the model continues to train."""
         only_adapter = self._sharded.adapter is not None
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
@@ -491,18 +490,15 @@ def _load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
-    """Load a model, sharding it before it has values. Collective.
-
-    Returns:
-        (the model, the processor of a model that reads images, bytes of the model's files that this
-        rank read)
-    """
+    """Load a model, sharding it before it has values. Collective. Also return the processor of a
+    model that reads images, and the bytes of files that this rank read."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)
     build = partial(
         build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
     )
+    # `plain` stays as `transformers` built it: the reference of the check below.
     plain, skeleton = build(), build()
     weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
     response = ResponseModel(skeleton.causal_lm, scalar=scalar)

@@ -172,6 +172,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, scales, largest, sums, entropies = ctx.saved_tensors
         how: _How = ctx.how
         chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
+        # This pass overwrites the kept logits, so another backward pass must recompute them.
         ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
@@ -254,7 +255,7 @@ class _Chunks:
         return slopes.mul_(1 / cap).square_().neg_().add_(1)
 
     def through_form(self, gradient: Tensor, slopes: Tensor | None, part: slice) -> None:
-        """Turn the gradient of scaled logits into that of products, in place."""
+        """Turn the gradient of scaled logits into the gradient of products, in place."""
         if slopes is not None:
             gradient *= slopes
         if self.form.factor != 1:
@@ -407,6 +408,7 @@ def logprobs_of_any_head(
     # Recompute chunks in the backward pass if their logits are too large to keep.
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
+    # One chunk even without targets, because torch.cat needs a part.
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])

@@ -62,8 +62,7 @@ class Lora(Config):
         return self
 
     def check(self, tensor_parallel: int) -> None:
-        """Check that ranks can share the adapter; `adapter.check_layers` compares its targets with
-        the model. Raises UserError if ranks cannot share it."""
+        """Raise UserError if tensor-parallel ranks cannot share the adapter."""
         if self.dora and tensor_parallel > 1:
             raise UserError(
                 f"Lora.dora: tensor_parallel={tensor_parallel} splits the rows that DoRA "
@@ -72,10 +71,7 @@ class Lora(Config):
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
-    """Check that each target is the end of a layer's name.
-
-    Raises:
-        UserError: a target matches no layer; the message names the nearest one.
+    """Check that each target is the end of a layer's name. The error names the nearest layer.
 
     >>> check_targets(("q_prj",), ["layers.0.q_proj", "layers.0.k_proj"], "the model")
     Traceback (most recent call last):

@@ -73,9 +73,8 @@ class ModelSize:
         }
 
     def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:
-        """Return the size of each stage of an evenly cut pipeline. The stage of the first layer
-        holds the embeddings; the stage of the last layer holds everything else, including a copy of
-        tied embeddings."""
+        """Return the size of each stage of an evenly cut pipeline: the first has the embeddings,
+        the last everything outside of layers, and a copy of tied embeddings."""
         cut = PipelineStages.equal(self.layers, number, chunks)
         return [self._of_stage(cut, stage) for stage in range(number)]
 
@@ -125,19 +124,14 @@ class TrainingMemory:
     """On the host, from the first checkpoint: the copy that a rank writes."""
 
     def exchanged_beside(self, activations: int) -> int:
-        """Return the bytes that gradients in transit add to the peak of an update with this size of
-        activations."""
+        """Return what gradients in transit add to the peak of an update, in bytes."""
         return max(self.exchanged, self.outer_gradients - self.gathered - activations)
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
     """Read the sizes of a model (folder or id) from the headers of its files. `scalar`: a scalar
-    head replaces the model's own, as in critics and reward models.
-
-    Raises:
-        UserError: the model does not exist, or one of its files is damaged.
-        ValueError: the model has no safetensors files.
-    """
+    head replaces the model's own. Raises UserError if the model is missing or damaged, and
+    ValueError if it has no safetensors files."""
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
@@ -166,13 +160,8 @@ def training_memory(
     lora: Lora | None,
     saves: bool,
 ) -> TrainingMemory:
-    """Return the memory of one rank of a training group.
-
-    Args:
-        trains: whether the group is updated.
-        lora: the adapter to train in place of the model, if any.
-        saves: whether the run writes checkpoints.
-    """
+    """Return the memory of one rank of a group that trains the model, an adapter (`lora`) or
+    nothing, and saves checkpoints or not."""
     whole, width = size.parameters, BYTES[config.dtype]
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     adapter = number_in(shapes) if lora is not None else 0
@@ -236,8 +225,7 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
-    """Return the bytes of logits to compute at once: on a GPU with `gpu_bytes` a share of its
-    memory, because short chunks leave it idle."""
+    """Return the bytes of logits to compute at once. Short chunks would leave a GPU idle."""
     return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * gpu_bytes))
 
 
@@ -256,8 +244,7 @@ def _embeddings(size: ModelSize) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Return the bytes of a group's checkpoint: float32 parameters, moments, and the folder of the
-    model or adapter."""
+    """Return the bytes of a checkpoint: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)

@@ -19,8 +19,7 @@ STEPS = 128
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """The optimizer steps of one update: `epochs` passes over its rows, each of `minibatches`
-    steps."""
+    """The optimizer steps of one update: `epochs` passes, each of `minibatches` steps."""
 
     epochs: int = 1
     minibatches: int = 1
@@ -34,7 +33,6 @@ class OptimizerSteps:
 
     @property
     def number(self) -> int:
-        """Total number of steps."""
         return self.epochs * self.minibatches
 
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
@@ -99,6 +97,7 @@ def plan_microbatches(
     totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
     parts, first, widest = [], 0, 0
     for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
+        # Groups come longest first, so the first one of a microbatch determines its width.
         widest = widest or size
         rows = end - first
         fits = rows * widest <= max_tokens
@@ -160,6 +159,7 @@ def even_microbatches(
         part.rows += rows
         part.tokens, part.longest = part.tokens + tokens, max(part.longest, longest)
         part.cost += float(of_unit[unit])
+    # Ranks compute their k-th microbatches together, so similar costs must meet.
     parts.sort(key=lambda part: -part.cost)
     return [np.array(part.rows) for part in parts if part.rows]
 
@@ -190,7 +190,6 @@ def level_microbatches(
 
     Args:
         cut: cuts the rows into microbatches of at most the given number of tokens.
-        cost_of: cost of a microbatch.
         number: microbatches that the rank takes part in, at least `len(cut(max_tokens))`.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
@@ -313,7 +312,6 @@ def equal_prompts(
     Args:
         tokens, cu_seqlens: [P] int32 tokens of all prompts end to end, and their [rows + 1] bounds.
         counts: [rows] tokens of the responses; rows without tokens are not computed.
-        cost: cost of these rows.
         also: [rows] other content that must be equal too, or None.
 
     Returns:
@@ -340,11 +338,10 @@ def plan_shared(
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once. Return
-    the indexes of the rows of each.
+    the indexes of the rows of each. Rows are given as in `Placement.of_rows`.
 
-    Rows of one prompt stay together, prompts with the longest rows first. If they do not fit into
-    one microbatch, the next one computes the prompt again. Rows with equal `groups` ([rows]) always
-    stay together. Other arguments are as in `Placement.of_rows`.
+    Rows of one prompt stay together, prompts with the longest rows first. A prompt whose rows fill
+    several microbatches is computed in each. Rows with equal `groups` ([rows]) stay together.
 
     >>> rows = plan_shared(np.array([6, 6, 6, 2]), np.array([1, 2, 3, 5]), np.array([0, 0, 0, 1]), max_tokens=12)
     >>> [part.tolist() for part in rows]
@@ -381,8 +378,7 @@ class _Filling:
         self._tokens = self._rows = self._longest_prompt = self._longest_after = 0
 
     def takes(self, rows: list[tuple[int, int, int]]) -> bool:
-        """Add rows (prompt number, prompt tokens, tokens after it) and return True, or return False
-        if they do not fit."""
+        """Add rows (prompt number, prompt tokens, tokens after it). Return whether they fit."""
         empty = not self._rows
         fresh = {number: tokens for number, tokens, _ in rows if number not in self._prompts}
         tokens = self._tokens + sum(fresh.values()) + sum(after for _, _, after in rows)

@@ -138,8 +138,7 @@ class Microbatches:
     def plan(
         self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Cut the rows that have a response into microbatches; rows with equal `groups` ([rows])
-        stay together."""
+        """Cut rows with a response into microbatches; equal `groups` ([rows]) stay together."""
         prompts, after = self._lengths()
         rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
@@ -161,8 +160,7 @@ class Microbatches:
         pads: bool,
         groups: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """Like `plan`, for ranks that compute microbatches in lockstep: return up to `number`
-        microbatches of similar cost."""
+        """Like `plan`, for ranks in lockstep: up to `number` parts of similar cost."""
         if packed and self.same_prompt is None:
             prompts, after = self._lengths()
             rows = np.flatnonzero(np.diff(self.response[1]))
@@ -332,8 +330,7 @@ def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def check_rows(batch: Batch, columns: Iterable[str]) -> None:
-    """Check prompts and column lengths, to report mistakes by row and column instead of tensor
-    shapes."""
+    """Check prompts and column lengths, to report mistakes by row and column."""
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
     if len(empty):

@@ -30,10 +30,10 @@ class PlainMoments(torch.optim.AdamW):
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the moments and step count of a parameter, created as in AdamW's first step if
-        missing."""
+        """Return a parameter's moments and step count, created as in AdamW's first step."""
         state = self.state[parameter]
         if not state:
+            # Fused AdamW expects the step count on the parameter's device.
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= self.first_moments(parameter)
         return state
@@ -97,8 +97,7 @@ class _HostMoments(PlainMoments):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
-        """Start copying the moments of these parameters to the device. The event fires when they
-        have arrived."""
+        """Start copying moments to the device. The event fires when they have arrived."""
         if self._stream is None:
             return None
         computing = torch.cuda.current_stream(self._device)
@@ -107,6 +106,7 @@ class _HostMoments(PlainMoments):
                 state = self.state[parameter]
                 for key in MOMENTS if state else ():
                     here = local_part(state[key]).to(self._device, non_blocking=True)
+                    # The allocator must not reuse the memory before the computing stream has read it.
                     here.record_stream(computing)
                     state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
         return self._stream.record_event()
@@ -114,6 +114,7 @@ class _HostMoments(PlainMoments):
     def _return(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._stream is None:
             return
+        # The moments may leave only after they have been updated.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._on_stream():
             for parameter in parameters:
@@ -128,8 +129,7 @@ class _HostMoments(PlainMoments):
 
 
 def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield parameters to update together, with their group; parameters without a gradient are left
-    out."""
+    """Yield parameters with a gradient to update together, and their group."""
     for group in groups:
         part: list[nn.Parameter] = []
         size = 0
@@ -279,6 +279,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     laid = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=full, stride=stride
     )
+    # `from_local` silently moves a part to the device type of its mesh.
     assert laid.to_local().device == zeros.device
     return laid
 
@@ -287,8 +288,7 @@ def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay. `model` has the setting that says where to keep moments. Raises UserError if
-    moments="8bit", and torchao is not installed."""
+    decay. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

@@ -34,8 +34,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def find_kernel(device: torch.device) -> Kernel | None:
-    """Return `torch.nn.attention.varlen.varlen_attn`, or None if device or torch version do not
-    support it."""
+    """Return torch's `varlen_attn`, or None if the device or torch's version lacks it."""
     if device.type != "cuda":
         return None
     try:
@@ -70,8 +69,7 @@ def may_pack(causal_lm: Any) -> bool:
 
 
 def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
-    """Return whether a model passed its sliding windows to attention and not only to the mask,
-    which packed attention ignores."""
+    """Return whether a model passed its windows to attention, not only to the mask."""
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _ATTENDS)
     window = (
@@ -81,8 +79,7 @@ def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
 
 
 def caps_scores(causal_lm: Any) -> bool:
-    """Return whether a model passes its attention a soft cap, which torch's own attention silently
-    ignores."""
+    """Return whether attention gets a soft cap, which torch's own silently ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
     rows = PackedSequences.of_lengths([1], causal_lm.device)
@@ -135,6 +132,7 @@ def packed_attention(
     rows.softcaps.add(softcap)
     if s_aux is not None and rows.exchange is not None:
         s_aux = rows.exchange.own(s_aux)
+    # Rounded rows imitate a half-precision kernel, so they stay in half precision.
     widens = rows.device.type == "cpu" and not rows.rounded
     how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens, s_aux)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
@@ -154,8 +152,6 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Attend:
-    """Attention with the settings of a layer."""
-
     scaling: float | None
     softcap: float | None
     dropout: float
@@ -221,6 +217,7 @@ class _Attend:
             rows.longest,
             of_keys.longest,
             scale=self.scaling,
+            # The kernel does not count the query itself, `sliding_window` does.
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -236,9 +233,8 @@ class _Attend:
     def _with_sinks(
         self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend with a sink: an extra first key that every query sees. Queries and keys get a
-        further dimension, in which the product with this key is the head's sink and the product
-        with all other keys is 0. The key's value is 0."""
+        """Attend with a sink: an extra first key that every query sees. A further dimension gives
+        this key the head's sink as product, and all others 0. The key's value is 0."""
         if self.softcap is not None or self.dropout:
             raise NotImplementedError("attention with sinks has neither a soft cap nor dropout")
         size = query.shape[-1]

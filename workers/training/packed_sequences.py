@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy host data to the device without blocking; on a CPU return it directly. Do not write to
-    it afterwards."""
+    """Copy host data to the device without blocking. A CPU shares it, so do not write to it."""
     tensor = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory CUDA copies twice and partly blocks
@@ -133,8 +132,7 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Shared prompts, then complete rows, then responses that each continue one of the prompts. The
-    tokens of a prompt are computed once for all of its responses."""
+    """Shared prompts, then complete rows, then responses that each continue one prompt."""
 
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -271,6 +269,7 @@ def join_stretches(ranks: int) -> Stretches:
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
+        # torch requires every rank to create every group, also groups of other ranks.
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = Stretches(group)
@@ -279,8 +278,7 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, send each rank its piece, and concatenate the received pieces along
-    another one."""
+    """Cut along one dimension, exchange pieces between ranks, and join along another dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
@@ -304,6 +302,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
+        # All ranks must contribute tensors of the same size.
         padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
         come = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(come, padded, group=stretches.group)
@@ -311,4 +310,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # Every rank computes the same loss, so the gradients of other ranks would count it again.
         return gradients[0][ctx.own], None, None

@@ -1,5 +1,4 @@
-"""Pipeline schedules as data: the order in which each pipeline stage computes the passes of its
-microbatches.
+"""Pipeline schedules as data: the order of each stage's passes over its microbatches.
 
 A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages`
 of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the
@@ -10,8 +9,7 @@ opposite order.
                                (arXiv:2104.04473, section 2.2.1)
     interleaved                the same with several chunks per stage (section 2.2.2)
 
-Training engines, the planner and the simulator share this arithmetic. It needs neither torch nor a
-process group.
+This arithmetic needs neither torch nor a process group.
 
 >>> print(one_forward_one_backward(stages=2, microbatches=3))
 stage 0: F0 F1 B0 F2 B1 B2
@@ -45,11 +43,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The passes of every stage, in order.
-
-    Raises:
-        UserError: a stage computes a pass twice or never, or stages deadlock.
-    """
+    """The passes of every stage, in order. Raises UserError if a stage computes a pass twice or
+    never, or stages deadlock."""
 
     stages: int
     microbatches: int
@@ -87,9 +82,8 @@ class PipelineSchedule:
         return (self.stages - 1) / (self.chunks * self.microbatches)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most activations that a stage keeps at once, including those of the current
-        pass. A forward pass of one microbatch through one chunk leaves one activation for its
-        backward pass."""
+        """Return the most activations that a stage keeps at once. Each forward pass of a microbatch
+        through a chunk leaves one for the backward pass."""
         kept = np.cumsum([-1 if one.backward else 1 for one in self.passes[stage]])
         return int(kept.max(initial=0))
 
@@ -244,8 +238,7 @@ def _needed(one: Pass, piece: int, pieces: int) -> Iterable[int]:
 
 
 def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass, ...]:
-    """Return warm-up forward passes, then alternating forward and backward passes, then the
-    remaining backward passes."""
+    """Return warm-up forward passes, alternating passes, then the remaining backward ones."""
     steady = [one for pair in zip(forth[warm_up:], back, strict=False) for one in pair]
     return (*forth[:warm_up], *steady, *back[len(forth) - warm_up :])
 

@@ -41,8 +41,7 @@ def follows_length(model: nn.Module) -> bool:
 
 
 class _RopesByRow:
-    """Computes such ropes row by row, for padded rows, `[B, L]` tokens, or packed rows, `[1, T]`.
-    The forward methods of the model's ropes are replaced."""
+    """Computes such ropes row by row, by replacing their forward methods."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         self.rows: PackedSequences | None = None
@@ -127,8 +126,7 @@ class ResponseModel(nn.Module):
         return self.causal_lm.score if self.scalar else None
 
     def put_ropes_by_row(self) -> None:
-        """Make ropes that depend on the length of a row see one row at a time. Changes the model in
-        place, once."""
+        """Make ropes that depend on a row's length see one row at a time, in place."""
         if self.ropes is None and follows_length(self.causal_lm):
             self.ropes = _RopesByRow(self.causal_lm)
 

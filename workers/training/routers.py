@@ -104,8 +104,7 @@ class _Tally:
 
     @torch.no_grad()
     def add_logits(self, logits: Tensor, counts: Tensor) -> None:
-        """Add the probabilities and entropies of a router from its logits, [..., experts] of N
-        tokens."""
+        """Add a router's probabilities and entropies from its logits, [..., experts]."""
         logprobs = logits.float().log_softmax(-1).flatten(0, -2)
         self.probabilities += counts.to(self.loads) @ logprobs.exp().to(self.loads)
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
@@ -204,8 +203,7 @@ class Routing:
     """[N, layers, chosen] integers: the experts to use, or None to let routers choose."""
 
     def spread(self, slots: Tensor, places: int) -> Routing:
-        """Return the routing for `places` positions, with these tokens at `slots` ([N]). The other
-        positions are padding."""
+        """Return the routing for `places` positions: these tokens at `slots` ([N]), and padding."""
         counts = self.counts.new_zeros(places).index_put((slots,), self.counts)
         routes = None
         if self.routes is not None:
@@ -214,8 +212,7 @@ class Routing:
         return Routing(counts, routes)
 
     def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
-        """Return this rank's part, where ranks share tokens: `share` returns the rank's part of [N
-        + missing, ...]."""
+        """Return this rank's part; `share` returns the rank's part of [N + missing, ...]."""
         routes = self.routes
         if routes is not None:
             routes = share(torch.cat([routes, _any_experts(routes, missing)]))
@@ -261,7 +258,6 @@ class Routers:
         return all(router.logits is not None for router in self.routers)
 
     def begin_pass(self, routing: Routing | None) -> None:
-        """Begin a pass with these instructions."""
         self._routing = routing
         self._seen.clear()
         if self.taken is not None:

@@ -59,6 +59,7 @@ def write_tensors(
         dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # The data then begins at a multiple of 8 bytes, the largest element size.
     text += b" " * (-len(text) % 8)
     contents = (
         t.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in ordered if t.numel()
@@ -101,8 +102,7 @@ class StoredTensor:
         return self._bytes.numel()
 
     def read_box(self, box: Box) -> Tensor:
-        """Return a box of the tensor on the host, in the dtype of the file, without reading other
-        bytes."""
+        """Return a box on the host, in the dtype of the file, reading only its bytes."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
         if not box.numel:
@@ -148,6 +148,7 @@ def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, st
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
+    # A private mapping: writes to a tensor never reach the file.
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return data, entries, metadata
 
@@ -200,8 +201,7 @@ def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
 
 
 def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
-    """Add the end tokens of training texts to the generation settings, so that every server of the
-    model stops at them."""
+    """Add end tokens of training texts to the settings, so that all servers stop there."""
     if not unnamed_stop_tokens(source):
         return
     file = source / "generation_config.json"
@@ -223,9 +223,8 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write a merged model to a new folder for `from_pretrained`, with `peft`. `adapter` is the
-    folder of the adapter, which names its base model. Raises UserError if the base model no longer
-    exists."""
+    """Write a merged model for `from_pretrained` to a new folder, with `peft`. Raises UserError if
+    the base model that the `adapter` folder names no longer exists."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

@@ -153,6 +153,7 @@ class ShardedModel:
         if self.config.dtype == "bfloat16" and self.model.scalar_head is not None:
             # Half precision is too coarse for values.
             shard(self.model.scalar_head, reshard_after_forward=False)
+        # Inner units first: the outer one takes the parameters that are left.
         for layer in [] if once and numel < _ONE_UNIT_PARAMETERS else self.model.layers:
             shard(layer, reshard_after_forward=not once, mp_policy=precision)
         shard(self.model, reshard_after_forward=False, mp_policy=precision)
@@ -171,6 +172,7 @@ class ShardedModel:
         tied = head.weight is embeddings.weight
         parallelize_module(embeddings, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
         if tied:
+            # The split replaced the embedding's parameter, so tie the head to the new one.
             head.weight = embeddings.weight
         else:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
@@ -237,8 +239,7 @@ class ShardedModel:
         causal_lm._weight_conversions = weights.conversions
 
     def full_base_tensor(self, name: str) -> Tensor:
-        """Return the full tensor of this name in the model without its adapter. Collective if the
-        tensor is sharded."""
+        """Return a full tensor of the base model. Collective if it is sharded."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
         return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
@@ -266,6 +267,7 @@ class ShardedModel:
         gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
         gathered[mesh.get_local_rank()] = own[0]
         dist.all_reduce(gathered, group=mesh.get_group())
+        # Ranks that share tokens have the same rows, so count each replica once.
         return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
     def add_up(self, tensor: Tensor) -> None:
@@ -340,15 +342,13 @@ class ShardedModel:
         return [(None if unit is None else units[unit], of_unit) for unit, of_unit in names.items()]
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full parameters of the adapter and of a scalar head in float32, gathered one at
-        a time."""
+        """Yield full float32 parameters of adapter and scalar head, one at a time."""
         for name, tensor in self.own_tensors().items():
             if is_trained(name):
                 yield name, full_tensor(tensor)
 
     def held_parts(self) -> Iterator[tuple[TensorPart, bool]]:
-        """Yield this rank's part of each tensor, and whether this rank is the first with an equal
-        copy."""
+        """Yield this rank's parts, and whether it is the first with an equal copy."""
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
@@ -358,8 +358,7 @@ class ShardedModel:
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names and boxes of the model's tensors, without its adapter, in the checkpoint. Fill the
-        model first."""
+        """Names of base tensors in the checkpoint. Fill the model first."""
         own = {
             name.replace(".base_layer.", "."): t
             for name, t in self.own_tensors().items()

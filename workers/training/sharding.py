@@ -1,5 +1,4 @@
-"""Sharding: the device mesh of a group (replicas outermost, each of `tensor_parallel` ranks), parts
-of tensors, and sums over ranks."""
+"""Sharding: the (dp, tp) mesh of a group, parts of tensors, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +27,9 @@ _MESH_NAMES = ("dp", "tp")
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
     """Join the (dp, tp) mesh of the group through its rendezvous. A group of one needs no sockets
-    and gets None. Ranks that share tokens are adjacent along dp.
-
-    Raises:
-        UserError: the ranks of a replica do not divide those of the group, or there is no
-            rendezvous.
-        WorkerError: a rank did not join in time.
-    """
+    and gets None. Ranks that share tokens are adjacent along dp. Raises UserError if the ranks of a
+    replica do not divide the group or a rendezvous is missing, and WorkerError if a rank did not
+    join in time."""
     for name in ("tensor_parallel", "sequence_parallel"):
         if context.world_size % (size := getattr(config, name)):
             raise UserError(
@@ -67,7 +62,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -86,8 +80,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
-    """Return whether a rank writes its part: the part is not empty, and no earlier rank holds an
-    equal copy."""
+    """Return whether a rank writes its part: not empty, and the first of equal copies."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
@@ -202,13 +195,8 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 class MeshOfOne:
     """A (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a single
-    rank without touching other process groups.
-
-    torch has one default group per process. If another library (vLLM in the same process) has
-    created it, its groups stay untouched. If another library has added groups to ours, `close`
-    keeps the default group. Raises UserError if the process is one of several ranks of another
-    library.
-    """
+    rank. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
+    process is one of several ranks of another library."""
 
     def __init__(self, device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

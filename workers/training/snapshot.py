@@ -86,13 +86,9 @@ class SnapshotWriter:
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
-        """Return whether nothing is being written. An error is raised once.
-
-        Raises:
-            OSError: a file could not be written, here or on another rank; the message names the
-                file and, when the disk is full, the bytes needed.
-            RuntimeError: another rank failed in another way.
-        """
+        """Return whether nothing is being written. An error is raised once: an OSError if a file
+        could not be written, here or on another rank (the message names it and, when the disk is
+        full, the bytes needed), or a RuntimeError if another rank failed in another way."""
         if self._writing is None or not (wait or self._writing.done()):
             return self._writing is None
         writing, self._writing = self._writing, None
@@ -111,14 +107,14 @@ class SnapshotWriter:
             self._copies = {}
 
     def _lay_out(self, state: Mapping[str, Tensor]) -> None:
-        """Allocate the copies in one block. The kernel creates the pages in the first copy, which
-        therefore takes longer."""
+        """Allocate the copies in one block; its pages appear with the first copy."""
         self._sharding = {
             name: {"saved_offsets": list(box_of(tensor).starts)}
             for name, tensor in state.items()
             if writes(tensor, self._context.rank)
         }
         parts = {name: local_part(state[name]) for name in self._sharding}
+        # Views of other dtypes need aligned starts.
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
         # The kernel creates huge pages several times faster, if it has them.
@@ -184,12 +180,8 @@ class SnapshotWriter:
 
 class Snapshot:
     """The tensors of a snapshot, mapped into memory. Any part can be read, however the tensors were
-    sharded.
-
-    Raises:
-        UserError: the folder is not a snapshot, or has a later version of this format.
-        ValueError: a file is damaged.
-    """
+    sharded. Raises UserError if the folder is not a snapshot or has a later version of this format,
+    and ValueError if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,6 +192,7 @@ class Snapshot:
                 self._parts.setdefault(name, []).append((box, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self._parts.items():
+            # The parts cover the whole tensor, so the furthest ends are its shape.
             self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:
@@ -247,7 +240,6 @@ class Snapshot:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the random states of a rank."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = states["numpy"]

@@ -102,6 +102,7 @@ class StoredWeights:
         """Cached result of the last conversion, since tensors of one conversion are often read one
         after the other."""
         unexpected = self._match()
+        # After `_match`, which marks the conversions that it uses.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
         """Conversions of `transformers` that were used; saving the model reverts them."""
         self._names = self._names_in_files()
@@ -110,8 +111,7 @@ class StoredWeights:
         """Tensors that the files lack and that `transformers` initializes."""
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box of the tensor of this name in the model, on the host. The dtype is the
-        file's, or float32 after a conversion."""
+        """Return a box on the host, in the file's dtype, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], box)
@@ -317,8 +317,7 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     """Cached views by box and strides of a part of the model's tensor."""
 
     def part(self, held: TensorPart) -> TensorPart:
-        """Return the overlap of this tensor with a part of the model's tensor: a view, or an empty
-        tensor."""
+        """Return the overlap with a part of the model's tensor: a view, or an empty tensor."""
         strides = held.tensor.stride()
         if (key := (held.box, strides)) not in self.views:
             self.views[key] = self._view(held.box, strides)
@@ -376,8 +375,7 @@ class CheckpointNames:
         return [stored.name for stored in self._stored[name]]
 
     def parts(self, held: TensorPart) -> Iterator[TensorPart]:
-        """Split a part of a tensor of the model into parts of checkpoint tensors: one view of each,
-        possibly empty."""
+        """Split a part into parts of checkpoint tensors: a view of each, possibly empty."""
         return (stored.part(held) for stored in self._stored[held.name])
 
 
@@ -397,8 +395,7 @@ class _Views(TorchDispatchMode):
 
 
 def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """Return the box of a contiguous tensor of this shape that `view` shows, or None if it shows
-    none."""
+    """Return the box that `view` shows in a contiguous tensor of this shape, or None."""
     if not view.numel():
         return None
     strides, offset = contiguous_strides(shape), int(view.storage_offset())

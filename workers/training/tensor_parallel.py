@@ -32,10 +32,9 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 
 
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
-    """Split the layers of a `transformers` model on the meta device, with or without LoRA layers,
-    over the ranks of a one-dimensional mesh, in place. Return the names of replicated parameters
-    whose gradients must be summed over the ranks (`add_up`). Raises UserError if layers do not
-    divide evenly, or experts are not in the form of `transformers`."""
+    """Split a `transformers` model on the meta device, in place, with or without LoRA. Return the
+    replicated parameters whose gradients must be summed (`add_up`). Raises UserError if layers do
+    not divide evenly, or experts are not in the form of `transformers`."""
     plan = TensorParallelPlan.of_model(causal_lm.tp_plan, causal_lm.ep_plan)
     # `sharded_model.py` splits these.
     elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
@@ -151,13 +150,14 @@ class _SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # The exchange writes in place, and autograd may still use this gradient elsewhere.
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks; its gradient is that of each part."""
+    """Sum over ranks. Each part gets the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:

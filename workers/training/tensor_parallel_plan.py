@@ -88,9 +88,8 @@ class TensorParallelPlan:
 
 
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
-    """Check that this number of ranks can split a model with these text settings, as `transformers`
-    completes them (`complete_text_settings`). Raises UserError if the model cannot be split; the
-    message names the rule and the setting."""
+    """Check that ranks can split a model with these text settings (`complete_text_settings`).
+    Raises UserError if they cannot; the message names the rule and the setting."""
     plan = TensorParallelPlan.of_model(
         settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)
     )

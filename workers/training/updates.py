@@ -23,9 +23,9 @@ LOSS = "loss"
 
 
 class _BadSteps:
-    """The rows of the current step, and the reasons of the latest bad steps: those that are not
-    finite, or diverge. They are not applied; `stop_after` consecutive ones end the run. Collective,
-    because computing the losses of single rows needs all ranks."""
+    """The rows of the current step, and the reasons of the latest bad steps (not finite, or
+    diverging). They are not applied; `stop_after` consecutive ones end the run. Collective, because
+    computing the losses of single rows needs all ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
@@ -151,8 +151,10 @@ class Updates:
             return self._engine.accumulate(batch, observed, last=False)
         parts: list[Metrics] = []
         units = batch.groups()[1] if loss.whole_groups else np.arange(len(batch))
+        # The version is in the key, so that a resumed run shuffles as it would have without a stop.
         cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
+            # A single minibatch has all rows in order, so avoid the copy.
             part = batch if minibatches == 1 else batch.take(rows)
             self._bad_steps.add_rows(part)
             accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
