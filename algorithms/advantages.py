@@ -77,6 +77,7 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     [1.1546..., -0.5773..., 0.0, -0.5773...]
     """
     centred, sizes = _centred(outcomes)
+    # A group of one row must give 0, not 0 / 0.
     variances = _sums(centred.square(), outcomes.groups, len(sizes)) / (sizes - 1).clamp(min=1)
     return (centred / (variances.sqrt() + epsilon).index_select(0, outcomes.groups)).float()
 

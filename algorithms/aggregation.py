@@ -47,6 +47,7 @@ class SequenceMean:
     """
 
     def weights(self, rows: PackedRows) -> Tensor:
+        # A row without a trained token must give 0, not 0 / 0.
         return rows.trained / rows.per_token(rows.trained_lengths.clamp(min=1))
 
     def count(self, rows: PackedRows) -> float:

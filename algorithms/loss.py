@@ -80,6 +80,7 @@ class PackedRows:
     def row_of_token(self) -> Tensor:
         """[T] int64."""
         rows = torch.arange(len(self), device=self.cu_seqlens.device)
+        # Without the output size, torch would wait for the device to learn it.
         return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
     @cached_property

@@ -145,6 +145,7 @@ class PolicyLoss(AggregatedLoss):
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         losses, clipped = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        # The old policy drew the tokens, so this estimates KL(old || current): d has the opposite sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
@@ -158,6 +159,7 @@ class PolicyLoss(AggregatedLoss):
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
                 weights, truncated, masked = combined(self._corrections, off, rows)
+                # A weight of 0 is not enough: the loss of a token that is left out may be NaN.
                 losses = torch.where(masked, 0.0, losses * weights)
                 watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
                 watched["masked_fraction"] = masked

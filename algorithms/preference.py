@@ -90,6 +90,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     # Sort by group, then reward. Sample ids break ties, so the result does not depend on row order.
     order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
+    # Cut the ends to the number of groups, which is 0 for a batch without rows.
     worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
     # False for ties, and for NaN.
     apart = rewards[best] > rewards[worst]

@@ -209,6 +209,7 @@ class PairLoss(FrozenLoss):
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
+        # torch has no lexsort, but a stable sort keeps the order of the one before.
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
         paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]

@@ -63,6 +63,7 @@ class RewardLoss(PairLoss):
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
         `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
         chosen, rejected, paired = self._sides(rows)
+        # With the padding, the index of a last token is the row's end, which an empty row has as well.
         last = torch.nn.functional.pad(rewards, (1, 0))[
             rows.cu_seqlens[1:]
         ]  # arbitrary for an empty row

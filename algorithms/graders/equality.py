@@ -385,6 +385,7 @@ def _is_huge(text: str) -> bool:
     """Whether a number in the text has too many digits to compute."""
     if _FACTORIAL_OF_FORMULA.search(text):
         return True
+    # Nine digits are enough to see the size, and `int` refuses more than 4,300.
     if any(len(marks) > 1 or int(n[:9]) > LARGEST_DIGITS // 4 for n, marks in _FACTORIAL.findall(text)):
         return True
     place = 0
@@ -396,6 +397,7 @@ def _is_huge(text: str) -> bool:
         levels.append(top[0] if top else "1")
         exponent = 1.0
         for level in reversed(levels[1:]):
+            # A float overflows beyond 308 digits.
             if exponent * math.log10(max(float(level[:300]), 1.5)) > 300:
                 return True
             exponent = float(level[:300]) ** exponent

@@ -177,6 +177,7 @@ def last_boxes(text: str) -> tuple[str, ...]:
     first = len(found) - 1
     for (_, end, _), (start, _, _) in reversed(list(pairwise(found))):
         between = text[end:start]
+        # A box with the rounded value repeats the answer, so look at the box before it.
         if _ABOUT.search(between[-60:]):
             first -= 1
             continue
