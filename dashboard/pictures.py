@@ -31,6 +31,7 @@ def draw_curve(
     """
     import matplotlib
 
+    # Machines that train have no display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -96,6 +97,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     for place, lane in enumerate(lanes):
         _draw_lane(axes, place, lane, nodes, colours, as_bars=as_bars)
     _draw_steps(axes, timeline)
+    # matplotlib warns about equal limits.
     axes.set_xlim(timeline.start_s, max(timeline.end_s, timeline.start_s + 1e-6))
     axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes], color=INK)

@@ -303,6 +303,7 @@ class Lane:
         shares = np.zeros((len(nodes), num_bins))
         for place, node in enumerate(nodes):
             own = self.nodes == node
+            # Differences of large sums may round to slightly below 0.
             shares[place] = covered(self.start_s[own], self.end_s[own], start, width, num_bins).clip(
                 min=0
             )
@@ -332,6 +333,7 @@ class Timeline:
         """Indexes of the calls that overlap the window, sorted by start."""
         starts, ends = self.log.columns["start_s"], self.log.columns["end_s"]
         inside = (ends > self.start_s) & (starts < self.end_s)
+        # A call that took no time overlaps nothing, but belongs to the window.
         moments = (starts == ends) & (starts >= self.start_s) & (ends <= self.end_s)
         rows = np.flatnonzero(inside | moments)
         return rows[np.argsort(starts[rows], kind="stable")]
@@ -542,6 +544,7 @@ def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
     tracks: list[list[dict[str, Any]]] = []
     open_until: list[list[float]] = []
     """Per track, the ends of the slices around the current time, innermost last."""
+    # Among calls that start together, the longest comes first, because the others nest in it.
     for place in np.lexsort((-lane.end_s, lane.start_s)).tolist():
         start, end, call = float(lane.start_s[place]), float(lane.end_s[place]), lane.calls[place]
         for ends in open_until:

@@ -37,6 +37,7 @@ class Catalogue:
             if now - self._looked >= LOOK_S:
                 self._looked = now
                 found = self._find()
+                # A new reader would read all files of its run again.
                 self._readers = {
                     name: self._readers.get(name) or RunReader(name, found[name])
                     for name in sorted(found)
@@ -66,6 +67,7 @@ def parted(names: str) -> list[str]:
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
     """
+    # Percent signs come last, because a name may contain the text %2C.
     return [name.replace("%2C", ",").replace("%25", "%") for name in names.split(",") if name]
 
 

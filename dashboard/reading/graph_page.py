@@ -76,6 +76,7 @@ def _node(
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
         "group": node.get("group") or FUNCTIONS,
         "waiting": _waiting(now),
+        # A driver that has ended holds no leases, whatever its last report says.
         "leased": now.get("leased") if goes_on else (0 if now else None),
         "done": max(own.get("rows", 0), now.get("done", 0)) if own or now else None,
         "rate_in": now.get("rate_in") if goes_on else None,
@@ -241,10 +242,12 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     if not len(own):
         return []
     steps = own["step"].to_numpy()
+    # Step s trains on samples of version s - 1 at best.
     lags = np.clip(steps - 1 - own["version_min"].to_numpy(), 0, 1000)
     first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // MOST_BARS)
     bars = (steps - first) // width
+    # Lags are at most 1000, so each pair of bar and lag is one number.
     keys, numbers = np.unique(bars * 1001 + lags, return_counts=True)
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):

@@ -246,6 +246,7 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         versions, starts = values.to_numpy(zero_copy_only=False), (ends - lengths)[there]
         found = np.zeros((2, len(lengths)), np.int64)
         if len(starts):
+            # `reduceat` gives an element even for an empty stretch, so leave out rows without tokens.
             found[:, there] = (
                 np.minimum.reduceat(versions, starts),
                 np.maximum.reduceat(versions, starts),

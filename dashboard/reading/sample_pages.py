@@ -68,6 +68,7 @@ def _has(column: Any, text: str, **options: Any) -> Any:
 
 
 def _condition(table: pa.Table, text: str) -> Any:
+    # Take the first operator, and the longest one there: <= before <.
     operator = min(
         (op for op in (*OPERATORS, "~") if op in text),
         key=lambda op: (text.index(op), -len(op)),
@@ -108,6 +109,7 @@ def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
     """Sort row indexes by a column; a leading minus sorts descending."""
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
+    # Equal values need a fixed order, because pages request a list in parts.
     keys = [(name, order), *([("sample_id", "ascending")] if name != "sample_id" else [])]
     values = table.select([key for key, _ in keys])
     values = values if len(places) == len(table) else values.take(pa.array(places))
@@ -254,6 +256,7 @@ class _Groups:
         self.keys = {
             "step": table["step"].to_numpy()[places[self.first]],
             "mean": rewards,
+            # Rounding may make the difference slightly negative.
             "spread": np.sqrt(np.maximum(mean(self._rewards**2) - rewards**2, 0.0)),
             "length": mean(_floats(table, "length")[places]),
             "group": self.ids,

@@ -156,6 +156,7 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             continue
         are_turns = isinstance(found, list) and all(isinstance(t, dict) and "role" in t for t in found)
         if found and are_turns:
+            # Columns other than `prompt_messages` may hold the response as their last turn.
             has_answer = name != "prompt_messages" and found[-1]["role"] == "assistant"
             before = found[:-1] if has_answer and row.get("response_ids") else found
             return [_of_message(turn) for turn in before[:MOST_TURNS]]
@@ -260,6 +261,7 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     while place < len(ids):
         number, text = 1, backend.decode([ids[place]], skip_special_tokens=False)
         if UNFINISHED in text:
+            # A token may end inside a character, which only decodes with the tokens after it.
             for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
                 longer = backend.decode(list(ids[place : place + more]), skip_special_tokens=False)
                 if UNFINISHED not in longer:

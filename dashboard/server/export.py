@@ -52,6 +52,7 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     [name] = catalogue.readers
     catalogue[name].samples.wait(math.inf)
     with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this thread
+        # The requests stay in this process, so they need no token.
         asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
         answers, groups, total = asked.result()
     page = _page({each: without_secrets(found, by_name=False) for each, found in answers.items()})
@@ -130,6 +131,7 @@ def address(name: str, values: Mapping[str, Any]) -> str:
     parts = [
         f"{quote_plus(key, safe='*')}={quote_plus(str(values[key]), safe='*')}" for key in sorted(values)
     ]
+    # Unlike `quote_plus`, the pages' URLSearchParams keeps * and escapes ~.
     return f"/api/{name}" + (f"?{'&'.join(parts)}" if parts else "").replace("~", "%7E")
 
 
@@ -206,6 +208,7 @@ def linked(folder: Path, entry: str = ENTRY) -> str:
     Raises:
         UserError: a module imports or exports in another way.
     """
+    # Browsers load no modules in a page that was opened from a file.
     parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, entry, ()))]
     return '"use strict";\n' + "\n".join(parts)
 

@@ -76,6 +76,7 @@ class Access:
         return self.any_address and _is_address(name)
 
     def knows(self, token: str) -> bool:
+        # The time of the comparison must not tell how much of a token is right.
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
@@ -167,5 +168,6 @@ def _same_site(headers: Headers, method: str, host: str) -> bool:
         return False
     site = headers.get("sec-fetch-site", "none")
     if method in ("GET", "HEAD"):
+        # A person may open the dashboard by a link on another site.
         return site != "cross-site" or headers.get("sec-fetch-mode") == "navigate"
     return site in ("same-origin", "none") and (origin is not None or "sec-fetch-site" not in headers)

@@ -149,6 +149,7 @@ def _listen(host: str, port: int) -> socket.socket:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, kind, protocol, _, address = found[0]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
+            # Without it, the port of a dashboard that has just ended may be refused.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
@@ -160,6 +161,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
     """Serve until the run is over and no request has come for `idle_s` seconds."""
+    # Remove the token, so that child processes do not inherit it.
     serving = Serving(socket.socket(fileno=descriptor), folder, os.environ.pop(TOKEN))
     serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)
 
