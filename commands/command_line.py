@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         show(f"weft {version('weft')}", sys.stdout)
         return 0
+    # Parsing itself may fail, before the option is known.
     as_json = False
     try:
         parsed = parse(words)
@@ -188,6 +189,7 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
     own = inspect.signature(command).parameters
 
     def collect(*, json: bool, **arguments: Any) -> ParsedCommand:
+        # Only commands that print while they run need to know.
         if "json" in own:
             arguments["json"] = json
         return ParsedCommand(command, arguments, json)
@@ -326,6 +328,7 @@ def completion(
         shell: The shell.
     """
     printed = io.StringIO()
+    # tyro prints the completion and then exits.
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         parse([PRINT_COMPLETION, shell])
     return Answer({"shell": shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n"))

@@ -120,6 +120,7 @@ def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     stream = sys.stderr if as_json else sys.stdout
 
     def write(text: str) -> None:
+        # Printing would show a carriage return of a progress bar as an escape.
         show(text.replace("\r\n", "\n").replace("\r", "\n"), stream, end="")
 
     try:

@@ -90,6 +90,7 @@ def stop(run: RunName, *, timeout: float = 600) -> Answer:
         return answer(facts, "was asked to end", asked=True, ended=False)
     show(f"{path} is asked to end, held by {holder} ...")
     deadline = time.monotonic() + timeout
+    # Another holder has resumed the run, so the driver that was asked has ended.
     while life_of(path) == (Life.ALIVE, holder):
         if time.monotonic() > deadline:
             raise RunError(
