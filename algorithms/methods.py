@@ -97,7 +97,7 @@ PAIRED = 5e-7
 
 _PLAIN = PolicyLoss(surrogate=PlainPolicyGradient())
 _DR_GRPO = PolicyLoss(aggregation=FixedLength(1024))
-# Ratios are means over a response, so they stay much nearer to 1 than those of tokens.
+# Ratios are means over a response, so they stay much nearer to 1 than token ratios.
 _GSPO = PolicyLoss(
     surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
 )

@@ -85,6 +85,7 @@ class Cutter:
         Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
+        # Receivers that know a description keep their plan, so do not change it without need.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -118,6 +119,7 @@ class _Form(NamedTuple):
 
 def _form_of(part: TensorPart) -> _Form:
     dtype = part.dtype or part.tensor.dtype
+    # A part that is cast is copied anyway, so it cannot be read in place.
     place = place_of(part.tensor) if dtype == part.tensor.dtype else None
     return _Form(part.name, part.box, part.shape, dtype, place)
 
@@ -134,6 +136,7 @@ def _entries_of(
         seen.add((name, whole))
         for box in _boxes_of(whole, max(1, bucket_bytes // dtype.itemsize)):
             num_bytes = box.numel * dtype.itemsize
+            # An entry larger than a bucket must not leave an empty bucket before it.
             if end and _aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
             start = _aligned(end)
@@ -149,6 +152,7 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
     if box.numel <= max_elements:
         yield box
         return
+    # A cut along any later dimension would not give contiguous boxes.
     dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
     row = box.numel // box.shape[dim]
     step = max(1, max_elements // row)
@@ -306,8 +310,10 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
         base64.b64decode(field["bytes"]) if isinstance(field, dict) else field
         for field in said["fields"]
     ]
+    # `_new_shared_cuda` does not initialize CUDA by itself.
     torch.cuda.init()
     try:
+        # The first field is the publisher's number of the device, which may differ here.
         storage = torch.UntypedStorage._new_shared_cuda(seen.index(said["device"]), *fields[1:])
     except RuntimeError as error:
         raise OSError(None, str(error).partition("\n")[0], said["device"]) from None
@@ -352,6 +358,7 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
+        # An empty file cannot be mapped.
         self.num_bytes = max(num_bytes, _ALIGNMENT)
         os.ftruncate(file, self.num_bytes)
         self._memory = mmap.mmap(file, self.num_bytes)
@@ -371,6 +378,7 @@ class SharedMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros in this memory. Each tensor has a separate storage."""
         numel = torch.Size(shape).numel()
+        # `frombuffer` refuses a count of 0.
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype)
         begin, self._taken = self._taken, self._taken + _aligned(numel * dtype.itemsize)
@@ -415,6 +423,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     cores, a receiver with two threads took twice as long as with one.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
+        # numpy has no bfloat16 and no float8, so copy their bits.
         bits = _BITS.get(dtype.itemsize)
         if bits is not None:
             np.copyto(_array(target, bits), _array(source, bits))

@@ -52,6 +52,7 @@ _PROOF_BYTES = 32
 def this_machine() -> str:
     """Return an identifier of kernel and PID namespace. Processes with equal identifiers can map
     each other's memory."""
+    # Memory is mapped as /proc/PID/fd/N, and a PID has a meaning only in its namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -81,6 +82,7 @@ class Connection:
         self.silence_s = SILENCE_S
         """[s] Longest wait for the other side's next message."""
         connected.settimeout(SILENCE_S)
+        # Otherwise small messages wait until earlier ones are acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -189,6 +191,7 @@ def reason(error: Exception, silence_s: float | None = None) -> str:
 
 
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
+    # The role in the digest keeps a peer from sending our own proof back to us.
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
@@ -322,6 +325,7 @@ class GroupChannel:
 
 def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
     options: Any = cast(Any, ProcessGroupGloo)._Options()
+    # Listen only at the address that the two sides already use.
     options._devices = [ProcessGroupGloo.create_device(hostname=connection.own_address)]
     options._timeout = timedelta(seconds=connection.silence_s)
     options._threads = 1
@@ -380,6 +384,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch raises one class for a timeout and a lost connection, so only the text tells them apart.
         said = str(error)
         if "imed out" in said or "timeout" in said.lower():
             raise TimeoutError(said.partition("\n")[0]) from None

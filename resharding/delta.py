@@ -107,6 +107,7 @@ class Shadow:
     def start_version(self) -> int | None:
         """Start a version and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
+        # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
         return base
 
@@ -120,6 +121,7 @@ class Shadow:
         ([elements]). None to send the whole entry, because it is new or most of it changed."""
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
+            # `bits` may be a view of bucket memory, which the next bucket overwrites.
             self._bits[number] = bits.copy()
             return None
         differs = before != bits
@@ -148,6 +150,7 @@ class HeldBoxes:
         """Start a version of these entry numbers and boxes, and return the version that is held of
         all of them; None if deltas do not apply. `version` is None until it is set again."""
         keys = set(wanted)
+        # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
         if not keys <= self._bits.keys():
             base = None

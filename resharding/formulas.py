@@ -258,6 +258,7 @@ def fully_sharded(
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:
+        # Equal parameters share one tuple: layouts and plans recognize equal tensors by identity.
         if (key := (p.shape, p.split_dim)) not in shared:
             boxes = [_shard(p, tp, t) for _ in range(sharded) for t in range(tp)]
             chunks = [_chunk(box, sharded, rank // tp) for rank, box in enumerate(boxes)]

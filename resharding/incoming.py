@@ -164,6 +164,7 @@ class IncomingWeights:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
+        # Ask all publishers before reading from one: they fill buckets once their receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
         with selectors.DefaultSelector() as selector:
@@ -182,6 +183,7 @@ class IncomingWeights:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
+        # PATIENCE_S has the timeout twice, so add twice the extension for a large version.
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -224,6 +226,7 @@ class IncomingWeights:
                     f"{source.where}: checksum {found:016x} was published, but {own:016x} arrived"
                 )
             total += own
+        # Only now: a thanked publisher counts this receiver as served.
         for source in self._sources:
             source.thank()
         return f"{total % CHECKSUM_MODULUS:016x}"
@@ -277,6 +280,7 @@ class _Source:
             """Device that receives the bytes, unless memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
+            # Bytes in mapped memory do not travel, so deltas would save nothing.
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(
@@ -334,6 +338,7 @@ class _Source:
     def release_bucket(self, bucket: int) -> None:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
+        # A publisher that sends the bytes knows by itself when the bucket is taken.
         if self.memory is not None:
             if self._transport == "ipc":
                 torch.accelerator.synchronize()  # reads of the bucket may still be in flight
@@ -344,6 +349,7 @@ class _Source:
         return int(self._receive(b"E"), 16)
 
     def thank(self) -> None:
+        # Deltas may build only on versions that were confirmed.
         if self._held is not None:
             self._held.version = self._version
         with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
@@ -435,6 +441,7 @@ _descriptions: dict[tuple[str, int, str], bytes] = {}
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
     with _lock:
+        # Move the publisher to the end, because the first one is dropped.
         _descriptions.pop(publisher, None)
         _descriptions[publisher] = description
         while len(_descriptions) > 64:

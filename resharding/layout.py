@@ -89,6 +89,7 @@ class Box:
                     cut_starts, cut_stops = starts.copy(), stops.copy()
                     cut_starts[dim], cut_stops[dim] = start, stop
                     left.append(Box(tuple(cut_starts), tuple(cut_stops)))
+            # Later dimensions cut only what is left, so the boxes are disjoint.
             starts[dim], stops[dim] = common.starts[dim], common.stops[dim]
         return left
 
@@ -308,6 +309,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
         if last >= shape[dim]:
             raise ValueError(f"the view wraps around the end of dimension {dim}")
         merged = _merged(axes)
+        # Only consecutive indices form one box; the other axes get a box for each index.
         spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
         outer += [(dim, axis) for axis in merged]
     if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
@@ -343,6 +345,7 @@ def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
 def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
     """For each dimension of the tensor, return the dimensions of the view that run along it."""
     tensor_strides = contiguous_strides(shape)
+    # A dimension of extent 1 has the stride of its neighbor, and would be found instead of it.
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     found: list[list[_Axis]] = [[] for _ in shape]
     for count, stride, there in zip(view.shape, view.strides, other.strides, strict=True):

@@ -127,6 +127,7 @@ class ReshardPlan:
         pieces = _SourcePieces(source)
         item_bytes = destination.item_bytes
         for rank, boxes in enumerate(destination.boxes):
+            # A rank may hold a box in two places, but its elements arrive once.
             for box in dict.fromkeys(boxes):
                 if not box.numel:
                     continue
@@ -150,6 +151,7 @@ class ReshardPlan:
                 yield int(pieces.ranks[index]), int(pieces.numbers[index]), common
             return
         owners = pieces.ranks[found]
+        # `lexsort` sorts by its last key first.
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
         missing = [box]
         for position in order:
@@ -201,6 +203,7 @@ class _SourcePieces:
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
         if sum(common.numel for common in commons) != box.numel:
             return False
+        # Equal sizes are not enough: two pieces may overlap while an element is missing.
         starts = np.maximum(self._starts[found], box.starts)
         stops = np.minimum(self._stops[found], box.stops)
         return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(

@@ -167,6 +167,7 @@ class WeightPublisher:
             self._listener.token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
+        # The shadow holds bits by entry number, and the numbers now mean other entries.
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
         self._transfer = _Transfer(version, entries, memory, receivers, self._shadow)
@@ -192,6 +193,7 @@ class WeightPublisher:
         try:
             return transfer.stop()
         finally:
+            # The filler may still read the parts, which the caller is about to change.
             self._idle.wait()
 
     @property
@@ -214,6 +216,7 @@ class WeightPublisher:
         while transfer := self._filling.get():
             transfer.fill()
             self._idle.set()
+            # Otherwise this thread keeps the memory alive until the next version.
             del transfer
 
     def _serve(self, connection: Connection) -> None:
@@ -398,9 +401,11 @@ class _Transfer:
             turn.base = shadow.start_version()
         for number, entries in enumerate(self._buckets):
             copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
+            # Entries in place need no bucket memory, so they never wait for earlier buckets.
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
+                # All members have taken this bucket, so its positions are no longer needed.
                 turn.changed.pop(entry, None)
             slot = number % SLOTS
             sums = [self._fill(entry, slot) for entry in entries]
@@ -415,6 +420,7 @@ class _Transfer:
                 self._filled += 1
                 self._condition.notify_all()
         with self._condition:
+            # Compare with earlier passes before any receiver of this pass gets the checksum.
             self._add_up(turn)
             turn.through = True
             if shadow is not None:
@@ -518,6 +524,7 @@ class _Transfer:
                 with contextlib.suppress(OSError):
                     session.connection.send(b"F", why.encode())
                 raise ConnectionAbortedError(why)
+            # A keepalive without progress would hide a publisher that is stuck.
             if goes_on:
                 session.connection.send(b"P")
 
@@ -561,6 +568,7 @@ class _Transfer:
         num_bytes = 0
         for number, starts, stops in boxes:
             box = Box(tuple(starts), tuple(stops))
+            # JSON may hold true, which `isinstance` would accept as an int.
             if not (type(number) is int and 0 <= number < len(self.entries)):
                 raise ValueError(f"it wants entry {number} of {len(self.entries)}")
             entry = self.entries[number]
@@ -576,6 +584,7 @@ class _Transfer:
 
     def _stops(self, session: _Session) -> str:
         """Return the reason to stop serving a receiver; empty to continue."""
+        # A failure in a later pass does not concern receivers whose pass is complete.
         if self._failure and not session.has_come(lambda turn: turn.through):
             return self._failure
         return "the publisher has ended the transfer" if self._ended else ""

@@ -258,6 +258,7 @@ class Receivers:
                 engine.connection.send(b"E", said)
             except OSError as error:
                 self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
+        # Wait only now, so that all engines compare at the same time.
         for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
             with contextlib.suppress(OSError):  # the engine has the version even if it is gone
                 engine.connection.receive()

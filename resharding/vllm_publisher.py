@@ -56,6 +56,7 @@ def _nccl(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerIni
 
     port = 0
     if rank == 0:
+        # vLLM opens the port itself, so find a free one and release it.
         with listen(host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
@@ -189,6 +190,7 @@ class VllmPublisher:
             what = (_ANEW if anew else _AS_BEFORE) if engines else _NOBODY
             said = torch.tensor([what, self._receivers.num_ranks])
         if self._ranks > 1:
+            # Only rank 0 sees the engines, and all ranks must decide alike.
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
         if what == _ANEW:
@@ -235,6 +237,7 @@ class _GatheredTensors(WeightSource):
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
+            # Exchanging forms takes all ranks, so all do it if one has other forms.
             dist.all_reduce(changed)
         if changed.item():
             self._metadata = _agreed(self._told(forms), version)
@@ -300,6 +303,7 @@ class _GatheredTensors(WeightSource):
             return [json.loads(bytes(own.numpy()))]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
+        # `all_gather` needs tensors of equal length.
         longest = max(int(length) for length in lengths)
         said = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
         dist.all_gather(said, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))

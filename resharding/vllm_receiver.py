@@ -153,6 +153,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     def stage(self, weights: Weights) -> None:
         """Start a thread that receives a version, while the model continues to compute."""
         self._end_staging()
+        # Opening may record the layout, which swaps the model's tensors, so it must not run while the model computes.
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[Loaded]()
@@ -189,6 +190,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     def _open(self, weights: Weights) -> IncomingWeights:
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
+            # Equal layouts are one object, so a new object means that the trainer cuts differently.
             if self._writer is None or self._source is not incoming.layout:
                 checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
                 recording = record_layout(self.model, checkpoint)
@@ -364,6 +366,7 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
 
 
 def _exchange(slots: Any, adapter: LoRAModel) -> None:
+    # vLLM ignores an added adapter whose number it already knows.
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)

@@ -306,6 +306,7 @@ class _Recorder(TorchDispatchMode):
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
         held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
+        # In this order a layer is complete before the next one begins, so only one needs extra memory.
         held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
         tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
         unused = tuple(name for name in shapes if not self._pieces.get(name))
@@ -527,6 +528,7 @@ class _Layer:
         module, parameters = self.module, dict(self.module._parameters)
         for name, staged in self._staged.items():
             parameters[name] = torch.nn.Parameter(staged, requires_grad=False)
+        # vLLM packs in place, so it gets a copy that shares all else with the module in use.
         beside = object.__new__(type(module))
         beside.__dict__.update(module.__dict__, _parameters=parameters)
         if not _is_looked_up(module):
@@ -819,6 +821,7 @@ class WeightWriter:
             )
         targets = self._targets[name]
         for number, part, _, _ in route.steps:
+            # Check all targets first, so that a refused slice is written nowhere.
             if not targets[number].lacks(part):
                 raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
         for number, part, view, index in route.steps:
@@ -847,6 +850,7 @@ class WeightWriter:
                 layer.start()
                 layer.complete()
         self._touched = True
+        # vLLM prepares the remaining layers here, so an error leaves a mix of versions.
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
         self.state = _ModelState.WHOLE
