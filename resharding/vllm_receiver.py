@@ -153,7 +153,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     def stage(self, weights: Weights) -> None:
         """Start a thread that receives a version, while the model continues to compute."""
         self._end_staging()
-        # Opening may record the layout, which swaps the model's tensors, so it must not run while the model computes.
+        # Opening may record the layout, which swaps tensors that a computing model would read.
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[Loaded]()
