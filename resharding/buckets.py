@@ -259,7 +259,7 @@ class BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields with which a receiver maps the current memory."""
+        """Fields that a receiver needs to map the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
         """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
@@ -340,7 +340,6 @@ class _MemoryPlace(NamedTuple):
 
     path: str
     num_bytes: int
-    """Size of the whole file."""
     offset: int
     """[bytes] Offset of the tensor's first element."""
 
@@ -418,9 +417,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
 
-    torch splits a copy over all cores and waits for each. Both sides of a transfer run at once, so
-    a core that the other side occupies delays the whole copy. With two ranks publishing on two
-    cores, a receiver with two threads took twice as long as with one.
+    torch would split the copy over all cores and wait for each, including cores that the other side of
+    the transfer occupies.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.

@@ -74,13 +74,11 @@ def listen(host: str) -> socket.socket:
 
 class Connection:
     """One side of an authenticated connection. Create one with `connect` or `accept`. All methods
-    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for `silence_s`.
-    """
+    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for `silence_s`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.silence_s = SILENCE_S
-        """[s] Longest wait for the other side's next message."""
         connected.settimeout(SILENCE_S)
         # Otherwise small messages wait until earlier ones are acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,7 +122,6 @@ class Connection:
         self.set_silence(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
 
     def set_silence(self, silence_s: float) -> None:
-        """Set the timeout for the other side's next message."""
         self.silence_s = silence_s
         self._socket.settimeout(silence_s)
 
@@ -210,7 +207,6 @@ class Listener:
 
     @property
     def endpoint(self) -> RankWeights:
-        """The record that receivers need to connect."""
         return RankWeights(self._host, self._socket.getsockname()[1], this_machine(), self.token)
 
     def close(self) -> None:
@@ -272,7 +268,6 @@ class GroupChannel:
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
-        """Bytes sent or received so far."""
         self._other = 1 - rank
         self._device = device
         self._connection = connection

@@ -52,7 +52,6 @@ class PipelineStages:
         return len(self.layers) // self.stages
 
     def stage_of(self, layer: int) -> int:
-        """Return the stage that contains a layer."""
         ends = list(itertools.accumulate(self.layers))
         if not 0 <= layer < ends[-1]:
             raise UserError(f"a pipeline of {ends[-1]} layers has no layer {layer}")
@@ -125,8 +124,6 @@ def _partition(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model, and how parallelism cuts it."""
-
     name: str
     shape: tuple[int, ...]
     split_dim: int | None = None
@@ -208,10 +205,9 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that
-    divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard
-    contains its training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its
-    table 2."""
+    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that divide
+    those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard contains its
+    training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its table 2."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:

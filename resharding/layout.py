@@ -39,7 +39,6 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Self:
-        """Return the box of all elements of a tensor."""
         return cls((0,) * len(shape), shape)
 
     @classmethod
@@ -151,8 +150,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Distribution of one tensor, under its name and in its shape in the checkpoint, over the
-    ranks."""
+    """Distribution of one tensor over the ranks, with its name and shape in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,8 +166,7 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor. Raises UserError if a box is outside. The
-        message names tensor, rank and box."""
+        """Check that each box is inside the tensor. Raises UserError if one is not."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -291,8 +288,6 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
     [(Box([2:4, 0:4]), View(offset=100, shape=(2, 4), strides=(16, 1)))]
 
     Args:
-        shape: shape of the tensor.
-        view: view of the tensor.
         other: view of the other memory, with the same shape.
 
     Raises:

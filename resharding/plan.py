@@ -4,8 +4,7 @@ A plan has these invariants (`tests/resharding/test_plan.py` compares them with 
 - Exactly one copy to a destination rank covers each element that the rank holds.
 - Elements that are already in a rank's device memory do not travel.
 - Among equal sources, the nearest wins, then the one that has sent least so far.
-- Equal tensors, for example in different layers, share their copies, so planning a large model
-  takes seconds.
+- Equal tensors of different layers share their copies, so planning a large model takes seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ class Copy:
     """A box of a tensor that one rank gives to another."""
 
     source: int
-    """Rank in the source layout."""
     source_piece: int
     """Index of the source's piece of this tensor that has the box."""
     destination: int
-    """Rank in the destination layout."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
@@ -70,9 +67,8 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout. 0 for
-        HybridFlow's layouts, whose training shards are parts of the generation shards
-        (arXiv:2409.19256, table 2)."""
+        """Bytes that a destination rank's device holds only for the source layout. 0 for HybridFlow's
+        layouts, whose training shards are parts of the generation shards (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 

@@ -13,12 +13,9 @@
     next pass: receivers that came late               checksum, then the receiver's acknowledgement
 
 Invariants:
-- A receiver is never more than SLOTS buckets behind, and the transfer needs memory for SLOTS
-  buckets.
-- A late receiver, such as a replaced rank, gets a separate pass, and keepalives while others are
-  served.
-- A receiver that is gone, or silent for longer than its connection allows, does not delay the
-  others.
+- A receiver is never more than SLOTS buckets behind, so SLOTS buckets of memory are enough.
+- A late receiver, such as a replaced rank, gets a separate pass, and keepalives until then.
+- A receiver that is gone, or silent for longer than its connection allows, delays no other.
 - A killed publisher leaves nothing behind.
 """
 
@@ -63,7 +60,6 @@ NUMBER = struct.Struct("<q")
 FORM = struct.Struct("<qq")
 """Header of each box that a receiver is sent: bytes of gaps and number of values of a delta."""
 WHOLE = (-1, -1)
-"""Header of a box that is sent whole."""
 MOST_TIMES = 16
 """How often a receiver may request an element: once for each tensor that contains it."""
 SLOT_ALIGNMENT = 4096
@@ -80,7 +76,6 @@ class Sent:
     compared: int = 0
     """Elements of this rank that were compared with the previous version."""
     changed: int = 0
-    """Number of compared elements that had changed."""
 
 
 class WeightPublisher:
@@ -90,11 +85,9 @@ class WeightPublisher:
 
     Args:
         host: address of this process for receivers on other machines; empty if there are none.
-        bucket_bytes: size of a bucket.
-        deltas: send receivers on other machines only the elements that changed since the version
-            that they hold. The publisher keeps a copy of all parts in host memory, in the dtype of
-            the transfer, once such a receiver has connected. Each receiver keeps a copy of its
-            elements.
+        deltas: send receivers on other machines only the elements that changed since the version that
+            they hold. The publisher keeps a copy of all parts in host memory, in the dtype of the
+            transfer, once such a receiver has connected. Each receiver keeps a copy of its elements.
         transport: route of the bytes (see `connection.py`). Any value except "auto" also applies on
             this machine.
 
@@ -118,7 +111,6 @@ class WeightPublisher:
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         self.num_bytes = 0
-        """Size of the parts of the last version."""
         self._memory = BucketMemory(self._device, mapped=transport == "ipc")
         self._is_closed = False
         self._version = -1
@@ -202,7 +194,6 @@ class WeightPublisher:
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
-        """End the current transfer, stop listening, and free the memory."""
         if self._is_closed:
             return
         with contextlib.suppress(WeightSyncError):
@@ -262,8 +253,6 @@ Want = tuple[int, Box]
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over all buckets."""
-
     filled: int = 0
     through: bool = False
     """True once all buckets are filled and their sums agree with earlier passes."""
@@ -283,18 +272,15 @@ class _Session:
     parts: int
     connection: Connection
     channel: Connection | GroupChannel
-    """Carries requested boxes."""
     wants: dict[int, list[Want]] | None = None
     """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None
     """Version that the receiver holds of all that it requests; None without one."""
     turn: _Pass | None = None
     taken: int = 0
-    """Number of buckets that the receiver is done with."""
     gone: bool = False
 
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
-        """Whether its pass has begun and satisfies `far`."""
         return self.turn is not None and far(self.turn)
 
     def hang_up(self) -> None:
@@ -345,7 +331,6 @@ class _Transfer:
         self._sessions: list[_Session] = []
         self._served: set[tuple[str, int]] = set()
         self._filled = 0
-        """Buckets that were filled in all passes."""
         self._ended = False
         self._failure = ""
         self._checksum: int | None = None
@@ -466,9 +451,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on the thread of its connection. `hello` is its identity: `receiver`,
-        `part` and `parts`. `answer` describes the version to the receiver, and returns its
-        requests."""
+        """Serve a receiver on the thread of its connection. `answer` describes the version to it, and
+        returns its requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -558,9 +542,8 @@ class _Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
-        Refuses boxes that this rank does not have, and more than MOST_TIMES the bytes of this rank.
-        """
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory. Refuses
+        boxes of other ranks, and more than MOST_TIMES the bytes of this rank."""
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}

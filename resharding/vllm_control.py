@@ -112,8 +112,6 @@ METHODS = (
 
 
 class TensorSum(NamedTuple):
-    """Checksum of a whole tensor, as published or as received."""
-
     dtype: str
     shape: tuple[int, ...]
     box_sum: int
@@ -151,9 +149,8 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
-    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
-    all."""
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at `host`
+    (see `Listener`). If the engines share one collective (`together`), the loss of one stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
@@ -165,7 +162,6 @@ class Receivers:
 
     @property
     def endpoint(self) -> RankWeights:
-        """The endpoint that engines connect to."""
         return self._listener.endpoint
 
     def gather(
@@ -207,7 +203,6 @@ class Receivers:
 
     @property
     def num_ranks(self) -> int:
-        """Total number of ranks of the connected engines."""
         return sum(engine.ranks for engine in self._engines)
 
     # Methods that vLLM's trainers call
@@ -221,11 +216,9 @@ class Receivers:
         self._ask("init_weight_transfer_engine", payloads)
 
     def start_weight_update(self) -> None:
-        """Tell the ranks to expect weights."""
         self._ask("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Tell the ranks to receive some or all weights."""
         self._ask("update_weights", [update_info] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -274,7 +267,6 @@ class Receivers:
         self._hang_up(why)
 
     def close(self) -> None:
-        """Stop listening, and end the current transfer."""
         self._listener.close()
         self.dismiss("the trainer has ended")
 
@@ -308,7 +300,6 @@ def take_as_told(
     Return the checksum of the version.
 
     Args:
-        ranks: number of ranks of the engine.
         engine: identity that distinguishes it from predecessors of the same name.
         call: calls one of `METHODS` with its payload (or None) on all ranks.
         loaded: returns for each rank the sums of the tensors that its loaders got.

@@ -40,12 +40,9 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, b
 
 @dataclass(frozen=True)
 class _VllmBackend:
-    """A supported backend of vLLM."""
-
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank
-    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
-    tensor)."""
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank 0,
+    the number of ranks of all engines, and the bytes of one buffer (at least the largest tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -129,10 +126,9 @@ class VllmPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines of
-        these names. Do not change them before `finish`. Return the record that receivers need; the
-        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
-        exactly once."""
+        """Offer the parts of all ranks, which together hold each element once, to the engines of these
+        names. Do not change them before `finish`. Return the record that receivers need; the records of
+        all ranks add up. Raises WeightSyncError if the ranks do not hold each element exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -224,8 +220,7 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version. The ranks must hold each element of each tensor
-        exactly once."""
+        """Set the parts of the next version. Each element of each tensor must be on exactly one rank."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
@@ -280,7 +275,6 @@ class _GatheredTensors(WeightSource):
         return self._with_forms(self._sums)
 
     def complete_sums(self) -> dict[str, TensorSum]:
-        """Return the sums of whole tensors, over the parts of all ranks."""
         sums = np.array([self._sums[tensor.name] for tensor in self._metadata], np.uint64).view(np.int64)
         if self._ranks > 1:
             dist.all_reduce(torch.from_numpy(sums))

@@ -93,8 +93,7 @@ def record_layout(
     """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
     not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
     loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
-    an element twice, or leaves one without a value. The message names the tensor and the parameter.
-    """
+    an element twice, or leaves one without a value. The message names the tensor and the parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -202,7 +201,6 @@ class _Recorder(TorchDispatchMode):
         self._dtypes: dict[str, str] = {}
         self._fills: list[_Fill] = []
         self._zeroed = set[int]()
-        """Storages of fakes that the loader has set to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, kwargs = torch.ops.aten, kwargs or {}
@@ -409,7 +407,6 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.waiting = 0
-        """Targets that lack slices."""
         self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
@@ -422,12 +419,10 @@ class _Layer:
         self._beside = False
         """Whether a copy of the module is packed, instead of the module."""
         self._staged: dict[str, torch.Tensor] = {}
-        """Staged memory, by names of the module's parameters."""
         self._new: dict[str, Any] = {}
         """Attributes besides parameters that packing has set on the copy of the module."""
 
     def elements(self, memory: str, view: View) -> torch.Tensor:
-        """Return a writable view of these elements of a parameter."""
         if (found := self._memories.get(memory)) is None:
             tensor = getattr(self.module, own_name(memory)).data
             found = self._memories[memory] = tensor, tensor.storage_offset()
@@ -729,7 +724,6 @@ class WeightWriter:
         for memory in (*memories, *(fill.memory for fill in recording.fills)):
             self._written_to[memory.rpartition(".")[0]].add(memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
-        """Destinations of slices that have arrived before."""
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and target number -> parts of the last version, as they arrived."""
@@ -740,7 +734,6 @@ class WeightWriter:
         """Whether this update has changed memory that the model computes with."""
         self._spare = _SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
-        """Staging memory that is kept across versions."""
         self._staging = False
 
     @contextlib.contextmanager
@@ -781,7 +774,6 @@ class WeightWriter:
 
     @torch.no_grad()
     def apply_staged(self) -> None:
-        """Switch the model to the last staged version."""
         staged = self._layers
         with self._updating():
             self._layers = staged
@@ -791,7 +783,6 @@ class WeightWriter:
             self._targets.clear()
 
     def begin_update(self) -> None:
-        """Prepare the model for a new version."""
         if self.state is _ModelState.WRITING:
             raise WeightSyncError("an update of this model is under way; finish or abort it first")
         initialize_layerwise_reload(self._model)

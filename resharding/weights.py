@@ -17,7 +17,6 @@ BY_VLLM = "vllm:"
 """Prefix of a transport that is one of vLLM's own backends."""
 
 CHECKSUM_MODULUS = 1 << 64
-"""Checksums are counted modulo this number."""
 
 
 class TensorPart(NamedTuple):
@@ -32,7 +31,6 @@ class TensorPart(NamedTuple):
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
-    """Yield each full tensor as one part."""
     for name, tensor in named_tensors.items():
         yield TensorPart(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
@@ -71,7 +69,6 @@ class Weights:
         return replace(self, ranks=self.ranks + other.ranks)
 
     def to(self, receiver: str) -> Weights:
-        """Return the same record, addressed to this receiver."""
         return replace(self, receiver=receiver)
 
 
