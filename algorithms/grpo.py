@@ -96,9 +96,8 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
-    groups of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped
-    groups.
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including groups
+    of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped groups.
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.
@@ -120,13 +119,11 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     policy then learns to be short for no reason of the task.
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
-    were drawn evenly from the finished ones (1: no bias). Stored as these two sums, it merges over
-    windows and ranks (an observed-to-expected ratio, as in indirect standardization). For an empty
-    window, each metric has weight 0 and value NaN.
+    were drawn evenly from the finished ones (1: no bias). It merges over windows and ranks. For an
+    empty window, each metric has weight 0 and value NaN.
 
     Args:
-        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
-        step.
+        trained_lengths: [B] tokens of each response that was trained on in a window, such as a step.
         finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
             including the trained ones.
 

@@ -39,8 +39,6 @@ def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihoo
 
 @dataclass(frozen=True)
 class Method:
-    """A graph with the settings of one method."""
-
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the graph that define the method."""
@@ -93,7 +91,6 @@ class Method:
 
 
 PAIRED = 5e-7
-"""Learning rate of methods on pairs."""
 
 _PLAIN = PolicyLoss(surrogate=PlainPolicyGradient())
 _DR_GRPO = PolicyLoss(aggregation=FixedLength(1024))

@@ -59,9 +59,8 @@ _reports = itertools.count(1)
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
-    with it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to
-    compare.
+    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends with
+    it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
@@ -291,11 +290,8 @@ def _formula(text: str) -> str:
 
 
 def _verified(gold: list[Any], given: list[Any]) -> bool:
-    """Whether any reading of the answer provably equals any reading of the given text.
-
-    Raises:
-        MemoryError, RecursionError: the comparison was too large.
-    """
+    """Whether any reading of the answer provably equals any reading of the given text. Raises
+    MemoryError or RecursionError if the comparison is too large."""
     _, verify = _math_verify()
     try:
         right = bool(
