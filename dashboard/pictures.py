@@ -62,13 +62,11 @@ COLOURS = (
 )  # fmt: skip
 """Colours of nodes, the node with the most time first."""
 OTHER = "#9aa1ad"
-"""The colour of all further nodes."""
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
 """Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are drawn."""
 NUM_BINS = 400
-"""Bins of a lane with shares."""
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
@@ -78,7 +76,6 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
 
     Args:
         path: the file to write; its suffix sets the format.
-        run: the name of the run, for the title.
 
     Raises:
         UserError: the file cannot be written, or the format is unknown.

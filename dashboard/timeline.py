@@ -1,8 +1,7 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
-`CallLog` reads the calls and follows a run that goes on. A `Timeline` is a window of them, with a
-`Lane` for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all
-show these.
+`CallLog` reads the calls and follows a run that goes on. A `Timeline` is a window of them, with a `Lane`
+for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show these.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class CallLog:
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
         self.damage: str | None = None
-        """Error if the file cannot be read."""
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> CallLog:
@@ -58,7 +56,6 @@ class CallLog:
         return self._table.path
 
     def refresh(self) -> None:
-        """Read new calls."""
         try:
             news = self._table.news()
             if news.anew:
@@ -128,8 +125,8 @@ class CallLog:
         return Timeline(self, start, max(end for _, end in own), own)
 
     def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the seconds
-        inside the slowest rank. The rest is spent in the driver and the transport."""
+        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the
+        seconds inside the slowest rank. The rest is spent in the driver and the transport."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
         keys, of = np.unique(c[by].astype(np.int64) * len(nodes) + c["node"], return_inverse=True)
@@ -151,7 +148,6 @@ class CallLog:
 
 
 def _joined(parts: list[dict[str, np.ndarray]], types: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Concatenate the columns of all parts into one."""
     if len(parts) == 1:
         return parts
     empty = {name: np.empty(0, kind) for name, kind in types.items()}
@@ -216,8 +212,6 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
 
 
 class Gap(NamedTuple):
-    """An idle stretch of a lane."""
-
     start_s: float
     end_s: float
     before: int
@@ -382,7 +376,6 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """A one-line summary."""
         first, last = self.steps[0][0], self.steps[-1][0]
         those = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
@@ -502,13 +495,11 @@ def seconds_text(value: float) -> str:
 
 
 def write_trace(timeline: Timeline, path: Path) -> Path:
-    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing. Raises
+    UserError if the file cannot be written.
 
     Each group is a process with a track for its calls, and one for each rank of calls on several
     ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are instants.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     log = timeline.log
     events = [

@@ -24,7 +24,6 @@ class Catalogue:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.single = is_run(root)
-        """Whether it serves a single run."""
         self._lock = threading.Lock()
         self._looked = -LOOK_S
         self._readers: dict[str, RunReader] = {}

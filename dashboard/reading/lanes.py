@@ -28,8 +28,7 @@ WEIGHTS = (
 SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
 CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
 LATE = 0.1
-"""A rank is named as the slowest if it answered this much later than the others, as a share of its
-time."""
+"""A rank is named as the slowest if it answered later than the others by this share of its time."""
 
 
 class Lanes:
@@ -130,7 +129,8 @@ class Lanes:
 
     @cached_property
     def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each: from the copy of the state until it is on disk."""
+        """[checkpoints] first call, start and end of each: from the copy of the state until it is on
+        disk."""
         c = self._columns
         begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
         begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
@@ -186,7 +186,6 @@ class Lanes:
         return self._gap(group, gap, lane)
 
     def _reason(self, group: str, gap: Gap, next_node: str | None) -> tuple[str, str]:
-        """Return the kind of a reason, and its text."""
         c, end = self._columns, gap.end_s
         near = np.flatnonzero((c["end_s"] > gap.start_s) & (c["start_s"] < end))
         others = [row for row in near.tolist() if self._group(row) not in (group, RECORDER)]

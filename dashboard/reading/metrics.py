@@ -23,7 +23,6 @@ Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 MOST = 5000
 """Most metrics of a run to read, in their order; a damaged file may have any number."""
 MOST_LEFT_OUT = 5000
-"""Most names beyond MOST to count."""
 
 
 class MetricLog:
@@ -39,10 +38,8 @@ class MetricLog:
         """Names beyond MOST, at most MOST_LEFT_OUT."""
         self._columns_left_out = 0
         self.damage: str | None = None
-        """Error if the file cannot be read."""
 
     def refresh(self) -> None:
-        """Read new values."""
         try:
             news = self._table.news()
             if news.anew:
@@ -100,7 +97,8 @@ class MetricLog:
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric by step; the last written value counts. Unknown metrics have none."""
+        """Return the values of a metric by step; the last written value counts. Unknown metrics have
+        none."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -142,7 +140,6 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
 
 Axis: TypeAlias = Literal["step", "time_s", "samples"]
 MAX_POINTS = 5000
-"""Most points of one curve."""
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +201,6 @@ def curve(
     """Return a metric over an axis, thinned.
 
     Args:
-        points: about the most points to return.
         window: first and last x; one more point is kept on either side.
     """
     steps, values = metrics.series(name)
@@ -258,8 +254,6 @@ def marks(
 
 @dataclass(frozen=True)
 class _Card:
-    """A kind of card on the curves page."""
-
     id: str
     title: str
     metric: str
@@ -295,7 +289,6 @@ KINDS = (
     _Card("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
     _Card("pairs", "preference accuracy", "preference_accuracy", form="share"),
 )
-"""Kinds of cards, in the order of the page."""
 
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:

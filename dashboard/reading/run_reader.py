@@ -304,7 +304,6 @@ class RunReader:
 
     @property
     def evaluations(self) -> list[str]:
-        """Names of the evaluations."""
         return _evaluations(self.facts)
 
     @property
@@ -347,7 +346,6 @@ class RunReader:
 
     @property
     def damage(self) -> list[str]:
-        """Files that cannot be read."""
         with self._lock:
             found = [self._metrics.damage, self._calls.damage]
         return [*(text for text in found if text), *self.samples.damage[:5]]

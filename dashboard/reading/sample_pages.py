@@ -147,15 +147,12 @@ NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class SamplePages:
-    """The content of the sample pages."""
-
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
         self._grouped: tuple[object, pa.Table, _Groups] | None = None
         """The last group query and its result, since a page requests a list in parts."""
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of samples."""
         table = self._index.table()
         if not len(table):
             return {"total": 0, "columns": [], "rows": [], **self._state}
@@ -165,8 +162,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses. They are sorted by
-        step, mean, spread, length or group; a leading minus sorts descending."""
+        """Return a part of the list of groups, each with the rewards of its responses. They are sorted
+        by step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -192,7 +189,6 @@ class SamplePages:
         return _whole(row, config)
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all samples of a group."""
         rows = self._index.rows_of_group(id, MOST_OF_GROUP)
         if not rows:
             raise UserError(f"the run has recorded no group {id}{self._hint}")

@@ -155,7 +155,6 @@ PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
 def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
-    """Make the dashboard's web application."""
     stream = _EventStream(catalogue)
 
     @asynccontextmanager
@@ -393,8 +392,6 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
 
 
 class _Page(BaseModel):
-    """A part of a list."""
-
     run: str
     filter: str = ""
     search: str = ""

@@ -38,7 +38,6 @@ MAX_BODY = 1 << 20
 
 
 def new_token() -> str:
-    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 

@@ -1,8 +1,4 @@
-"""Serving: the process of a dashboard.
-
-As a program (`controllers/reports/dashboard_process.py` starts it), the dashboard of one run, on a
-socket that the run opened.
-"""
+"""Serving: the process of a dashboard. As a program, it serves one run, on a socket that the run opened."""
 
 from __future__ import annotations
 
@@ -77,7 +73,6 @@ class Serving:
 
     @property
     def address(self) -> str:
-        """The address to open in a browser."""
         where = f"http://{self._shown}:{self.port}/"
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
@@ -111,8 +106,7 @@ class Serving:
 
 
 class _LastAsked:
-    """Passes requests on to an application, and knows when the last one came. Each open page has an event
-    stream."""
+    """Passes requests on, and knows when the last one came. Each open page has an event stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
