@@ -81,8 +81,6 @@ Json: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command."""
-
     found: Mapping[str, Any]
     """The object that `--json` prints, for programs."""
     text: str = ""
@@ -111,8 +109,6 @@ class Answer:
 
 
 class ParsedCommand(NamedTuple):
-    """A command with its arguments."""
-
     command: Callable[..., Answer]
     arguments: Mapping[str, Any]
     as_json: bool
@@ -128,11 +124,7 @@ class ParsedCommand(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code.
-
-    Args:
-        arguments: words after `weft`; by default, from this process.
-    """
+    """Run one command, given as the words after `weft`, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         show(f"weft {version('weft')}", sys.stdout)
@@ -208,11 +200,8 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
 
 
 def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
-    """Put `--` before the script, whose arguments come after it.
-
-    Raises:
-        UserError: an option before the script does not belong to this command.
-    """
+    """Put `--` before the script, whose arguments come after it. Raises UserError if an option before the
+    script does not belong to this command."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         return list(words)
@@ -351,11 +340,8 @@ def run_path(name: str) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """Return the directory of a run.
-
-    Raises:
-        UserError: it does not exist, or is not a run; suggests the nearest name.
-    """
+    """Return the directory of a run. Raises UserError if it does not exist or is not a run, and suggests
+    the nearest name."""
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")

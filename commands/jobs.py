@@ -132,7 +132,6 @@ def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
 
 
 def ended(job: Job) -> Answer:
-    """Return the answer about a job that has ended."""
     said = f"job {job.id} {job.status.lower()}"
     said += f"; its runs are in {job.folder} on the head node" if job.folder else ""
     found = {"job": job.id, "status": job.status, "folder": job.folder, "message": job.message}

@@ -153,9 +153,7 @@ class WatchedRun:
     last: int
     """Number of past steps to show first."""
     _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
-    """Step -> its metrics."""
     _shown: float = -1.0
-    """The last shown step."""
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
     """Shown evaluations, with their steps."""
     _alerts: int = 0
@@ -174,7 +172,6 @@ class WatchedRun:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more data may come."""
         from ..dataflow.runs.lock import Life, life_of
 
         return life_of(self.run)[0] is Life.ALIVE
