@@ -93,12 +93,9 @@ def evaluate(
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
     Args:
-        k: the k of each pass@k, at most n; default: 1 and n.
+        k: the k of each pass@k, 1 to n (otherwise a UserError); default: 1 and n.
         solved: lowest verdict of a correct response; default: 1.
         verdict: name of the reward function that marks correct responses; default: the only grader.
-
-    Raises:
-        UserError: a k is below 1 or above n.
     """
     if wrong := [one for one in k if not 1 <= one <= n]:
         raise UserError(

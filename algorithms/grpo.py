@@ -120,15 +120,12 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
     were drawn evenly from the finished ones (1: no bias). It merges over windows and ranks. For an
-    empty window, each metric has weight 0 and value NaN.
+    empty window, each metric has weight 0 and value NaN. Raises a ValueError if a length is negative.
 
     Args:
         trained_lengths: [B] tokens of each response that was trained on in a window, such as a step.
         finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
             including the trained ones.
-
-    Raises:
-        ValueError: a length is negative.
 
     >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
     {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}

@@ -128,8 +128,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name. Raises a UserError if no method has this name. The message
-    suggests the nearest one.
+    """Return a method by its name. Raises a UserError with the nearest name if there is none.
 
     >>> method_of("grop")
     Traceback (most recent call last):

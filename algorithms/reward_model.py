@@ -107,14 +107,12 @@ class StepLoss(FrozenLoss):
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """Place the labels of each response's steps at the last tokens of the steps.
+    """Place the labels of each response's steps at the last tokens of the steps. Raises UserError if the
+    numbers of labels and steps of a row differ.
 
     Args:
         separator: token id that ends a step. The last step ends with the response.
         labels: column with a list of labels per row, 0 to 1.
-
-    Raises:
-        UserError: the numbers of labels and steps of a row differ.
 
     >>> rows = Batch.of(response_ids=[[5, 9, 6, 7]], labels=[[1.0, 0.0]])
     >>> label_steps(rows, separator=9)["step_labels"].to_pylist()

@@ -45,11 +45,8 @@ def generalized_advantages(
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        gamma: discount per token, 0 to 1.
+        gamma: discount per token, 0 to 1 (otherwise a UserError, as for `lam`).
         lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
-
-    Raises:
-        UserError: gamma or lam is outside 0 to 1.
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
     >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)

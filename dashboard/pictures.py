@@ -22,13 +22,8 @@ INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 def draw_curve(
     metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
 ) -> Path:
-    """Draw metrics over the steps of a run, and save the picture.
-
-    Args:
-        metrics: one mapping per step, as `Driver.run` returns them; a step may lack a metric.
-        curves: metric name -> label.
-        path: the file to write; its suffix sets the format.
-    """
+    """Draw metrics over the steps of a run, and save the picture. `metrics` has one mapping per step, as
+    `Driver.run` returns them; a step may lack a metric. `curves` maps metric names to labels."""
     import matplotlib
 
     # Machines that train have no display.
@@ -70,15 +65,10 @@ NUM_BINS = 400
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
-    """Draw a lane per group, coloured by node, with the ends of steps, and save the picture.
+    """Draw a lane per group, coloured by node, with the ends of steps. Save the picture in the format of
+    the path's suffix. Raises UserError if the file cannot be written, or the format is unknown.
 
     Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
-
-    Args:
-        path: the file to write; its suffix sets the format.
-
-    Raises:
-        UserError: the file cannot be written, or the format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

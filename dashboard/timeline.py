@@ -387,14 +387,9 @@ class Timeline:
 
 
 def load_timeline(run: Path, steps: str = ":") -> Timeline:
-    """Load the timeline of a run, or of some steps.
-
-    Args:
-        steps: a number, or a range like a Python slice, such as 10:20, 10: or :20.
-
-    Raises:
-        UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
-    """
+    """Load the timeline of a run, or of some steps: a number, or a range like a Python slice, such as
+    10:20, 10: or :20. Raises UserError if the run, its timeline or these steps do not exist, or the
+    timeline is unreadable."""
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")

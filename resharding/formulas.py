@@ -66,15 +66,10 @@ class PipelineStages:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the
-        sum of squared costs (the classic linear partition, by dynamic programming).
-
-        Args:
-            costs: [layers] of each layer, at least 0. Add the cost of the embedding to the first
-                layer, and the cost of the head to the last.
-
-        Raises:
-            UserError: there are more pieces than layers.
+        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the sum
+        of squared costs (the classic linear partition, by dynamic programming). Costs are [layers], at
+        least 0; add the cost of the embedding to the first layer, and the cost of the head to the last.
+        Raises UserError if there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
         PipelineStages(stages=3, layers=(2, 3, 1))
@@ -179,16 +174,10 @@ def three_dimensional(
     order: Sequence[str] = ("tp", "pp", "dp"),
     stages: PipelineStages | None = None,
 ) -> Layout:
-    """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training.
-
-    Args:
-        ranks: location of each rank; by default on nodes of 8 devices.
-        order: see `Parallelism.coordinates`.
-        stages: assignment of layers to stages; None for `PipelineStages.equal`.
-
-    Raises:
-        UserError: the number of stages differs from `sizes`, or a layer is not assigned.
-    """
+    """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
+    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`; for `order`, see
+    `Parallelism.coordinates`. Raises UserError if the number of stages differs from `sizes`, or a layer
+    is not assigned."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]

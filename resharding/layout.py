@@ -281,18 +281,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
     """Return the boxes of a contiguous tensor that a view covers, each with its position in another
-    memory: a view of the box's shape.
+    memory: a view of the box's shape. `other` is the view of that memory, in the shape of `view`. Raises
+    ValueError if the view repeats an element by a stride of 0, its elements form no boxes, or more than
+    `MAX_BOXES`.
 
     >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
     >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
     [(Box([2:4, 0:4]), View(offset=100, shape=(2, 4), strides=(16, 1)))]
-
-    Args:
-        other: view of the other memory, with the same shape.
-
-    Raises:
-        ValueError: the view repeats an element by a stride of 0, its elements form no boxes, or
-            more than `MAX_BOXES`.
     """
     if math.prod(view.shape) == 0:
         return []

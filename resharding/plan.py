@@ -34,10 +34,9 @@ class Copy:
 
 
 class ReshardPlan:
-    """The copies of boxes from source ranks to destination ranks. The source may contain tensors
-    that the destination does not need. The transfer uses the destination's dtypes. Raises
-    WeightSyncError if the source lacks a tensor or a box that the destination needs, or has it in
-    another shape. The message names the tensor, the box and the rank."""
+    """The copies of boxes from source ranks to destination ranks, in the destination's dtypes. The
+    source may contain tensors that the destination does not need. Raises WeightSyncError if the source
+    lacks a tensor or a box that the destination needs, or has it in another shape."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source

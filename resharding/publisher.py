@@ -126,20 +126,16 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts and return at once. Do not change them before `finish`.
+        """Offer this rank's parts and return at once. Do not change them before `finish`. Return the
+        record that receivers need; records of several ranks add up. Raises WeightSyncError if a part
+        occurs twice, or this publisher is closed.
 
         Args:
             parts: parts on any device, of any dtype.
-            version: policy version of these weights, at least 0. A version below the previous one
-                starts over: earlier records and deltas become invalid.
-            receivers: names of the expected receivers, which begin together. Late receivers begin
-                after these.
-
-        Returns:
-            The record that receivers need. Records of several ranks add up.
-
-        Raises:
-            WeightSyncError: a part occurs twice, or this publisher is closed.
+            version: policy version of these weights, at least 0. A version below the previous one starts
+                over: earlier records and deltas become invalid.
+            receivers: names of the expected receivers, which begin together. Late receivers begin after
+                these.
         """
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
@@ -169,15 +165,10 @@ class WeightPublisher:
         return Weights(version, (self._listener.endpoint,))
 
     def finish(self) -> str | None:
-        """End the current transfer. Receivers that are not done get an error.
-
-        Returns:
-            The checksum of the published elements (see `weights.py`); checksums of ranks add up.
-            None if no receiver took everything, or no version was published.
-
-        Raises:
-            WeightSyncError: the parts could not be read, or changed during the transfer.
-        """
+        """End the current transfer. Receivers that are not done get an error. Return the checksum of the
+        published elements (checksums of ranks add up); None if no receiver took everything, or no
+        version was published. Raises WeightSyncError if the parts could not be read, or changed during
+        the transfer."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None

@@ -167,13 +167,9 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
-        a version of `num_bytes` begins without engines that are late.
-
-        Returns:
-            Names and identities of the engines that have connected, in the expected order, which is
-            also the order of their ranks.
-        """
+        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of a
+        version of `num_bytes` begins without engines that are late. Return names and identities of the
+        connected engines, in the expected order, which is also the order of their ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s

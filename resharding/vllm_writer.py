@@ -663,7 +663,6 @@ class _Target:
         self._parts = parts
 
     def lacks(self, part: Box) -> bool:
-        """Whether no element of this part has arrived."""
         if part in self._parts:
             return part not in self.came
         self._parts = frozenset()

@@ -31,12 +31,8 @@ def graph_page(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run.
-
-    Args:
-        graphs, live: the content of `graph.json` and `live.json`.
-        goes_on: whether its driver is alive.
-    """
+    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json` and
+    `live.json`. `goes_on` tells whether its driver is alive."""
     worked = calls.totals("graph")
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
@@ -226,9 +222,8 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """Count trained samples by the lag of their oldest token, for ranges of steps.
-
-    The lag is in versions behind the trained weights.
+    """Count trained samples by the lag of their oldest token, in versions behind the trained weights,
+    for ranges of steps.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))

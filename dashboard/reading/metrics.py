@@ -171,12 +171,8 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Return the positions of steps on an axis: [points], nan if unknown.
-
-    Args:
-        steps: [points].
-        axis: step number, seconds since the start of the run, or samples trained on so far.
-    """
+    """Return the positions of steps ([points]) on an axis: [points], nan if unknown. The axis is the
+    step number, seconds since the start of the run, or samples trained on so far."""
     if axis == "step":
         return steps
     known, values = metrics.series(axis)
@@ -198,11 +194,8 @@ def curve(
     points: int = 800,
     window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric over an axis, thinned.
-
-    Args:
-        window: first and last x; one more point is kept on either side.
-    """
+    """Return a metric over an axis, thinned. `window` has the first and last x; one more point is kept
+    on either side."""
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)

@@ -35,16 +35,10 @@ OPERATORS = {
 
 
 def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
-    """Return the indexes of the matching rows, without copying texts.
-
-    Args:
-        filters: conditions joined by `and`. Each is `COLUMN OPERATOR VALUE` with an operator of <=,
-            >=, !=, =, <, >, or ~ for text that contains the value.
-        search: text to find in the prompt or response, ignoring case.
-
-    Raises:
-        UserError: a filter has no operator, an unknown column, or a value of the wrong type.
-    """
+    """Return the indexes of the matching rows, without copying texts. `filters` are conditions joined by
+    `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~ for text that contains the value.
+    `search` is text to find in the prompt or response, ignoring case. Raises UserError if a filter has
+    no operator, an unknown column, or a value of the wrong type."""
     passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
         passes &= _condition(table, one).to_numpy()

@@ -43,14 +43,9 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules.
-
-    Args:
-        token: the token in the address, or empty for none.
-        names: host names of this address, besides localhost.
-        any_address: whether requests may use any IP address as their host, because the server
-            listens on more than loopback.
-    """
+    """Access rules. The token is in the address; empty for none. `names` are host names of this address,
+    besides localhost. With `any_address`, requests may use any IP address as their host, because the
+    server listens on more than loopback."""
 
     token: str
     names: frozenset[str] = field(default_factory=frozenset)

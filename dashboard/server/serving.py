@@ -48,16 +48,9 @@ class Serving:
     def at(
         cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> Serving:
-        """Listen on an address.
-
-        Args:
-            port: the port, or 0 for a free one.
-            token: the token that requests must have; None makes a new one, and an empty one
-                (loopback only) turns the check off.
-
-        Raises:
-            UserError: listening fails, or the address would show the runs without a token.
-        """
+        """Listen on an address; port 0 takes a free port. Requests must have the token: None makes a new
+        one, and an empty one (loopback only) turns the check off. Raises UserError if listening fails,
+        or the address would show the runs without a token."""
         if not 0 <= port <= 65535:
             raise UserError(f"--port {port} is not a port: choose 1 to 65535, or 0 for a free one")
         loopback = _is_loopback(host)
@@ -77,12 +70,8 @@ class Serving:
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
     def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
-        """Serve until the process is asked to end.
-
-        Args:
-            idle_s: also end after this many seconds without a request; 0 for never.
-            goes_on: whether to keep serving despite `idle_s`, because the run is alive.
-        """
+        """Serve until the process is asked to end. With `idle_s`, also end after this many seconds
+        without a request, unless `goes_on` says that the run is alive."""
         app = _LastAsked(self.app)
         config = uvicorn.Config(
             app,
