@@ -114,9 +114,8 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
     """Measure whether trained responses are shorter than sampled ones.
 
-    Short responses finish first. A run that trains on the first finished responses, cancels the
-    slowest, or drops stale ones trains on short responses more often than it samples them. The
-    policy then learns to be short for no reason of the task.
+    Short responses finish first. A run that cancels the slowest responses, or drops stale ones, trains on
+    short ones more often than it samples them. The policy then learns to be short for no reason.
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
     were drawn evenly from the finished ones (1: no bias). It merges over windows and ranks. For an

@@ -168,8 +168,7 @@ def critic_advantages(
     """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
-        gamma: discount per token.
-        lam: 0 for one step, 1 for all future rewards.
+        gamma, lam: as in `generalized_advantages`.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
             1. One call covers the step under `Synchronous`, and the rows that are ready under other
             schedules; with several ranks of `functions`, each normalizes its part.

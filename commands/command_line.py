@@ -151,12 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> ParsedCommand:
-    """Parse the words of a command line into a command.
-
-    Raises:
-        UserError: there is no such command.
-        SystemExit: help or a completion was printed (0), or an argument is wrong (2).
-    """
+    """Parse the words of a command line into a command. Raises UserError if there is no such command,
+    and SystemExit after help or a completion was printed (0), or if an argument is wrong (2)."""
     if words and words[0] == PRINT_COMPLETION:
         # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))

@@ -157,7 +157,6 @@ class WatchedRun:
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
     """Shown evaluations, with their steps."""
     _alerts: int = 0
-    """Number of alerts shown or skipped."""
 
     def __post_init__(self) -> None:
         from ..dataflow.runs.facts import facts_of
@@ -215,7 +214,6 @@ class WatchedRun:
         self.display.step(Step(int(step), of, row, self._left_s(step, of) if self.goes_on else None))
 
     def _left_s(self, step: float, of: int) -> float | None:
-        """Return the estimated seconds to the end, at the pace of the last steps."""
         took = [row["step_s"] for row in list(self._rows.values())[-20:] if "step_s" in row]
         return statistics.median(took) * (of - step) if took else None
 

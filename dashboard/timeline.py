@@ -171,14 +171,11 @@ class _Idle(NamedTuple):
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> _Idle:
     """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
+    `starts` and `ends` are [calls] seconds, sorted by start. Times outside the window do not count.
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
     [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [-1, 0, 2], [0, 2, -1]]
-
-    Args:
-        starts, ends: [calls] seconds, sorted by start.
-        start_s, end_s: the window. Parts of calls outside it are ignored.
     """
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
@@ -193,14 +190,10 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
 
 def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
     """Return the share of each bin that calls cover: [number] float64, above 1 where calls overlap.
+    `starts` and `ends` are [calls] seconds. Bins begin at `begin`, and are `width` seconds wide.
 
     >>> covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
     [1.0, 1.5, 0.0, 0.0]
-
-    Args:
-        starts, ends: [calls] seconds.
-        begin: start of the first bin.
-        width: [seconds] of a bin.
     """
     edges = begin + width * np.arange(number + 1)
     # Time covered until each edge: the summed lengths, until then, of the calls that have begun.
@@ -438,7 +431,6 @@ def node_times(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def summary(timeline: Timeline) -> str:
-    """Summarize the timeline: how busy each group was, and which nodes took the time."""
     groups: list[dict[str, Any]] = []
     for lane in timeline.lanes:
         row = {

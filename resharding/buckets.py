@@ -245,13 +245,9 @@ def _aligned(offset: int) -> int:
 
 class BucketMemory:
     """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing is
-    pickled.
-
-    Args:
-        device: device that holds the buckets; None for an anonymous file on the host
-            (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user.
-        mapped: whether receivers map memory of a device, by its IPC handle.
-    """
+    pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
+    /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
+    memory by its IPC handle."""
 
     def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
         self._device = device

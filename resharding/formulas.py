@@ -176,8 +176,7 @@ def three_dimensional(
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
     default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`; for `order`, see
-    `Parallelism.coordinates`. Raises UserError if the number of stages differs from `sizes`, or a layer
-    is not assigned."""
+    `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]

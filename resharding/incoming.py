@@ -193,7 +193,6 @@ class IncomingWeights:
         return source.sums[source.parts.numbers[name][piece]]
 
     def published_sum(self, name: str) -> int:
-        """Return the publishers' `box_sum` over a whole received tensor."""
         pieces = self.layout.tensors[name].pieces
         sums = (
             self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own))

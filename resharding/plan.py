@@ -22,8 +22,6 @@ from .layout import IN_PLACE, Box, Layout, TensorLayout, Where
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of a tensor that one rank gives to another."""
-
     source: int
     source_piece: int
     """Index of the source's piece of this tensor that has the box."""

@@ -167,8 +167,7 @@ class WeightPublisher:
     def finish(self) -> str | None:
         """End the current transfer. Receivers that are not done get an error. Return the checksum of the
         published elements (checksums of ranks add up); None if no receiver took everything, or no
-        version was published. Raises WeightSyncError if the parts could not be read, or changed during
-        the transfer."""
+        version was published. Raises WeightSyncError if parts were unreadable or changed meanwhile."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
@@ -248,7 +247,6 @@ class _Pass:
     through: bool = False
     """True once all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
-    """Sums of the entries of each filled bucket."""
     base: int | None = None
     """Version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
@@ -285,16 +283,10 @@ class _Session:
 
 
 class _Transfer:
-    """One version of a rank's parts, and its receivers.
-
-    Args:
-        parts: entries in bucket order, each with its elements, which must not change before `stop`.
-        memory: [bytes] uint8, for SLOTS buckets, on any device.
-        expected: names of the receivers to start together if they connect within GRACE_S of each
-            other. Other receivers are served as well.
-        shadow: bits of the previous version. Receivers on other machines that hold it get deltas
-            (`delta.py`). None to send everything.
-    """
+    """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with their
+    elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS buckets,
+    on any device. Receivers in `expected` start together if they connect within GRACE_S of each other;
+    others are served as well. Receivers on other machines that hold `shadow`'s version get deltas."""
 
     def __init__(
         self,

@@ -254,7 +254,6 @@ class Receivers:
         self._hang_up("")
 
     def dismiss(self, why: str) -> None:
-        """Tell participating and waiting engines that the transfer has ended."""
         while True:
             try:
                 self._engines.append(self._came.get_nowait())
@@ -292,18 +291,11 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
-    Return the checksum of the version.
-
-    Args:
-        engine: identity that distinguishes it from predecessors of the same name.
-        call: calls one of `METHODS` with its payload (or None) on all ranks.
-        loaded: returns for each rank the sums of the tensors that its loaders got.
-
-    Raises:
-        WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a
-            tensor differs from the published one.
-    """
+    """Receive a version as the trainer's rank 0 directs, compare it with the published sums, and return
+    its checksum. `engine` distinguishes this engine from predecessors of the same name. `call` calls one
+    of `METHODS` with its payload (or None) on all ranks. `loaded` returns for each rank the sums of the
+    tensors that its loaders got. Raises WeightSyncError if the trainer has ended, has given up or was
+    silent, a rank has failed, or a tensor differs from the published one."""
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"

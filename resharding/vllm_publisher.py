@@ -74,21 +74,13 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend (a key of BACKENDS). All trainer ranks call each
-    method together.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer, which is
+    the default group of `torch.distributed`, call each method together. `host` is the address of rank 0
+    for engines on other machines; empty if there are none. `advance` is called after each tensor. Raises
+    WeightSyncError if torch finds no GPU for the backend, or this machine does not have that address.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
-    size of the largest tensor.
-
-    Args:
-        rank, ranks: rank of this process and number of ranks of the trainer, which is the default
-            group of `torch.distributed`.
-        host: address of rank 0 for engines on other machines; empty if there are none.
-        advance: called after each tensor.
-
-    Raises:
-        WeightSyncError: the backend needs a GPU and torch finds none, or this machine does not have
-            that address.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the size of
+    the largest tensor.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
 
 
 def to_update_info(weights: Weights) -> dict[str, Any]:
-    """Return the record as the dictionary that vLLM's `update_weights` takes."""
     record = asdict(weights)
     del record["backend"]
     return record

@@ -128,8 +128,6 @@ def restore_layer(layer: torch.nn.Module) -> None:
 
 @dataclass
 class _Memory:
-    """A parameter or buffer, and the copies and fills that land in it."""
-
     name: str
     tensor: torch.Tensor
     kernel: torch.Tensor | None
@@ -469,7 +467,6 @@ class _Layer:
         self._lent = [memory for memory in self._lent if memory.data_ptr() in but]
 
     def _is_read_as_written(self) -> bool:
-        """Whether kernels read all of its parameters in the loading format."""
         method = type(getattr(self.module, "quant_method", None))
         if method is not UnquantizedEmbeddingMethod and not (
             method is UnquantizedLinearMethod and current_platform.is_cuda()

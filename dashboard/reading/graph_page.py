@@ -112,7 +112,6 @@ def _weights(
     *,
     goes_on: bool,
 ) -> list[dict[str, Any]]:
-    """Return each weight edge with the version that the follower holds."""
     edges = [edge for graph in graphs for edge in nested(graphs, graph).get("follows", ())]
     found: list[dict[str, Any]] = []
     for leader, follower in dict.fromkeys((edge["leader"], edge["follower"]) for edge in edges):
@@ -161,7 +160,6 @@ MOST_BARS = 200
 def buffer_page(
     run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state and history of the buffer, from `live.json` and the index of samples."""
     graphs = {name: nested(live, "graphs", name) for name in nested(live, "graphs")}
     dropped = Counter[str]()
     for one in graphs.values():

@@ -143,12 +143,8 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve to about this many points. Keep the extremes of each stretch, so no peak is lost.
-
-    Args:
-        x: [n] increasing.
-        y: [n]; values that are not finite are dropped if others are near them.
-        points: at least 4.
+    """Thin a curve over increasing `x` [n] to about this many points, at least 4. Keep the extremes of
+    each stretch, so no peak is lost. Values that are not finite are dropped if others are near them.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)

@@ -181,7 +181,6 @@ class RunReader:
 
     @property
     def facts(self) -> RunFacts:
-        """Status, last metrics, alerts and configuration."""
         with self._lock:
             self._metrics.refresh()
             last = self._metrics.last

@@ -118,9 +118,7 @@ def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
 # Sample pages
 
 PREVIEW = 200
-"""Characters of a text in a list."""
 MOST_TOKENS = 20_000
-"""Most tokens of a response to send."""
 MOST_TEXT = 400_000
 """Most characters of a text to send."""
 MOST_OF_GROUP, MOST_VISITS = 64, 500

@@ -53,13 +53,11 @@ MOST_TEXT = 100_000
 
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template, or return None without markers.
+    `role` is the speaker at the beginning. If empty, text before the first marker is not a turn.
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
-
-    Args:
-        role: the speaker at the beginning. If empty, text before the first marker is not a turn.
     """
     found: list[dict[str, Any]] = []
     for speaker, start, end, kind in _stretches(text, role):
@@ -215,7 +213,6 @@ def gist(prompt: str) -> str:
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoded text of a token with only a part of a character's bytes."""
 LONGEST_CHARACTER = 6
-"""Most tokens for one character."""
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece marker for a space before a word."""
 

@@ -98,7 +98,6 @@ def _memory(run: Path) -> dict[str, list[list[float]]]:
 
 
 def _logs(run: Path) -> dict[str, int]:
-    """Return log name -> bytes."""
     try:
         with os.scandir(run / LOGS) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
