@@ -1,6 +1,6 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
-`CallLog` reads the calls and follows a run that goes on. A `Timeline` is a window of them, with a `Lane`
+`CallLog` reads the calls and follows a running run. A `Timeline` is a window of them, with a `Lane`
 for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show these.
 """
 

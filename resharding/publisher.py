@@ -167,7 +167,7 @@ class WeightPublisher:
     def finish(self) -> str | None:
         """End the current transfer. Receivers that are not done get an error. Return the checksum of the
         published elements (checksums of ranks add up); None if no receiver took everything, or no
-        version was published. Raises WeightSyncError if parts were unreadable or changed meanwhile."""
+        version was published. Raises WeightSyncError if parts were unreadable or changed during it."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None

@@ -405,6 +405,7 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.waiting = 0
+        """Targets that lack slices."""
         self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
@@ -836,8 +837,8 @@ class WeightWriter:
             if not layer.started:  # the layer is all padding
                 layer.start()
                 layer.complete()
+        # vLLM changes the remaining layers below, so an error leaves a mix of versions.
         self._touched = True
-        # vLLM prepares the remaining layers here, so an error leaves a mix of versions.
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
         self.state = _ModelState.WHOLE
