@@ -1,7 +1,6 @@
 """Advantages of responses, from their rewards relative to other responses to the same prompt.
 
-An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph
-node.
+An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph node.
 """
 
 from __future__ import annotations
@@ -68,15 +67,14 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
     std is the sample deviation (division by n - 1), as in the implementations that followed the
-    paper. `epsilon` keeps a group of nearly equal rewards from exploding.
-
-    Returns:
-        [B] float32; exactly 0 for a group of one row or of equal rewards, never NaN.
+    paper. `epsilon` keeps a group of nearly equal rewards from exploding. Returns [B] float32: exactly 0
+    for a group of one row or of equal rewards, never NaN.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]
     """
     centred, sizes = _centred(outcomes)
+    # A group of one row must give 0, not 0 / 0.
     variances = _sums(centred.square(), outcomes.groups, len(sizes)) / (sizes - 1).clamp(min=1)
     return (centred / (variances.sqrt() + epsilon).index_select(0, outcomes.groups)).float()
 
@@ -139,9 +137,8 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
     """A_i = max(r) - max of the other rewards in i's group (max@k, or pass@k for rewards of 0 and
     1; arXiv:2503.19595).
 
-    The group size is k. The objective is the best reward of k samples, so only a unique best row
-    has an advantage: its lead. Never negative; exactly 0 for a group of one row, or with several
-    best rows.
+    The group size is k. The objective is the best reward of k samples, so only a unique best row has an
+    advantage: its lead. Never negative; exactly 0 for a group of one row, or with several best rows.
 
     >>> best_of_group(Outcomes.of([1.0, 0.25, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [0.75, 0.0, 0.0, 0.0]
@@ -252,12 +249,9 @@ def group_advantages(
 
     Args:
         samples: whole groups. A run reports the share without signal (`groups_without_signal`).
-        estimator: computes the advantages of rows from their outcomes.
-        reward: column to compare.
-        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
-            1. With `estimator=group_centred` this is REINFORCE++'s baseline form
-            (arXiv:2501.03262). One call covers the step under `Synchronous`, and the groups that
-            are ready otherwise.
+        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation 1.
+            With `estimator=group_centred` this is REINFORCE++'s baseline form (arXiv:2501.03262). One
+            call covers the step under `Synchronous`, and the groups that are ready otherwise.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()

@@ -1,8 +1,4 @@
-"""Evaluation: sample responses to held-out prompts and score them.
-
-`eval/avg@N` is the mean reward and `eval/pass@K` the share of solved prompts, both with intervals
-over prompts.
-"""
+"""Evaluation: sample responses to held-out prompts, and score them with intervals over prompts."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ def score_prompts(
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
-        n: requested samples per prompt. A prompt with dropped samples counts with the remaining
-        ones.
+        n: requested samples per prompt. A prompt with dropped samples counts with the remaining ones.
         k: the k of each pass@k. Prompts with fewer samples are excluded from it.
         solved: lowest verdict of a solving sample.
         verdict: column that marks correct samples, possibly one component of the reward.
@@ -98,16 +93,9 @@ def evaluate(
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
     Args:
-        prompts: held-out rows.
-        rollout, reward: worker groups.
-        sampling: sampling of the responses.
-        n: responses to each prompt.
-        k: the k of each pass@k, at most n; default: 1 and n.
+        k: the k of each pass@k, 1 to n (otherwise a UserError); default: 1 and n.
         solved: lowest verdict of a correct response; default: 1.
         verdict: name of the reward function that marks correct responses; default: the only grader.
-
-    Raises:
-        UserError: a k is below 1 or above n.
     """
     if wrong := [one for one in k if not 1 <= one <= n]:
         raise UserError(
@@ -133,14 +121,12 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     """Return the 95 % interval of a mean over independent values, such as prompts; None for fewer
     than two.
 
-    For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide
-    even if all values are equal. For other values it is Student's t interval. The two cases are
-    told apart by the variance: values in [0, 1] are all 0 or 1 exactly if it equals mean (1 -
-    mean).
+    For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide even
+    if all values are equal. For other values it is Student's t interval. The two cases are told apart by
+    the variance: values in [0, 1] are all 0 or 1 exactly if it equals mean (1 - mean).
 
-    With several samples per prompt, pass the means of the prompts. An interval over all samples
-    would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard
-    deviation.
+    With several samples per prompt, pass the means of the prompts. An interval over all samples would be
+    too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard deviation.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])

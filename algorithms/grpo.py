@@ -96,9 +96,8 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
-    groups of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped
-    groups.
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including groups
+    of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped groups.
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.
@@ -115,23 +114,17 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
     """Measure whether trained responses are shorter than sampled ones.
 
-    Short responses finish first. A run that trains on the first finished responses, cancels the
-    slowest, or drops stale ones trains on short responses more often than it samples them. The
-    policy then learns to be short for no reason of the task.
+    Short responses finish first. A run that cancels the slowest responses, or drops stale ones, trains on
+    short ones more often than it samples them. The policy then learns to be short for no reason.
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
-    were drawn evenly from the finished ones (1: no bias). Stored as these two sums, it merges over
-    windows and ranks (an observed-to-expected ratio, as in indirect standardization). For an empty
-    window, each metric has weight 0 and value NaN.
+    were drawn evenly from the finished ones (1: no bias). It merges over windows and ranks. For an
+    empty window, each metric has weight 0 and value NaN. Raises a ValueError if a length is negative.
 
     Args:
-        trained_lengths: [B] tokens of each response that was trained on in a window, such as a
-        step.
+        trained_lengths: [B] tokens of each response that was trained on in a window, such as a step.
         finished_lengths: [N] tokens of each response that finished (or was issued) in the window,
             including the trained ones.
-
-    Raises:
-        ValueError: a length is negative.
 
     >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
     {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}

@@ -80,6 +80,7 @@ class PackedRows:
     def row_of_token(self) -> Tensor:
         """[T] int64."""
         rows = torch.arange(len(self), device=self.cu_seqlens.device)
+        # Without the output size, torch would wait for the device to learn it.
         return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
     @cached_property
@@ -116,11 +117,8 @@ class PackedRows:
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
-
-    Args:
-        ragged: column that determines the lengths of the rows.
-        columns: more columns, ragged with the same lengths or with one value per row.
+    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied. The
+    column `ragged` sets the lengths of rows; other columns have these lengths, or one value per row.
 
     >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()

@@ -39,8 +39,6 @@ def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihoo
 
 @dataclass(frozen=True)
 class Method:
-    """A graph with the settings of one method."""
-
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the graph that define the method."""
@@ -93,10 +91,10 @@ class Method:
 
 
 PAIRED = 5e-7
-"""Learning rate of methods on pairs."""
 
 _PLAIN = PolicyLoss(surrogate=PlainPolicyGradient())
 _DR_GRPO = PolicyLoss(aggregation=FixedLength(1024))
+# Ratios are means over a response, so they stay much nearer to 1 than token ratios.
 _GSPO = PolicyLoss(
     surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
 )
@@ -130,8 +128,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name. Raises a UserError if no method has this name. The message
-    suggests the nearest one.
+    """Return a method by its name. Raises a UserError with the nearest name if there is none.
 
     >>> method_of("grop")
     Traceback (most recent call last):

@@ -145,6 +145,7 @@ class PolicyLoss(AggregatedLoss):
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         losses, clipped = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        # The old policy drew the tokens, so this estimates KL(old || current): d has the opposite sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
@@ -158,6 +159,7 @@ class PolicyLoss(AggregatedLoss):
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
                 weights, truncated, masked = combined(self._corrections, off, rows)
+                # A weight of 0 is not enough: the loss of a token that is left out may be NaN.
                 losses = torch.where(masked, 0.0, losses * weights)
                 watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
                 watched["masked_fraction"] = masked
@@ -197,10 +199,8 @@ class NegativeLogLikelihood(AggregatedLoss):
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
     """Add `old_logprobs`: the actor's log-probabilities before the update. For `@graph` functions.
 
-    It costs a forward pass. `PolicyLoss` uses the column for sequence ratios, next to a correction
-    that weighs, and with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641).
-    `grpo` and `ppo` include this node if their loss needs it. `entropies` also adds the entropy of
-    each token's distribution.
+    It costs a forward pass. `grpo` and `ppo` include this node if their loss needs it. `entropies` also
+    adds the entropy of each token's distribution.
     """
     # `entropies` is left out if False: a policy of the user's own may not take it.
     more: dict[str, Any] = {"entropies": True} if entropies else {}

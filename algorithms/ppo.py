@@ -52,8 +52,10 @@ def ppo(
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples, old = old_logprobs(samples, actor=actor), str(OLD_LOGPROBS)
     if isinstance(kl, float | int):
+        # Without a penalty there need not be a reference, whose column `token_rewards` reads.
         samples = token_rewards(samples, coefficient=kl, old=old) if kl else outcome_rewards(samples)
     else:
+        # Penalize with the current coefficient before these rows adjust it.
         samples = kl.update(kl.token_rewards(samples, old=old), old=old)
     samples = critic.values(samples)
     samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)

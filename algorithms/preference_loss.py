@@ -203,12 +203,12 @@ class PairLoss(FrozenLoss):
         """Return row indices of preferred and other responses, and whether they form pairs, [max(0,
         B - 1)].
 
-        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
-        not pairs are masked. No shape depends on a value, which would make the host wait for the
-        device.
+        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are not
+        pairs are masked. No shape depends on a value, which would make the host wait for the device.
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
+        # torch has no lexsort, but a stable sort keeps the order of the one before.
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
         paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
@@ -257,8 +257,7 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
-        pairs."""
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after

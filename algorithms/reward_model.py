@@ -63,6 +63,7 @@ class RewardLoss(PairLoss):
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
         `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
         chosen, rejected, paired = self._sides(rows)
+        # With the padding, the index of a last token is the row's end, which an empty row has as well.
         last = torch.nn.functional.pad(rewards, (1, 0))[
             rows.cu_seqlens[1:]
         ]  # arbitrary for an empty row
@@ -106,14 +107,12 @@ class StepLoss(FrozenLoss):
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """Place the labels of each response's steps at the last tokens of the steps.
+    """Place the labels of each response's steps at the last tokens of the steps. Raises UserError if the
+    numbers of labels and steps of a row differ.
 
     Args:
         separator: token id that ends a step. The last step ends with the response.
         labels: column with a list of labels per row, 0 to 1.
-
-    Raises:
-        UserError: the numbers of labels and steps of a row differ.
 
     >>> rows = Batch.of(response_ids=[[5, 9, 6, 7]], labels=[[1.0, 0.0]])
     >>> label_steps(rows, separator=9)["step_labels"].to_pylist()

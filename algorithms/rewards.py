@@ -85,7 +85,6 @@ def penalize_overlong(
         max_tokens: longest response that sampling allows.
         buffer_tokens: length of the buffer before the limit.
         factor: reward lost at the limit.
-        into: column to write.
 
     >>> samples = Batch.of(response_ids=[[1, 2], [1, 2, 3, 4]], reward=[1.0, 1.0])
     >>> penalize_overlong(samples, max_tokens=4, buffer_tokens=2)["shaped_reward"].to_pylist()

@@ -36,8 +36,7 @@ _PART = 2**18
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32
-    each.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32 each.
 
     A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
     trained token; after the last one, V and A are 0. The returns are A_t + V_t. Both are 0 at
@@ -46,11 +45,8 @@ def generalized_advantages(
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        gamma: discount per token, 0 to 1.
+        gamma: discount per token, 0 to 1 (otherwise a UserError, as for `lam`).
         lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
-
-    Raises:
-        UserError: gamma or lam is outside 0 to 1.
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
     >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
@@ -172,8 +168,7 @@ def critic_advantages(
     """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
-        gamma: discount per token.
-        lam: 0 for one step, 1 for all future rewards.
+        gamma, lam: as in `generalized_advantages`.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
             1. One call covers the step under `Synchronous`, and the rows that are ready under other
             schedules; with several ranks of `functions`, each normalizes its part.

@@ -81,8 +81,6 @@ Json: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command."""
-
     found: Mapping[str, Any]
     """The object that `--json` prints, for programs."""
     text: str = ""
@@ -111,8 +109,6 @@ class Answer:
 
 
 class ParsedCommand(NamedTuple):
-    """A command with its arguments."""
-
     command: Callable[..., Answer]
     arguments: Mapping[str, Any]
     as_json: bool
@@ -128,15 +124,12 @@ class ParsedCommand(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code.
-
-    Args:
-        arguments: words after `weft`; by default, from this process.
-    """
+    """Run one command, given as the words after `weft`, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         show(f"weft {version('weft')}", sys.stdout)
         return 0
+    # Parsing itself may fail, before the option is known.
     as_json = False
     try:
         parsed = parse(words)
@@ -158,12 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> ParsedCommand:
-    """Parse the words of a command line into a command.
-
-    Raises:
-        UserError: there is no such command.
-        SystemExit: help or a completion was printed (0), or an argument is wrong (2).
-    """
+    """Parse the words of a command line into a command. Raises UserError if there is no such command,
+    and SystemExit after help or a completion was printed (0), or if an argument is wrong (2)."""
     if words and words[0] == PRINT_COMPLETION:
         # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))
@@ -188,6 +177,7 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
     own = inspect.signature(command).parameters
 
     def collect(*, json: bool, **arguments: Any) -> ParsedCommand:
+        # Only commands that print while they run need to know.
         if "json" in own:
             arguments["json"] = json
         return ParsedCommand(command, arguments, json)
@@ -206,11 +196,8 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
 
 
 def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
-    """Put `--` before the script, whose arguments come after it.
-
-    Raises:
-        UserError: an option before the script does not belong to this command.
-    """
+    """Put `--` before the script, whose arguments come after it. Raises UserError if an option before the
+    script does not belong to this command."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         return list(words)
@@ -326,6 +313,7 @@ def completion(
         shell: The shell.
     """
     printed = io.StringIO()
+    # tyro prints the completion and then exits.
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         parse([PRINT_COMPLETION, shell])
     return Answer({"shell": shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n"))
@@ -348,11 +336,8 @@ def run_path(name: str) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """Return the directory of a run.
-
-    Raises:
-        UserError: it does not exist, or is not a run; suggests the nearest name.
-    """
+    """Return the directory of a run. Raises UserError if it does not exist or is not a run, and suggests
+    the nearest name."""
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")

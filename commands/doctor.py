@@ -13,6 +13,7 @@ from .command_line import RUNS, Answer, Switch
 
 def doctor(
     *,
+    # Python reserves the name `try`.
     tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False,
     gpu: Switch = False,
     root: Annotated[Path, arg(metavar="FOLDER")] = RUNS,

@@ -48,6 +48,7 @@ def export(
         if merged and is_adapter:
             from ..workers.training.safetensors_files import write_merged
 
+            # It writes to the same partial folder, and renames it itself.
             write_merged(model, out)
         else:
             shutil.copytree(model, partial)

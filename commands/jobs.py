@@ -120,6 +120,7 @@ def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     stream = sys.stderr if as_json else sys.stdout
 
     def write(text: str) -> None:
+        # Printing would show a carriage return of a progress bar as an escape.
         show(text.replace("\r\n", "\n").replace("\r", "\n"), stream, end="")
 
     try:
@@ -131,7 +132,6 @@ def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
 
 
 def ended(job: Job) -> Answer:
-    """Return the answer about a job that has ended."""
     said = f"job {job.id} {job.status.lower()}"
     said += f"; its runs are in {job.folder} on the head node" if job.folder else ""
     found = {"job": job.id, "status": job.status, "folder": job.folder, "message": job.message}

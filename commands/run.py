@@ -31,11 +31,7 @@ def run(script: Script, arguments: ScriptArguments = (), *, json: Json = False) 
 
 
 def script_file(name: str) -> Path:
-    """Return the file of a script.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the file of a script. Raises UserError if there is no such file."""
     path = Path(name)
     if path.suffix != ".py":
         raise UserError(f"SCRIPT must be a Python file, such as train.py, not {name!r}")
@@ -46,11 +42,8 @@ def script_file(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script, and return its exit code. Its imports work as with `python SCRIPT`.
-
-    Raises:
-        WeftError: the script did not catch it.
-    """
+    """Run a script, and return its exit code. Its imports work as with `python SCRIPT`. Raises each
+    WeftError that the script does not catch."""
     sys.argv = [str(path), *arguments]
     # as Python does for a script
     sys.path[0] = str(path.parent.resolve())

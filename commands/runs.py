@@ -90,6 +90,7 @@ def stop(run: RunName, *, timeout: float = 600) -> Answer:
         return answer(facts, "was asked to end", asked=True, ended=False)
     show(f"{path} is asked to end, held by {holder} ...")
     deadline = time.monotonic() + timeout
+    # Another holder has resumed the run, so the driver that was asked has ended.
     while life_of(path) == (Life.ALIVE, holder):
         if time.monotonic() > deadline:
             raise RunError(
@@ -152,13 +153,10 @@ class WatchedRun:
     last: int
     """Number of past steps to show first."""
     _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
-    """Step -> its metrics."""
     _shown: float = -1.0
-    """The last shown step."""
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
     """Shown evaluations, with their steps."""
     _alerts: int = 0
-    """Number of alerts shown or skipped."""
 
     def __post_init__(self) -> None:
         from ..dataflow.runs.facts import facts_of
@@ -173,7 +171,6 @@ class WatchedRun:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more data may come."""
         from ..dataflow.runs.lock import Life, life_of
 
         return life_of(self.run)[0] is Life.ALIVE
@@ -217,7 +214,6 @@ class WatchedRun:
         self.display.step(Step(int(step), of, row, self._left_s(step, of) if self.goes_on else None))
 
     def _left_s(self, step: float, of: int) -> float | None:
-        """Return the estimated seconds to the end, at the pace of the last steps."""
         took = [row["step_s"] for row in list(self._rows.values())[-20:] if "step_s" in row]
         return statistics.median(took) * (of - step) if took else None
 

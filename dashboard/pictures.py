@@ -22,15 +22,11 @@ INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 def draw_curve(
     metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
 ) -> Path:
-    """Draw metrics over the steps of a run, and save the picture.
-
-    Args:
-        metrics: one mapping per step, as `Driver.run` returns them; a step may lack a metric.
-        curves: metric name -> label.
-        path: the file to write; its suffix sets the format.
-    """
+    """Draw metrics over the steps of a run, and save the picture. `metrics` has one mapping per step, as
+    `Driver.run` returns them; a step may lack a metric. `curves` maps metric names to labels."""
     import matplotlib
 
+    # Machines that train have no display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -61,26 +57,18 @@ COLOURS = (
 )  # fmt: skip
 """Colours of nodes, the node with the most time first."""
 OTHER = "#9aa1ad"
-"""The colour of all further nodes."""
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
 """Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are drawn."""
 NUM_BINS = 400
-"""Bins of a lane with shares."""
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
-    """Draw a lane per group, coloured by node, with the ends of steps, and save the picture.
+    """Draw a lane per group, coloured by node, with the ends of steps. Save the picture in the format of
+    the path's suffix. Raises UserError if the file cannot be written, or the format is unknown.
 
     Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
-
-    Args:
-        path: the file to write; its suffix sets the format.
-        run: the name of the run, for the title.
-
-    Raises:
-        UserError: the file cannot be written, or the format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -96,6 +84,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     for place, lane in enumerate(lanes):
         _draw_lane(axes, place, lane, nodes, colours, as_bars=as_bars)
     _draw_steps(axes, timeline)
+    # matplotlib warns about equal limits.
     axes.set_xlim(timeline.start_s, max(timeline.end_s, timeline.start_s + 1e-6))
     axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes], color=INK)

@@ -1,8 +1,7 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
-`CallLog` reads the calls and follows a run that goes on. A `Timeline` is a window of them, with a
-`Lane` for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all
-show these.
+`CallLog` reads the calls and follows a running run. A `Timeline` is a window of them, with a `Lane`
+for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show these.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class CallLog:
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
         self.damage: str | None = None
-        """Error if the file cannot be read."""
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> CallLog:
@@ -58,7 +56,6 @@ class CallLog:
         return self._table.path
 
     def refresh(self) -> None:
-        """Read new calls."""
         try:
             news = self._table.news()
             if news.anew:
@@ -128,8 +125,8 @@ class CallLog:
         return Timeline(self, start, max(end for _, end in own), own)
 
     def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the seconds
-        inside the slowest rank. The rest is spent in the driver and the transport."""
+        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the
+        seconds inside the slowest rank. The rest is spent in the driver and the transport."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
         keys, of = np.unique(c[by].astype(np.int64) * len(nodes) + c["node"], return_inverse=True)
@@ -151,7 +148,6 @@ class CallLog:
 
 
 def _joined(parts: list[dict[str, np.ndarray]], types: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Concatenate the columns of all parts into one."""
     if len(parts) == 1:
         return parts
     empty = {name: np.empty(0, kind) for name, kind in types.items()}
@@ -175,14 +171,11 @@ class _Idle(NamedTuple):
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> _Idle:
     """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
+    `starts` and `ends` are [calls] seconds, sorted by start. Times outside the window do not count.
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
     [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [-1, 0, 2], [0, 2, -1]]
-
-    Args:
-        starts, ends: [calls] seconds, sorted by start.
-        start_s, end_s: the window. Parts of calls outside it are ignored.
     """
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
@@ -197,14 +190,10 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
 
 def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
     """Return the share of each bin that calls cover: [number] float64, above 1 where calls overlap.
+    `starts` and `ends` are [calls] seconds. Bins begin at `begin`, and are `width` seconds wide.
 
     >>> covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
     [1.0, 1.5, 0.0, 0.0]
-
-    Args:
-        starts, ends: [calls] seconds.
-        begin: start of the first bin.
-        width: [seconds] of a bin.
     """
     edges = begin + width * np.arange(number + 1)
     # Time covered until each edge: the summed lengths, until then, of the calls that have begun.
@@ -216,8 +205,6 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
 
 
 class Gap(NamedTuple):
-    """An idle stretch of a lane."""
-
     start_s: float
     end_s: float
     before: int
@@ -303,6 +290,7 @@ class Lane:
         shares = np.zeros((len(nodes), num_bins))
         for place, node in enumerate(nodes):
             own = self.nodes == node
+            # Differences of large sums may round to slightly below 0.
             shares[place] = covered(self.start_s[own], self.end_s[own], start, width, num_bins).clip(
                 min=0
             )
@@ -332,6 +320,7 @@ class Timeline:
         """Indexes of the calls that overlap the window, sorted by start."""
         starts, ends = self.log.columns["start_s"], self.log.columns["end_s"]
         inside = (ends > self.start_s) & (starts < self.end_s)
+        # A call that took no time overlaps nothing, but belongs to the window.
         moments = (starts == ends) & (starts >= self.start_s) & (ends <= self.end_s)
         rows = np.flatnonzero(inside | moments)
         return rows[np.argsort(starts[rows], kind="stable")]
@@ -380,7 +369,6 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """A one-line summary."""
         first, last = self.steps[0][0], self.steps[-1][0]
         those = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
@@ -392,14 +380,9 @@ class Timeline:
 
 
 def load_timeline(run: Path, steps: str = ":") -> Timeline:
-    """Load the timeline of a run, or of some steps.
-
-    Args:
-        steps: a number, or a range like a Python slice, such as 10:20, 10: or :20.
-
-    Raises:
-        UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
-    """
+    """Load the timeline of a run, or of some steps: a number, or a range like a Python slice, such as
+    10:20, 10: or :20. Raises UserError if the run, its timeline or these steps do not exist, or the
+    timeline is unreadable."""
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
@@ -448,7 +431,6 @@ def node_times(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def summary(timeline: Timeline) -> str:
-    """Summarize the timeline: how busy each group was, and which nodes took the time."""
     groups: list[dict[str, Any]] = []
     for lane in timeline.lanes:
         row = {
@@ -500,13 +482,11 @@ def seconds_text(value: float) -> str:
 
 
 def write_trace(timeline: Timeline, path: Path) -> Path:
-    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing. Raises
+    UserError if the file cannot be written.
 
     Each group is a process with a track for its calls, and one for each rank of calls on several
     ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are instants.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     log = timeline.log
     events = [
@@ -542,6 +522,7 @@ def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
     tracks: list[list[dict[str, Any]]] = []
     open_until: list[list[float]] = []
     """Per track, the ends of the slices around the current time, innermost last."""
+    # Among calls that start together, the longest comes first, because the others nest in it.
     for place in np.lexsort((-lane.end_s, lane.start_s)).tolist():
         start, end, call = float(lane.start_s[place]), float(lane.end_s[place]), lane.calls[place]
         for ends in open_until:

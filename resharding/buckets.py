@@ -85,6 +85,7 @@ class Cutter:
         Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
+        # Receivers that know a description keep their plan, so do not change it without need.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -118,6 +119,7 @@ class _Form(NamedTuple):
 
 def _form_of(part: TensorPart) -> _Form:
     dtype = part.dtype or part.tensor.dtype
+    # A part that is cast is copied anyway, so it cannot be read in place.
     place = place_of(part.tensor) if dtype == part.tensor.dtype else None
     return _Form(part.name, part.box, part.shape, dtype, place)
 
@@ -134,6 +136,7 @@ def _entries_of(
         seen.add((name, whole))
         for box in _boxes_of(whole, max(1, bucket_bytes // dtype.itemsize)):
             num_bytes = box.numel * dtype.itemsize
+            # An entry larger than a bucket must not leave an empty bucket before it.
             if end and _aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
             start = _aligned(end)
@@ -149,6 +152,7 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
     if box.numel <= max_elements:
         yield box
         return
+    # A cut along any later dimension would not give contiguous boxes.
     dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
     row = box.numel // box.shape[dim]
     step = max(1, max_elements // row)
@@ -241,13 +245,9 @@ def _aligned(offset: int) -> int:
 
 class BucketMemory:
     """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing is
-    pickled.
-
-    Args:
-        device: device that holds the buckets; None for an anonymous file on the host
-            (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user.
-        mapped: whether receivers map memory of a device, by its IPC handle.
-    """
+    pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
+    /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
+    memory by its IPC handle."""
 
     def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
         self._device = device
@@ -255,7 +255,7 @@ class BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields with which a receiver maps the current memory."""
+        """Fields that a receiver needs to map the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
         """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
@@ -306,8 +306,10 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
         base64.b64decode(field["bytes"]) if isinstance(field, dict) else field
         for field in said["fields"]
     ]
+    # `_new_shared_cuda` does not initialize CUDA by itself.
     torch.cuda.init()
     try:
+        # The first field is the publisher's number of the device, which may differ here.
         storage = torch.UntypedStorage._new_shared_cuda(seen.index(said["device"]), *fields[1:])
     except RuntimeError as error:
         raise OSError(None, str(error).partition("\n")[0], said["device"]) from None
@@ -334,7 +336,6 @@ class _MemoryPlace(NamedTuple):
 
     path: str
     num_bytes: int
-    """Size of the whole file."""
     offset: int
     """[bytes] Offset of the tensor's first element."""
 
@@ -352,6 +353,7 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
+        # An empty file cannot be mapped.
         self.num_bytes = max(num_bytes, _ALIGNMENT)
         os.ftruncate(file, self.num_bytes)
         self._memory = mmap.mmap(file, self.num_bytes)
@@ -371,6 +373,7 @@ class SharedMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros in this memory. Each tensor has a separate storage."""
         numel = torch.Size(shape).numel()
+        # `frombuffer` refuses a count of 0.
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype)
         begin, self._taken = self._taken, self._taken + _aligned(numel * dtype.itemsize)
@@ -410,11 +413,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
 
-    torch splits a copy over all cores and waits for each. Both sides of a transfer run at once, so
-    a core that the other side occupies delays the whole copy. With two ranks publishing on two
-    cores, a receiver with two threads took twice as long as with one.
+    torch would split the copy over all cores and wait for each, including cores that the other side of
+    the transfer occupies.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
+        # numpy has no bfloat16 and no float8, so copy their bits.
         bits = _BITS.get(dtype.itemsize)
         if bits is not None:
             np.copyto(_array(target, bits), _array(source, bits))

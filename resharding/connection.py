@@ -52,6 +52,7 @@ _PROOF_BYTES = 32
 def this_machine() -> str:
     """Return an identifier of kernel and PID namespace. Processes with equal identifiers can map
     each other's memory."""
+    # Memory is mapped as /proc/PID/fd/N, and a PID has a meaning only in its namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -73,14 +74,13 @@ def listen(host: str) -> socket.socket:
 
 class Connection:
     """One side of an authenticated connection. Create one with `connect` or `accept`. All methods
-    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for `silence_s`.
-    """
+    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for `silence_s`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.silence_s = SILENCE_S
-        """[s] Longest wait for the other side's next message."""
         connected.settimeout(SILENCE_S)
+        # Otherwise small messages wait until earlier ones are acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -122,7 +122,6 @@ class Connection:
         self.set_silence(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
 
     def set_silence(self, silence_s: float) -> None:
-        """Set the timeout for the other side's next message."""
         self.silence_s = silence_s
         self._socket.settimeout(silence_s)
 
@@ -189,6 +188,7 @@ def reason(error: Exception, silence_s: float | None = None) -> str:
 
 
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
+    # The role in the digest keeps a peer from sending our own proof back to us.
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
@@ -207,7 +207,6 @@ class Listener:
 
     @property
     def endpoint(self) -> RankWeights:
-        """The record that receivers need to connect."""
         return RankWeights(self._host, self._socket.getsockname()[1], this_machine(), self.token)
 
     def close(self) -> None:
@@ -269,7 +268,6 @@ class GroupChannel:
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
-        """Bytes sent or received so far."""
         self._other = 1 - rank
         self._device = device
         self._connection = connection
@@ -322,6 +320,7 @@ class GroupChannel:
 
 def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
     options: Any = cast(Any, ProcessGroupGloo)._Options()
+    # Listen only at the address that the two sides already use.
     options._devices = [ProcessGroupGloo.create_device(hostname=connection.own_address)]
     options._timeout = timedelta(seconds=connection.silence_s)
     options._threads = 1
@@ -380,6 +379,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch raises one class for a timeout and a lost connection, so only the text tells them apart.
         said = str(error)
         if "imed out" in said or "timeout" in said.lower():
             raise TimeoutError(said.partition("\n")[0]) from None

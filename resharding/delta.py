@@ -60,8 +60,7 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
 
 def apply_delta(bits: np.ndarray, delta: Delta) -> None:
     """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
-    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay
-    unchanged."""
+    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay unchanged."""
     ends = np.flatnonzero(delta.gaps != _ESCAPE)
     positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(delta.values) or (
@@ -101,12 +100,12 @@ class Shadow:
         self.compared = 0
         """Elements of the last version that were compared with the previous one."""
         self.differed = 0
-        """Number of compared elements that differed."""
         self._bits: dict[int, np.ndarray] = {}
 
     def start_version(self) -> int | None:
         """Start a version and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
+        # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
         return base
 
@@ -120,6 +119,7 @@ class Shadow:
         ([elements]). None to send the whole entry, because it is new or most of it changed."""
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
+            # `bits` may be a view of bucket memory, which the next bucket overwrites.
             self._bits[number] = bits.copy()
             return None
         differs = before != bits
@@ -148,6 +148,7 @@ class HeldBoxes:
         """Start a version of these entry numbers and boxes, and return the version that is held of
         all of them; None if deltas do not apply. `version` is None until it is set again."""
         keys = set(wanted)
+        # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
         if not keys <= self._bits.keys():
             base = None

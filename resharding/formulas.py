@@ -52,7 +52,6 @@ class PipelineStages:
         return len(self.layers) // self.stages
 
     def stage_of(self, layer: int) -> int:
-        """Return the stage that contains a layer."""
         ends = list(itertools.accumulate(self.layers))
         if not 0 <= layer < ends[-1]:
             raise UserError(f"a pipeline of {ends[-1]} layers has no layer {layer}")
@@ -67,15 +66,10 @@ class PipelineStages:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the
-        sum of squared costs (the classic linear partition, by dynamic programming).
-
-        Args:
-            costs: [layers] of each layer, at least 0. Add the cost of the embedding to the first
-                layer, and the cost of the head to the last.
-
-        Raises:
-            UserError: there are more pieces than layers.
+        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the sum
+        of squared costs (the classic linear partition, by dynamic programming). Costs are [layers], at
+        least 0; add the cost of the embedding to the first layer, and the cost of the head to the last.
+        Raises UserError if there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
         PipelineStages(stages=3, layers=(2, 3, 1))
@@ -125,8 +119,6 @@ def _partition(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model, and how parallelism cuts it."""
-
     name: str
     shape: tuple[int, ...]
     split_dim: int | None = None
@@ -182,16 +174,9 @@ def three_dimensional(
     order: Sequence[str] = ("tp", "pp", "dp"),
     stages: PipelineStages | None = None,
 ) -> Layout:
-    """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training.
-
-    Args:
-        ranks: location of each rank; by default on nodes of 8 devices.
-        order: see `Parallelism.coordinates`.
-        stages: assignment of layers to stages; None for `PipelineStages.equal`.
-
-    Raises:
-        UserError: the number of stages differs from `sizes`, or a layer is not assigned.
-    """
+    """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
+    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`; for `order`, see
+    `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]
@@ -208,10 +193,9 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that
-    divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard
-    contains its training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its
-    table 2."""
+    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that divide
+    those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard contains its
+    training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its table 2."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -258,6 +242,7 @@ def fully_sharded(
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:
+        # Equal parameters share one tuple: layouts and plans recognize equal tensors by identity.
         if (key := (p.shape, p.split_dim)) not in shared:
             boxes = [_shard(p, tp, t) for _ in range(sharded) for t in range(tp)]
             chunks = [_chunk(box, sharded, rank // tp) for rank, box in enumerate(boxes)]

@@ -119,12 +119,8 @@ PATIENCE_S = 2 * SILENCE_S + GRACE_S
 
 class IncomingWeights:
     """A version in transfer to process `part` of the `parts` of a receiver. Closing it tells the
-    publishers that this receiver takes no more.
-
-    Raises:
-        WeightSyncError: a publisher has ended or has another version, or the ranks' parts do not
-            make up each tensor.
-    """
+    publishers that this receiver takes no more. Raises WeightSyncError if a publisher has ended or has
+    another version, or the ranks' parts do not make up each tensor."""
 
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
         self.version = weights.version
@@ -155,15 +151,15 @@ class IncomingWeights:
         return sum(source.memory is not None for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Yield the copies and their elements on arrival, for tensor names and copies from a plan
-        whose source is this layout. A tensor is valid until the next one. Raises WeightSyncError if
-        a publisher has ended, has given up, or was silent for too long. The message names it and
-        the progress."""
+        """Yield the copies and their elements on arrival, for tensor names and copies from a plan whose
+        source is this layout. A tensor is valid until the next one. Raises WeightSyncError if a
+        publisher has ended, has given up, or was silent for too long."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
+        # Ask all publishers before reading from one: they fill buckets once their receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
         with selectors.DefaultSelector() as selector:
@@ -182,6 +178,7 @@ class IncomingWeights:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
+        # PATIENCE_S has the timeout twice, so add twice the extension for a large version.
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -192,12 +189,10 @@ class IncomingWeights:
         return ready
 
     def piece_sum(self, name: str, rank: int, piece: int) -> int:
-        """Return the publisher's `box_sum` of one received piece."""
         source = self._sources[rank]
         return source.sums[source.parts.numbers[name][piece]]
 
     def published_sum(self, name: str) -> int:
-        """Return the publishers' `box_sum` over a whole received tensor."""
         pieces = self.layout.tensors[name].pieces
         sums = (
             self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own))
@@ -224,6 +219,7 @@ class IncomingWeights:
                     f"{source.where}: checksum {found:016x} was published, but {own:016x} arrived"
                 )
             total += own
+        # Only now: a thanked publisher counts this receiver as served.
         for source in self._sources:
             source.thank()
         return f"{total % CHECKSUM_MODULUS:016x}"
@@ -277,6 +273,7 @@ class _Source:
             """Device that receives the bytes, unless memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
+            # Bytes in mapped memory do not travel, so deltas would save nothing.
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(
@@ -334,6 +331,7 @@ class _Source:
     def release_bucket(self, bucket: int) -> None:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
+        # A publisher that sends the bytes knows by itself when the bucket is taken.
         if self.memory is not None:
             if self._transport == "ipc":
                 torch.accelerator.synchronize()  # reads of the bucket may still be in flight
@@ -344,6 +342,7 @@ class _Source:
         return int(self._receive(b"E"), 16)
 
     def thank(self) -> None:
+        # Deltas may build only on versions that were confirmed.
         if self._held is not None:
             self._held.version = self._version
         with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
@@ -435,6 +434,7 @@ _descriptions: dict[tuple[str, int, str], bytes] = {}
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
     with _lock:
+        # Move the publisher to the end, because the first one is dropped.
         _descriptions.pop(publisher, None)
         _descriptions[publisher] = description
         while len(_descriptions) > 64:

@@ -39,7 +39,6 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Self:
-        """Return the box of all elements of a tensor."""
         return cls((0,) * len(shape), shape)
 
     @classmethod
@@ -89,6 +88,7 @@ class Box:
                     cut_starts, cut_stops = starts.copy(), stops.copy()
                     cut_starts[dim], cut_stops[dim] = start, stop
                     left.append(Box(tuple(cut_starts), tuple(cut_stops)))
+            # Later dimensions cut only what is left, so the boxes are disjoint.
             starts[dim], stops[dim] = common.starts[dim], common.stops[dim]
         return left
 
@@ -150,8 +150,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Distribution of one tensor, under its name and in its shape in the checkpoint, over the
-    ranks."""
+    """Distribution of one tensor over the ranks, with its name and shape in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -167,8 +166,7 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor. Raises UserError if a box is outside. The
-        message names tensor, rank and box."""
+        """Check that each box is inside the tensor. Raises UserError if one is not."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -283,20 +281,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
     """Return the boxes of a contiguous tensor that a view covers, each with its position in another
-    memory: a view of the box's shape.
+    memory: a view of the box's shape. `other` is the view of that memory, in the shape of `view`. Raises
+    ValueError if the view repeats an element by a stride of 0, its elements form no boxes, or more than
+    `MAX_BOXES`.
 
     >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
     >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
     [(Box([2:4, 0:4]), View(offset=100, shape=(2, 4), strides=(16, 1)))]
-
-    Args:
-        shape: shape of the tensor.
-        view: view of the tensor.
-        other: view of the other memory, with the same shape.
-
-    Raises:
-        ValueError: the view repeats an element by a stride of 0, its elements form no boxes, or
-            more than `MAX_BOXES`.
     """
     if math.prod(view.shape) == 0:
         return []
@@ -308,6 +299,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
         if last >= shape[dim]:
             raise ValueError(f"the view wraps around the end of dimension {dim}")
         merged = _merged(axes)
+        # Only consecutive indices form one box; the other axes get a box for each index.
         spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
         outer += [(dim, axis) for axis in merged]
     if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
@@ -343,6 +335,7 @@ def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
 def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
     """For each dimension of the tensor, return the dimensions of the view that run along it."""
     tensor_strides = contiguous_strides(shape)
+    # A dimension of extent 1 has the stride of its neighbor, and would be found instead of it.
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     found: list[list[_Axis]] = [[] for _ in shape]
     for count, stride, there in zip(view.shape, view.strides, other.strides, strict=True):

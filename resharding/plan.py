@@ -4,8 +4,7 @@ A plan has these invariants (`tests/resharding/test_plan.py` compares them with 
 - Exactly one copy to a destination rank covers each element that the rank holds.
 - Elements that are already in a rank's device memory do not travel.
 - Among equal sources, the nearest wins, then the one that has sent least so far.
-- Equal tensors, for example in different layers, share their copies, so planning a large model
-  takes seconds.
+- Equal tensors of different layers share their copies, so planning a large model takes seconds.
 """
 
 from __future__ import annotations
@@ -23,24 +22,19 @@ from .layout import IN_PLACE, Box, Layout, TensorLayout, Where
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of a tensor that one rank gives to another."""
-
     source: int
-    """Rank in the source layout."""
     source_piece: int
     """Index of the source's piece of this tensor that has the box."""
     destination: int
-    """Rank in the destination layout."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
 
 
 class ReshardPlan:
-    """The copies of boxes from source ranks to destination ranks. The source may contain tensors
-    that the destination does not need. The transfer uses the destination's dtypes. Raises
-    WeightSyncError if the source lacks a tensor or a box that the destination needs, or has it in
-    another shape. The message names the tensor, the box and the rank."""
+    """The copies of boxes from source ranks to destination ranks, in the destination's dtypes. The
+    source may contain tensors that the destination does not need. Raises WeightSyncError if the source
+    lacks a tensor or a box that the destination needs, or has it in another shape."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
@@ -70,9 +64,8 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout. 0 for
-        HybridFlow's layouts, whose training shards are parts of the generation shards
-        (arXiv:2409.19256, table 2)."""
+        """Bytes that a destination rank's device holds only for the source layout. 0 for HybridFlow's
+        layouts, whose training shards are parts of the generation shards (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
@@ -127,6 +120,7 @@ class ReshardPlan:
         pieces = _SourcePieces(source)
         item_bytes = destination.item_bytes
         for rank, boxes in enumerate(destination.boxes):
+            # A rank may hold a box in two places, but its elements arrive once.
             for box in dict.fromkeys(boxes):
                 if not box.numel:
                     continue
@@ -150,6 +144,7 @@ class ReshardPlan:
                 yield int(pieces.ranks[index]), int(pieces.numbers[index]), common
             return
         owners = pieces.ranks[found]
+        # `lexsort` sorts by its last key first.
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
         missing = [box]
         for position in order:
@@ -201,6 +196,7 @@ class _SourcePieces:
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
         if sum(common.numel for common in commons) != box.numel:
             return False
+        # Equal sizes are not enough: two pieces may overlap while an element is missing.
         starts = np.maximum(self._starts[found], box.starts)
         stops = np.minimum(self._stops[found], box.stops)
         return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(

@@ -13,12 +13,9 @@
     next pass: receivers that came late               checksum, then the receiver's acknowledgement
 
 Invariants:
-- A receiver is never more than SLOTS buckets behind, and the transfer needs memory for SLOTS
-  buckets.
-- A late receiver, such as a replaced rank, gets a separate pass, and keepalives while others are
-  served.
-- A receiver that is gone, or silent for longer than its connection allows, does not delay the
-  others.
+- A receiver is never more than SLOTS buckets behind, so SLOTS buckets of memory are enough.
+- A late receiver, such as a replaced rank, gets a separate pass, and keepalives until then.
+- A receiver that is gone, or silent for longer than its connection allows, delays no other.
 - A killed publisher leaves nothing behind.
 """
 
@@ -63,7 +60,6 @@ NUMBER = struct.Struct("<q")
 FORM = struct.Struct("<qq")
 """Header of each box that a receiver is sent: bytes of gaps and number of values of a delta."""
 WHOLE = (-1, -1)
-"""Header of a box that is sent whole."""
 MOST_TIMES = 16
 """How often a receiver may request an element: once for each tensor that contains it."""
 SLOT_ALIGNMENT = 4096
@@ -80,7 +76,6 @@ class Sent:
     compared: int = 0
     """Elements of this rank that were compared with the previous version."""
     changed: int = 0
-    """Number of compared elements that had changed."""
 
 
 class WeightPublisher:
@@ -90,11 +85,9 @@ class WeightPublisher:
 
     Args:
         host: address of this process for receivers on other machines; empty if there are none.
-        bucket_bytes: size of a bucket.
-        deltas: send receivers on other machines only the elements that changed since the version
-            that they hold. The publisher keeps a copy of all parts in host memory, in the dtype of
-            the transfer, once such a receiver has connected. Each receiver keeps a copy of its
-            elements.
+        deltas: send receivers on other machines only the elements that changed since the version that
+            they hold. The publisher keeps a copy of all parts in host memory, in the dtype of the
+            transfer, once such a receiver has connected. Each receiver keeps a copy of its elements.
         transport: route of the bytes (see `connection.py`). Any value except "auto" also applies on
             this machine.
 
@@ -118,7 +111,6 @@ class WeightPublisher:
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         self.num_bytes = 0
-        """Size of the parts of the last version."""
         self._memory = BucketMemory(self._device, mapped=transport == "ipc")
         self._is_closed = False
         self._version = -1
@@ -134,20 +126,16 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts and return at once. Do not change them before `finish`.
+        """Offer this rank's parts and return at once. Do not change them before `finish`. Return the
+        record that receivers need; records of several ranks add up. Raises WeightSyncError if a part
+        occurs twice, or this publisher is closed.
 
         Args:
             parts: parts on any device, of any dtype.
-            version: policy version of these weights, at least 0. A version below the previous one
-                starts over: earlier records and deltas become invalid.
-            receivers: names of the expected receivers, which begin together. Late receivers begin
-                after these.
-
-        Returns:
-            The record that receivers need. Records of several ranks add up.
-
-        Raises:
-            WeightSyncError: a part occurs twice, or this publisher is closed.
+            version: policy version of these weights, at least 0. A version below the previous one starts
+                over: earlier records and deltas become invalid.
+            receivers: names of the expected receivers, which begin together. Late receivers begin after
+                these.
         """
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
@@ -167,6 +155,7 @@ class WeightPublisher:
             self._listener.token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
+        # The shadow holds bits by entry number, and the numbers now mean other entries.
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
         self._transfer = _Transfer(version, entries, memory, receivers, self._shadow)
@@ -176,15 +165,9 @@ class WeightPublisher:
         return Weights(version, (self._listener.endpoint,))
 
     def finish(self) -> str | None:
-        """End the current transfer. Receivers that are not done get an error.
-
-        Returns:
-            The checksum of the published elements (see `weights.py`); checksums of ranks add up.
-            None if no receiver took everything, or no version was published.
-
-        Raises:
-            WeightSyncError: the parts could not be read, or changed during the transfer.
-        """
+        """End the current transfer. Receivers that are not done get an error. Return the checksum of the
+        published elements (checksums of ranks add up); None if no receiver took everything, or no
+        version was published. Raises WeightSyncError if parts were unreadable or changed during it."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
@@ -192,6 +175,7 @@ class WeightPublisher:
         try:
             return transfer.stop()
         finally:
+            # The filler may still read the parts, which the caller is about to change.
             self._idle.wait()
 
     @property
@@ -200,7 +184,6 @@ class WeightPublisher:
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
-        """End the current transfer, stop listening, and free the memory."""
         if self._is_closed:
             return
         with contextlib.suppress(WeightSyncError):
@@ -214,6 +197,7 @@ class WeightPublisher:
         while transfer := self._filling.get():
             transfer.fill()
             self._idle.set()
+            # Otherwise this thread keeps the memory alive until the next version.
             del transfer
 
     def _serve(self, connection: Connection) -> None:
@@ -259,13 +243,10 @@ Want = tuple[int, Box]
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over all buckets."""
-
     filled: int = 0
     through: bool = False
     """True once all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
-    """Sums of the entries of each filled bucket."""
     base: int | None = None
     """Version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
@@ -280,18 +261,15 @@ class _Session:
     parts: int
     connection: Connection
     channel: Connection | GroupChannel
-    """Carries requested boxes."""
     wants: dict[int, list[Want]] | None = None
     """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None
     """Version that the receiver holds of all that it requests; None without one."""
     turn: _Pass | None = None
     taken: int = 0
-    """Number of buckets that the receiver is done with."""
     gone: bool = False
 
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
-        """Whether its pass has begun and satisfies `far`."""
         return self.turn is not None and far(self.turn)
 
     def hang_up(self) -> None:
@@ -305,16 +283,10 @@ class _Session:
 
 
 class _Transfer:
-    """One version of a rank's parts, and its receivers.
-
-    Args:
-        parts: entries in bucket order, each with its elements, which must not change before `stop`.
-        memory: [bytes] uint8, for SLOTS buckets, on any device.
-        expected: names of the receivers to start together if they connect within GRACE_S of each
-            other. Other receivers are served as well.
-        shadow: bits of the previous version. Receivers on other machines that hold it get deltas
-            (`delta.py`). None to send everything.
-    """
+    """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with their
+    elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS buckets,
+    on any device. Receivers in `expected` start together if they connect within GRACE_S of each other;
+    others are served as well. Receivers on other machines that hold `shadow`'s version get deltas."""
 
     def __init__(
         self,
@@ -342,7 +314,6 @@ class _Transfer:
         self._sessions: list[_Session] = []
         self._served: set[tuple[str, int]] = set()
         self._filled = 0
-        """Buckets that were filled in all passes."""
         self._ended = False
         self._failure = ""
         self._checksum: int | None = None
@@ -398,9 +369,11 @@ class _Transfer:
             turn.base = shadow.start_version()
         for number, entries in enumerate(self._buckets):
             copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
+            # Entries in place need no bucket memory, so they never wait for earlier buckets.
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
+                # All members have taken this bucket, so its positions are no longer needed.
                 turn.changed.pop(entry, None)
             slot = number % SLOTS
             sums = [self._fill(entry, slot) for entry in entries]
@@ -415,6 +388,7 @@ class _Transfer:
                 self._filled += 1
                 self._condition.notify_all()
         with self._condition:
+            # Compare with earlier passes before any receiver of this pass gets the checksum.
             self._add_up(turn)
             turn.through = True
             if shadow is not None:
@@ -460,9 +434,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on the thread of its connection. `hello` is its identity: `receiver`,
-        `part` and `parts`. `answer` describes the version to the receiver, and returns its
-        requests."""
+        """Serve a receiver on the thread of its connection. `answer` describes the version to it, and
+        returns its requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -518,6 +491,7 @@ class _Transfer:
                 with contextlib.suppress(OSError):
                     session.connection.send(b"F", why.encode())
                 raise ConnectionAbortedError(why)
+            # A keepalive without progress would hide a publisher that is stuck.
             if goes_on:
                 session.connection.send(b"P")
 
@@ -551,9 +525,8 @@ class _Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
-        Refuses boxes that this rank does not have, and more than MOST_TIMES the bytes of this rank.
-        """
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory. Refuses
+        boxes of other ranks, and more than MOST_TIMES the bytes of this rank."""
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}
@@ -561,6 +534,7 @@ class _Transfer:
         num_bytes = 0
         for number, starts, stops in boxes:
             box = Box(tuple(starts), tuple(stops))
+            # JSON may hold true, which `isinstance` would accept as an int.
             if not (type(number) is int and 0 <= number < len(self.entries)):
                 raise ValueError(f"it wants entry {number} of {len(self.entries)}")
             entry = self.entries[number]
@@ -576,6 +550,7 @@ class _Transfer:
 
     def _stops(self, session: _Session) -> str:
         """Return the reason to stop serving a receiver; empty to continue."""
+        # A failure in a later pass does not concern receivers whose pass is complete.
         if self._failure and not session.has_come(lambda turn: turn.through):
             return self._failure
         return "the publisher has ended the transfer" if self._ended else ""

@@ -112,8 +112,6 @@ METHODS = (
 
 
 class TensorSum(NamedTuple):
-    """Checksum of a whole tensor, as published or as received."""
-
     dtype: str
     shape: tuple[int, ...]
     box_sum: int
@@ -151,9 +149,8 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
-    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
-    all."""
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at `host`
+    (see `Listener`). If the engines share one collective (`together`), the loss of one stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
@@ -165,19 +162,14 @@ class Receivers:
 
     @property
     def endpoint(self) -> RankWeights:
-        """The endpoint that engines connect to."""
         return self._listener.endpoint
 
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
-        a version of `num_bytes` begins without engines that are late.
-
-        Returns:
-            Names and identities of the engines that have connected, in the expected order, which is
-            also the order of their ranks.
-        """
+        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of a
+        version of `num_bytes` begins without engines that are late. Return names and identities of the
+        connected engines, in the expected order, which is also the order of their ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
@@ -207,7 +199,6 @@ class Receivers:
 
     @property
     def num_ranks(self) -> int:
-        """Total number of ranks of the connected engines."""
         return sum(engine.ranks for engine in self._engines)
 
     # Methods that vLLM's trainers call
@@ -221,11 +212,9 @@ class Receivers:
         self._ask("init_weight_transfer_engine", payloads)
 
     def start_weight_update(self) -> None:
-        """Tell the ranks to expect weights."""
         self._ask("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Tell the ranks to receive some or all weights."""
         self._ask("update_weights", [update_info] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -258,13 +247,13 @@ class Receivers:
                 engine.connection.send(b"E", said)
             except OSError as error:
                 self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
+        # Wait only now, so that all engines compare at the same time.
         for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
             with contextlib.suppress(OSError):  # the engine has the version even if it is gone
                 engine.connection.receive()
         self._hang_up("")
 
     def dismiss(self, why: str) -> None:
-        """Tell participating and waiting engines that the transfer has ended."""
         while True:
             try:
                 self._engines.append(self._came.get_nowait())
@@ -273,7 +262,6 @@ class Receivers:
         self._hang_up(why)
 
     def close(self) -> None:
-        """Stop listening, and end the current transfer."""
         self._listener.close()
         self.dismiss("the trainer has ended")
 
@@ -303,19 +291,11 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
-    Return the checksum of the version.
-
-    Args:
-        ranks: number of ranks of the engine.
-        engine: identity that distinguishes it from predecessors of the same name.
-        call: calls one of `METHODS` with its payload (or None) on all ranks.
-        loaded: returns for each rank the sums of the tensors that its loaders got.
-
-    Raises:
-        WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a
-            tensor differs from the published one.
-    """
+    """Receive a version as the trainer's rank 0 directs, compare it with the published sums, and return
+    its checksum. `engine` distinguishes this engine from predecessors of the same name. `call` calls one
+    of `METHODS` with its payload (or None) on all ranks. `loaded` returns for each rank the sums of the
+    tensors that its loaders got. Raises WeightSyncError if the trainer has ended, has given up or was
+    silent, a rank has failed, or a tensor differs from the published one."""
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"

@@ -40,12 +40,9 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, b
 
 @dataclass(frozen=True)
 class _VllmBackend:
-    """A supported backend of vLLM."""
-
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank
-    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
-    tensor)."""
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank 0,
+    the number of ranks of all engines, and the bytes of one buffer (at least the largest tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -56,6 +53,7 @@ def _nccl(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerIni
 
     port = 0
     if rank == 0:
+        # vLLM opens the port itself, so find a free one and release it.
         with listen(host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
@@ -76,21 +74,13 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend (a key of BACKENDS). All trainer ranks call each
-    method together.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer, which is
+    the default group of `torch.distributed`, call each method together. `host` is the address of rank 0
+    for engines on other machines; empty if there are none. `advance` is called after each tensor. Raises
+    WeightSyncError if torch finds no GPU for the backend, or this machine does not have that address.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
-    size of the largest tensor.
-
-    Args:
-        rank, ranks: rank of this process and number of ranks of the trainer, which is the default
-            group of `torch.distributed`.
-        host: address of rank 0 for engines on other machines; empty if there are none.
-        advance: called after each tensor.
-
-    Raises:
-        WeightSyncError: the backend needs a GPU and torch finds none, or this machine does not have
-            that address.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the size of
+    the largest tensor.
     """
 
     def __init__(
@@ -128,10 +118,9 @@ class VllmPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines of
-        these names. Do not change them before `finish`. Return the record that receivers need; the
-        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
-        exactly once."""
+        """Offer the parts of all ranks, which together hold each element once, to the engines of these
+        names. Do not change them before `finish`. Return the record that receivers need; the records of
+        all ranks add up. Raises WeightSyncError if the ranks do not hold each element exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -189,6 +178,7 @@ class VllmPublisher:
             what = (_ANEW if anew else _AS_BEFORE) if engines else _NOBODY
             said = torch.tensor([what, self._receivers.num_ranks])
         if self._ranks > 1:
+            # Only rank 0 sees the engines, and all ranks must decide alike.
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
         if what == _ANEW:
@@ -222,8 +212,7 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version. The ranks must hold each element of each tensor
-        exactly once."""
+        """Set the parts of the next version. Each element of each tensor must be on exactly one rank."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
@@ -235,6 +224,7 @@ class _GatheredTensors(WeightSource):
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
+            # Exchanging forms takes all ranks, so all do it if one has other forms.
             dist.all_reduce(changed)
         if changed.item():
             self._metadata = _agreed(self._told(forms), version)
@@ -277,7 +267,6 @@ class _GatheredTensors(WeightSource):
         return self._with_forms(self._sums)
 
     def complete_sums(self) -> dict[str, TensorSum]:
-        """Return the sums of whole tensors, over the parts of all ranks."""
         sums = np.array([self._sums[tensor.name] for tensor in self._metadata], np.uint64).view(np.int64)
         if self._ranks > 1:
             dist.all_reduce(torch.from_numpy(sums))
@@ -300,6 +289,7 @@ class _GatheredTensors(WeightSource):
             return [json.loads(bytes(own.numpy()))]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
+        # `all_gather` needs tensors of equal length.
         longest = max(int(length) for length in lengths)
         said = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
         dist.all_gather(said, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))

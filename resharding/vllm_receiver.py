@@ -1,7 +1,4 @@
-"""BucketReceiver: receives weights inside vLLM, as a `WeightTransferEngine`.
-
-Importing this module registers the transfer engine.
-"""
+"""BucketReceiver: receives weights inside vLLM. Importing this module registers it as a transfer engine."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ from .vllm_writer import WeightWriter, process_tied, record_layout, restore
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights, box_sum, whole
 
 BACKEND = "weft"
-"""Name of the transfer engine in vLLM's factory."""
 
 
 @dataclass
@@ -55,7 +51,6 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
 
 
 def to_update_info(weights: Weights) -> dict[str, Any]:
-    """Return the record as the dictionary that vLLM's `update_weights` takes."""
     record = asdict(weights)
     del record["backend"]
     return record
@@ -82,8 +77,6 @@ class Loaded:
 
 
 class _Staging(NamedTuple):
-    """A version that a thread receives into staging memory."""
-
     incoming: IncomingWeights
     done: Future[Loaded]
     ranks: tuple[RankWeights, ...]
@@ -91,9 +84,8 @@ class _Staging(NamedTuple):
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
-    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError
-    if the boxes of a tensor do not add up to the published tensor. The message names tensor and
-    ranks."""
+    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError if
+    the boxes of a tensor do not add up to the published tensor."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
         published = next(held[name].published for held in ranks if name in held)
@@ -153,6 +145,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     def stage(self, weights: Weights) -> None:
         """Start a thread that receives a version, while the model continues to compute."""
         self._end_staging()
+        # Opening may record the layout, which swaps tensors that a computing model would read.
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[Loaded]()
@@ -168,8 +161,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived. Raises an error if it arrived damaged or
-        incomplete."""
+        """Whether the staged version has arrived. Raises an error if it is damaged or incomplete."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -189,6 +181,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
     def _open(self, weights: Weights) -> IncomingWeights:
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
+            # Equal layouts are one object, so a new object means that the trainer cuts differently.
             if self._writer is None or self._source is not incoming.layout:
                 checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
                 recording = record_layout(self.model, checkpoint)
@@ -251,8 +244,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 
 class VllmBackends:
-    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
-    `settings`, `device` and `model` belong to the rank."""
+    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -290,8 +282,7 @@ class VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums of the tensors that a model's loaders get, until its attribute `load_weights` is
-    deleted."""
+    """Sums the tensors that a model's loaders get, until `load_weights` is deleted from the model."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
@@ -319,19 +310,17 @@ class _LoadedTensors:
 
 
 _SLOT = 1
-"""vLLM's number of the adapter."""
 
 
 def adapter_request() -> LoRARequest:
-    """Return the request that selects the adapter."""
     return LoRARequest("weft", _SLOT, "received, not read")
 
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
     """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
-    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora", as in `peft`. Return its
-    checksum. Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it. The
-    slot keeps its previous adapter."""
+    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora". Return its checksum. Raises
+    WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it; the slot then keeps its
+    adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()
@@ -364,6 +353,7 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
 
 
 def _exchange(slots: Any, adapter: LoRAModel) -> None:
+    # vLLM ignores an added adapter whose number it already knows.
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)

@@ -93,8 +93,7 @@ def record_layout(
     """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
     not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
     loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
-    an element twice, or leaves one without a value. The message names the tensor and the parameter.
-    """
+    an element twice, or leaves one without a value. The message names the tensor and the parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -129,8 +128,6 @@ def restore_layer(layer: torch.nn.Module) -> None:
 
 @dataclass
 class _Memory:
-    """A parameter or buffer, and the copies and fills that land in it."""
-
     name: str
     tensor: torch.Tensor
     kernel: torch.Tensor | None
@@ -202,7 +199,6 @@ class _Recorder(TorchDispatchMode):
         self._dtypes: dict[str, str] = {}
         self._fills: list[_Fill] = []
         self._zeroed = set[int]()
-        """Storages of fakes that the loader has set to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, kwargs = torch.ops.aten, kwargs or {}
@@ -306,6 +302,7 @@ class _Recorder(TorchDispatchMode):
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
         held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
+        # In this order a layer is complete before the next one begins, so only one needs extra memory.
         held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
         tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
         unused = tuple(name for name in shapes if not self._pieces.get(name))
@@ -421,12 +418,10 @@ class _Layer:
         self._beside = False
         """Whether a copy of the module is packed, instead of the module."""
         self._staged: dict[str, torch.Tensor] = {}
-        """Staged memory, by names of the module's parameters."""
         self._new: dict[str, Any] = {}
         """Attributes besides parameters that packing has set on the copy of the module."""
 
     def elements(self, memory: str, view: View) -> torch.Tensor:
-        """Return a writable view of these elements of a parameter."""
         if (found := self._memories.get(memory)) is None:
             tensor = getattr(self.module, own_name(memory)).data
             found = self._memories[memory] = tensor, tensor.storage_offset()
@@ -473,7 +468,6 @@ class _Layer:
         self._lent = [memory for memory in self._lent if memory.data_ptr() in but]
 
     def _is_read_as_written(self) -> bool:
-        """Whether kernels read all of its parameters in the loading format."""
         method = type(getattr(self.module, "quant_method", None))
         if method is not UnquantizedEmbeddingMethod and not (
             method is UnquantizedLinearMethod and current_platform.is_cuda()
@@ -527,6 +521,7 @@ class _Layer:
         module, parameters = self.module, dict(self.module._parameters)
         for name, staged in self._staged.items():
             parameters[name] = torch.nn.Parameter(staged, requires_grad=False)
+        # vLLM packs in place, so it gets a copy that shares all else with the module in use.
         beside = object.__new__(type(module))
         beside.__dict__.update(module.__dict__, _parameters=parameters)
         if not _is_looked_up(module):
@@ -666,7 +661,6 @@ class _Target:
         self._parts = parts
 
     def lacks(self, part: Box) -> bool:
-        """Whether no element of this part has arrived."""
         if part in self._parts:
             return part not in self.came
         self._parts = frozenset()
@@ -727,7 +721,6 @@ class WeightWriter:
         for memory in (*memories, *(fill.memory for fill in recording.fills)):
             self._written_to[memory.rpartition(".")[0]].add(memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
-        """Destinations of slices that have arrived before."""
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and target number -> parts of the last version, as they arrived."""
@@ -738,7 +731,6 @@ class WeightWriter:
         """Whether this update has changed memory that the model computes with."""
         self._spare = _SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
-        """Staging memory that is kept across versions."""
         self._staging = False
 
     @contextlib.contextmanager
@@ -779,7 +771,6 @@ class WeightWriter:
 
     @torch.no_grad()
     def apply_staged(self) -> None:
-        """Switch the model to the last staged version."""
         staged = self._layers
         with self._updating():
             self._layers = staged
@@ -789,7 +780,6 @@ class WeightWriter:
             self._targets.clear()
 
     def begin_update(self) -> None:
-        """Prepare the model for a new version."""
         if self.state is _ModelState.WRITING:
             raise WeightSyncError("an update of this model is under way; finish or abort it first")
         initialize_layerwise_reload(self._model)
@@ -819,6 +809,7 @@ class WeightWriter:
             )
         targets = self._targets[name]
         for number, part, _, _ in route.steps:
+            # Check all targets first, so that a refused slice is written nowhere.
             if not targets[number].lacks(part):
                 raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
         for number, part, view, index in route.steps:
@@ -846,6 +837,7 @@ class WeightWriter:
             if not layer.started:  # the layer is all padding
                 layer.start()
                 layer.complete()
+        # vLLM changes the remaining layers below, so an error leaves a mix of versions.
         self._touched = True
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)

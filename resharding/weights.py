@@ -17,7 +17,6 @@ BY_VLLM = "vllm:"
 """Prefix of a transport that is one of vLLM's own backends."""
 
 CHECKSUM_MODULUS = 1 << 64
-"""Checksums are counted modulo this number."""
 
 
 class TensorPart(NamedTuple):
@@ -32,7 +31,6 @@ class TensorPart(NamedTuple):
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
-    """Yield each full tensor as one part."""
     for name, tensor in named_tensors.items():
         yield TensorPart(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
@@ -71,7 +69,6 @@ class Weights:
         return replace(self, ranks=self.ranks + other.ranks)
 
     def to(self, receiver: str) -> Weights:
-        """Return the same record, addressed to this receiver."""
         return replace(self, receiver=receiver)
 
 
@@ -122,6 +119,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().view(signed[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    # From three dimensions on, row weights are copies instead of views, and too large to cache.
     rows, columns = (_weights_of if len(shape) < 3 else _weights_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
@@ -129,8 +127,10 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
                 int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
                 % CHECKSUM_MODULUS
             )
+    # torch warns about arrays that are read-only, so copy them.
     on_device = torch.from_numpy(columns.copy()).to(bits.device)
     step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
+    # The products take 8 bytes per element, so make them in blocks.
     sums = torch.cat(
         [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
     )
@@ -140,6 +140,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
+    # Unlike `hash`, a CRC is equal in all processes.
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
 
@@ -150,6 +151,7 @@ def _weights(kind: int, count: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         mixed = _mixed(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
+    # The cache returns this array itself, so callers must not change it.
     odd.flags.writeable = False
     return odd
 

@@ -82,6 +82,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         inside = plain(content)
         return (
             _at_start(inside, patterns)
+            # A box that is the whole text would recurse without end.
             or (inside != text and letter_of(inside, numbers=numbers))
             or None
         )
@@ -104,6 +105,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
     found = patterns["alone"].finditer(lines[-1]) if lines else ()
     alone = [match["key"].upper() for match in found if _is_key(match, lines[-1])]
     alone = [key for key in alone if key not in denied]
+    # A lone A or I is more often a word than an option.
     return alone[-1] if len(set(alone)) == 1 and alone[-1] not in "AI" else None
 
 

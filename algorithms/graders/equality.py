@@ -59,9 +59,8 @@ _reports = itertools.count(1)
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
-    with it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to
-    compare.
+    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends with
+    it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
@@ -291,11 +290,8 @@ def _formula(text: str) -> str:
 
 
 def _verified(gold: list[Any], given: list[Any]) -> bool:
-    """Whether any reading of the answer provably equals any reading of the given text.
-
-    Raises:
-        MemoryError, RecursionError: the comparison was too large.
-    """
+    """Whether any reading of the answer provably equals any reading of the given text. Raises
+    MemoryError or RecursionError if the comparison is too large."""
     _, verify = _math_verify()
     try:
         right = bool(
@@ -385,6 +381,7 @@ def _is_huge(text: str) -> bool:
     """Whether a number in the text has too many digits to compute."""
     if _FACTORIAL_OF_FORMULA.search(text):
         return True
+    # Nine digits are enough to see the size, and `int` refuses more than 4,300.
     if any(len(marks) > 1 or int(n[:9]) > LARGEST_DIGITS // 4 for n, marks in _FACTORIAL.findall(text)):
         return True
     place = 0
@@ -396,6 +393,7 @@ def _is_huge(text: str) -> bool:
         levels.append(top[0] if top else "1")
         exponent = 1.0
         for level in reversed(levels[1:]):
+            # A float overflows beyond 308 digits.
             if exponent * math.log10(max(float(level[:300]), 1.5)) > 300:
                 return True
             exponent = float(level[:300]) ** exponent

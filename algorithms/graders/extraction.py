@@ -151,9 +151,8 @@ def _after_withdrawal(text: str, stated: int) -> str | None:
 
 
 def without_reasoning(response: str) -> str:
-    """Return the text after the last `</think>`, or the whole response if there is none.
-
-    Empty if a `<think>` is not closed.
+    """Return the text after the last `</think>`, or the whole response if there is none; empty if a
+    `<think>` is not closed.
 
     >>> without_reasoning("<think>41? No.</think> It is 42."), without_reasoning("<think>41? Or 42")
     (' It is 42.', '')
@@ -177,6 +176,7 @@ def last_boxes(text: str) -> tuple[str, ...]:
     first = len(found) - 1
     for (_, end, _), (start, _, _) in reversed(list(pairwise(found))):
         between = text[end:start]
+        # A box with the rounded value repeats the answer, so look at the box before it.
         if _ABOUT.search(between[-60:]):
             first -= 1
             continue

@@ -30,8 +30,6 @@ MAX_CHARACTERS = 200_000
 
 
 class _MathProcess:
-    """The child process that compares formulas for this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
@@ -82,7 +80,6 @@ class _MathProcess:
 
 
 PROCESS = _MathProcess()
-"""The math process of this grading process."""
 atexit.register(PROCESS.kill)
 # A fork must not talk to the process of its parent.
 os.register_at_fork(after_in_child=lambda: PROCESS.__init__())

@@ -105,9 +105,8 @@ def without_unit(latex: str) -> str:
 
 
 def key(latex: str) -> str:
-    r"""Return a key that is equal for answers that differ only in notation.
-
-    This is `plain` without spaces, braces around one character, and case of words.
+    r"""Return a key that is equal for answers that differ only in notation: `plain` without spaces,
+    braces around one character, and case of words.
 
     >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") == key("X")
     (True, True, False)
@@ -285,8 +284,6 @@ def same_unit(one: Unit, other: Unit) -> bool:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and its notation."""
-
     value: Fraction
     percent: bool = False
     unit: Unit = frozenset()

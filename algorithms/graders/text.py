@@ -142,6 +142,7 @@ class TagFormat(Grader):
         parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in tags)
         after = r"\s*\S.*" if self.rest else r"\s*"
         found = re.fullmatch(rf"\s*{parts}{after}", text, re.DOTALL)
+        # The expression alone would allow more tags in the text after the last one.
         once = all(text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1 for tag in self.tags)
         return float(found is not None and once)
 

@@ -24,7 +24,6 @@ class Catalogue:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.single = is_run(root)
-        """Whether it serves a single run."""
         self._lock = threading.Lock()
         self._looked = -LOOK_S
         self._readers: dict[str, RunReader] = {}
@@ -37,6 +36,7 @@ class Catalogue:
             if now - self._looked >= LOOK_S:
                 self._looked = now
                 found = self._find()
+                # A new reader would read all files of its run again.
                 self._readers = {
                     name: self._readers.get(name) or RunReader(name, found[name])
                     for name in sorted(found)
@@ -66,6 +66,7 @@ def parted(names: str) -> list[str]:
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
     """
+    # Percent signs come last, because a name may contain the text %2C.
     return [name.replace("%2C", ",").replace("%25", "%") for name in names.split(",") if name]
 
 

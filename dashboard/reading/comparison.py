@@ -27,7 +27,8 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations in settings, versions and data: name -> both values."""
+    """Return the differences between two configurations in settings, versions and data: name -> both
+    values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -96,7 +97,6 @@ def compare_metrics(
     Metrics that measure time are skipped."""
     for step in sorted(set(a) & set(b)):
         parts: dict[str, float] = {}
-        """Metric -> relative difference."""
         for name in a[step].keys() & b[step].keys():
             x, y = a[step][name], b[step][name]
             same = x == y or (math.isnan(x) and math.isnan(y))
@@ -146,8 +146,6 @@ LOGPROBS = "response_logprobs"
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """The first difference between the samples of two runs."""
-
     graph: str
     step: int
     sample_id: int
@@ -156,13 +154,13 @@ class SampleDifference:
     place: int | None = None
     """Index of the first different token, from 0."""
     tokens: tuple[dict[str, Any], ...] = ()
-    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of a response."""
+    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of a
+    response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
     @property
     def for_programs(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -252,7 +250,6 @@ READ_S = 5.0
 
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
-    """Return the differences of two runs."""
     notes: list[str] = []
     facts = a.facts, b.facts
     compared = compare_configs(facts[0].config, facts[1].config)

@@ -31,12 +31,8 @@ def graph_page(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run.
-
-    Args:
-        graphs, live: the content of `graph.json` and `live.json`.
-        goes_on: whether its driver is alive.
-    """
+    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json` and
+    `live.json`. `goes_on` tells whether its driver is alive."""
     worked = calls.totals("graph")
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
@@ -76,6 +72,7 @@ def _node(
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
         "group": node.get("group") or FUNCTIONS,
         "waiting": _waiting(now),
+        # A driver that has ended holds no leases, whatever its last report says.
         "leased": now.get("leased") if goes_on else (0 if now else None),
         "done": max(own.get("rows", 0), now.get("done", 0)) if own or now else None,
         "rate_in": now.get("rate_in") if goes_on else None,
@@ -115,7 +112,6 @@ def _weights(
     *,
     goes_on: bool,
 ) -> list[dict[str, Any]]:
-    """Return each weight edge with the version that the follower holds."""
     edges = [edge for graph in graphs for edge in nested(graphs, graph).get("follows", ())]
     found: list[dict[str, Any]] = []
     for leader, follower in dict.fromkeys((edge["leader"], edge["follower"]) for edge in edges):
@@ -164,7 +160,6 @@ MOST_BARS = 200
 def buffer_page(
     run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state and history of the buffer, from `live.json` and the index of samples."""
     graphs = {name: nested(live, "graphs", name) for name in nested(live, "graphs")}
     dropped = Counter[str]()
     for one in graphs.values():
@@ -225,9 +220,8 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """Count trained samples by the lag of their oldest token, for ranges of steps.
-
-    The lag is in versions behind the trained weights.
+    """Count trained samples by the lag of their oldest token, in versions behind the trained weights,
+    for ranges of steps.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
@@ -241,10 +235,12 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     if not len(own):
         return []
     steps = own["step"].to_numpy()
+    # Step s trains on samples of version s - 1 at best.
     lags = np.clip(steps - 1 - own["version_min"].to_numpy(), 0, 1000)
     first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // MOST_BARS)
     bars = (steps - first) // width
+    # Lags are at most 1000, so each pair of bar and lag is one number.
     keys, numbers = np.unique(bars * 1001 + lags, return_counts=True)
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):

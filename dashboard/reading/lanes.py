@@ -28,17 +28,12 @@ WEIGHTS = (
 SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
 CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
 LATE = 0.1
-"""A rank is named as the slowest if it answered this much later than the others, as a share of its
-time."""
+"""A rank is named as the slowest if it answered later than the others by this share of its time."""
 
 
 class Lanes:
-    """The lanes of a run's timeline.
-
-    Args:
-        graphs: the content of `graph.json`.
-        config: the configuration of the run, for ranks and pools of groups.
-    """
+    """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the ranks and
+    pools of groups."""
 
     def __init__(self, log: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.log = log
@@ -66,15 +61,10 @@ class Lanes:
         unfolded: Collection[str] = (),
         steps: tuple[float, float] | None = None,
     ) -> dict[str, Any]:
-        """Return lanes, ends of steps, and the critical path of the last step in a window.
-
-        Args:
-            start: start of the window, in seconds since the start of the run; None for the beginning.
-            end: end of the window, in the same unit; None for the end.
-            width: width of the screen in pixels.
-            unfolded: groups to show with a lane for each rank.
-            steps: use the window of these steps instead, if the run has any of them.
-        """
+        """Return lanes, ends of steps, and the critical path of the last step in a window. `start` and
+        `end` are seconds since the start of the run; None for its beginning and end. `width` is the
+        width of the screen in pixels. Groups in `unfolded` get a lane for each rank. If the run has any
+        of `steps`, their window is shown instead."""
         total = self.total_s
         if steps is not None:
             chosen = self.log.of_steps(*steps)
@@ -130,7 +120,8 @@ class Lanes:
 
     @cached_property
     def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each: from the copy of the state until it is on disk."""
+        """[checkpoints] first call, start and end of each: from the copy of the state until it is on
+        disk."""
         c = self._columns
         begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
         begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
@@ -186,7 +177,6 @@ class Lanes:
         return self._gap(group, gap, lane)
 
     def _reason(self, group: str, gap: Gap, next_node: str | None) -> tuple[str, str]:
-        """Return the kind of a reason, and its text."""
         c, end = self._columns, gap.end_s
         near = np.flatnonzero((c["end_s"] > gap.start_s) & (c["start_s"] < end))
         others = [row for row in near.tolist() if self._group(row) not in (group, RECORDER)]
@@ -284,10 +274,8 @@ class Lanes:
         return [*path, *self._unexplained(begin, at)][::-1]
 
     def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
-        """Return the upstream call that was still streaming rows at this time, the latest one.
-
-        Return None if there is none, or if another upstream call had just ended.
-        """
+        """Return the latest upstream call that was still streaming rows at this time; None if there is
+        none, or if another upstream call had just ended."""
         c, upstream = self._columns, self._upstream.get(self._node(row), ())
         near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
         near = [other for other in near.tolist() if self._node(other) in upstream]

@@ -23,7 +23,6 @@ Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 MOST = 5000
 """Most metrics of a run to read, in their order; a damaged file may have any number."""
 MOST_LEFT_OUT = 5000
-"""Most names beyond MOST to count."""
 
 
 class MetricLog:
@@ -39,10 +38,8 @@ class MetricLog:
         """Names beyond MOST, at most MOST_LEFT_OUT."""
         self._columns_left_out = 0
         self.damage: str | None = None
-        """Error if the file cannot be read."""
 
     def refresh(self) -> None:
-        """Read new values."""
         try:
             news = self._table.news()
             if news.anew:
@@ -100,7 +97,8 @@ class MetricLog:
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric by step; the last written value counts. Unknown metrics have none."""
+        """Return the values of a metric by step; the last written value counts. Unknown metrics have
+        none."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -142,16 +140,11 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
 
 Axis: TypeAlias = Literal["step", "time_s", "samples"]
 MAX_POINTS = 5000
-"""Most points of one curve."""
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve to about this many points. Keep the extremes of each stretch, so no peak is lost.
-
-    Args:
-        x: [n] increasing.
-        y: [n]; values that are not finite are dropped if others are near them.
-        points: at least 4.
+    """Thin a curve over increasing `x` [n] to about this many points, at least 4. Keep the extremes of
+    each stretch, so no peak is lost. Values that are not finite are dropped if others are near them.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)
@@ -174,12 +167,8 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Return the positions of steps on an axis: [points], nan if unknown.
-
-    Args:
-        steps: [points].
-        axis: step number, seconds since the start of the run, or samples trained on so far.
-    """
+    """Return the positions of steps ([points]) on an axis: [points], nan if unknown. The axis is the
+    step number, seconds since the start of the run, or samples trained on so far."""
     if axis == "step":
         return steps
     known, values = metrics.series(axis)
@@ -201,12 +190,8 @@ def curve(
     points: int = 800,
     window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric over an axis, thinned.
-
-    Args:
-        points: about the most points to return.
-        window: first and last x; one more point is kept on either side.
-    """
+    """Return a metric over an axis, thinned. `window` has the first and last x; one more point is kept
+    on either side."""
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)
@@ -258,8 +243,6 @@ def marks(
 
 @dataclass(frozen=True)
 class _Card:
-    """A kind of card on the curves page."""
-
     id: str
     title: str
     metric: str
@@ -295,7 +278,6 @@ KINDS = (
     _Card("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
     _Card("pairs", "preference accuracy", "preference_accuracy", form="share"),
 )
-"""Kinds of cards, in the order of the page."""
 
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:

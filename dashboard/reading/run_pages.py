@@ -49,7 +49,6 @@ def timeline(
     unfolded: Collection[str] = (),
     steps: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the lanes of a time window (see `Lanes.page`)."""
     graphs, config = read_graphs(run.path), run.facts.config
     with run.parts() as (_, calls):
         return Lanes(calls, graphs, config).page(start, end, width, unfolded, steps)

@@ -181,7 +181,6 @@ class RunReader:
 
     @property
     def facts(self) -> RunFacts:
-        """Status, last metrics, alerts and configuration."""
         with self._lock:
             self._metrics.refresh()
             last = self._metrics.last
@@ -304,7 +303,6 @@ class RunReader:
 
     @property
     def evaluations(self) -> list[str]:
-        """Names of the evaluations."""
         return _evaluations(self.facts)
 
     @property
@@ -347,7 +345,6 @@ class RunReader:
 
     @property
     def damage(self) -> list[str]:
-        """Files that cannot be read."""
         with self._lock:
             found = [self._metrics.damage, self._calls.damage]
         return [*(text for text in found if text), *self.samples.damage[:5]]

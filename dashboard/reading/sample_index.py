@@ -2,8 +2,7 @@
 
 A row of the index has the sample's scalars, the length of its response, means of its token columns,
 its oldest and newest version, and its texts. Texts are cut if all of them take too much memory.
-Tokens stay in the files, and each file is read once. If a recorder died and wrote a file twice, its
-rows count once.
+Tokens stay in the files, and each file is read once.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
 
 class SampleIndex:
-    """The samples of one run."""
-
     def __init__(self, run: Path) -> None:
         self._folder, self._archive = run / SAMPLES, run / SAMPLES_ARCHIVE
         self._lock = threading.Lock()
@@ -56,7 +53,6 @@ class SampleIndex:
         self.version = 0
         """Increases whenever samples are added."""
         self.damage: list[str] = []
-        """Files that cannot be read."""
 
     @property
     def progress(self) -> dict[str, int]:
@@ -118,7 +114,6 @@ class SampleIndex:
         self._pending = sorted([*self._pending, *new], key=_step)
 
     def _take_archive(self) -> None:
-        """Read the archive of samples instead of their folder."""
         if self._parts or not self._archive.is_file():
             return
         try:
@@ -208,7 +203,6 @@ def _read(path: Path) -> pa.Table:
 
 
 def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
-    """Return the index rows of a file."""
     kept: dict[str, Any] = {}
     all_rows = pa.array(np.arange(len(table)))  # take() copies, so the index keeps no file in memory
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -246,6 +240,7 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         versions, starts = values.to_numpy(zero_copy_only=False), (ends - lengths)[there]
         found = np.zeros((2, len(lengths)), np.int64)
         if len(starts):
+            # `reduceat` gives an element even for an empty stretch, so leave out rows without tokens.
             found[:, there] = (
                 np.minimum.reduceat(versions, starts),
                 np.maximum.reduceat(versions, starts),

@@ -35,16 +35,10 @@ OPERATORS = {
 
 
 def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
-    """Return the indexes of the matching rows, without copying texts.
-
-    Args:
-        filters: conditions joined by `and`. Each is `COLUMN OPERATOR VALUE` with an operator of <=,
-            >=, !=, =, <, >, or ~ for text that contains the value.
-        search: text to find in the prompt or response, ignoring case.
-
-    Raises:
-        UserError: a filter has no operator, an unknown column, or a value of the wrong type.
-    """
+    """Return the indexes of the matching rows, without copying texts. `filters` are conditions joined by
+    `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~ for text that contains the value.
+    `search` is text to find in the prompt or response, ignoring case. Raises UserError if a filter has
+    no operator, an unknown column, or a value of the wrong type."""
     passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
         passes &= _condition(table, one).to_numpy()
@@ -68,6 +62,7 @@ def _has(column: Any, text: str, **options: Any) -> Any:
 
 
 def _condition(table: pa.Table, text: str) -> Any:
+    # Take the first operator, and the longest one there: <= before <.
     operator = min(
         (op for op in (*OPERATORS, "~") if op in text),
         key=lambda op: (text.index(op), -len(op)),
@@ -108,6 +103,7 @@ def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
     """Sort row indexes by a column; a leading minus sorts descending."""
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
+    # Equal values need a fixed order, because pages request a list in parts.
     keys = [(name, order), *([("sample_id", "ascending")] if name != "sample_id" else [])]
     values = table.select([key for key, _ in keys])
     values = values if len(places) == len(table) else values.take(pa.array(places))
@@ -122,9 +118,7 @@ def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
 # Sample pages
 
 PREVIEW = 200
-"""Characters of a text in a list."""
 MOST_TOKENS = 20_000
-"""Most tokens of a response to send."""
 MOST_TEXT = 400_000
 """Most characters of a text to send."""
 MOST_OF_GROUP, MOST_VISITS = 64, 500
@@ -145,15 +139,12 @@ NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class SamplePages:
-    """The content of the sample pages."""
-
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
         self._grouped: tuple[object, pa.Table, _Groups] | None = None
         """The last group query and its result, since a page requests a list in parts."""
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of samples."""
         table = self._index.table()
         if not len(table):
             return {"total": 0, "columns": [], "rows": [], **self._state}
@@ -163,8 +154,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses. They are sorted by
-        step, mean, spread, length or group; a leading minus sorts descending."""
+        """Return a part of the list of groups, each with the rewards of its responses. They are sorted
+        by step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -190,7 +181,6 @@ class SamplePages:
         return _whole(row, config)
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all samples of a group."""
         rows = self._index.rows_of_group(id, MOST_OF_GROUP)
         if not rows:
             raise UserError(f"the run has recorded no group {id}{self._hint}")
@@ -254,6 +244,7 @@ class _Groups:
         self.keys = {
             "step": table["step"].to_numpy()[places[self.first]],
             "mean": rewards,
+            # Rounding may make the difference slightly negative.
             "spread": np.sqrt(np.maximum(mean(self._rewards**2) - rewards**2, 0.0)),
             "length": mean(_floats(table, "length")[places]),
             "group": self.ids,

@@ -53,13 +53,11 @@ MOST_TEXT = 100_000
 
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template, or return None without markers.
+    `role` is the speaker at the beginning. If empty, text before the first marker is not a turn.
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
-
-    Args:
-        role: the speaker at the beginning. If empty, text before the first marker is not a turn.
     """
     found: list[dict[str, Any]] = []
     for speaker, start, end, kind in _stretches(text, role):
@@ -156,6 +154,7 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             continue
         are_turns = isinstance(found, list) and all(isinstance(t, dict) and "role" in t for t in found)
         if found and are_turns:
+            # Columns other than `prompt_messages` may hold the response as their last turn.
             has_answer = name != "prompt_messages" and found[-1]["role"] == "assistant"
             before = found[:-1] if has_answer and row.get("response_ids") else found
             return [_of_message(turn) for turn in before[:MOST_TURNS]]
@@ -214,7 +213,6 @@ def gist(prompt: str) -> str:
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoded text of a token with only a part of a character's bytes."""
 LONGEST_CHARACTER = 6
-"""Most tokens for one character."""
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece marker for a space before a word."""
 
@@ -260,6 +258,7 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     while place < len(ids):
         number, text = 1, backend.decode([ids[place]], skip_special_tokens=False)
         if UNFINISHED in text:
+            # A token may end inside a character, which only decodes with the tokens after it.
             for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
                 longer = backend.decode(list(ids[place : place + more]), skip_special_tokens=False)
                 if UNFINISHED not in longer:

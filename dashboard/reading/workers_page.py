@@ -98,7 +98,6 @@ def _memory(run: Path) -> dict[str, list[list[float]]]:
 
 
 def _logs(run: Path) -> dict[str, int]:
-    """Return log name -> bytes."""
     try:
         with os.scandir(run / LOGS) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -107,15 +106,8 @@ def _logs(run: Path) -> dict[str, int]:
 
 
 def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
-    """Return the log after a byte offset.
-
-    Args:
-        name: the name of the log or worker. It is looked up among the logs, never used as a path.
-        after: the byte offset; 0 returns the end of the log.
-
-    Raises:
-        UserError: there is no such log.
-    """
+    """Return the log after a byte offset, or its end for 0. The name of a log or worker is looked up
+    among the logs, never used as a path. Raises UserError if there is no such log."""
     logs = _logs(run)
     file = name if name in logs else f"{name.removesuffix(']').replace('[', '_')}.log"
     if file not in logs:

@@ -155,7 +155,6 @@ PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
 def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
-    """Make the dashboard's web application."""
     stream = _EventStream(catalogue)
 
     @asynccontextmanager
@@ -180,6 +179,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     @app.get("/api/events")
     async def events(runs: str = "") -> Response:
         asked = parted(runs)
+        # nginx would hold the events back in a buffer.
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(stream.events(asked), media_type="text/event-stream", headers=headers)
 
@@ -217,6 +217,7 @@ class _Pages(StaticFiles):
 def answer(value: Any, status: int = 200) -> Response:
     """Return a value as a JSON response; numbers that are not finite become null."""
     try:
+        # Nearly all answers are finite, so only the others are walked through.
         text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
         text = json.dumps(_finite(value), separators=(",", ":"), default=str)
@@ -391,8 +392,6 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
 
 
 class _Page(BaseModel):
-    """A part of a list."""
-
     run: str
     filter: str = ""
     search: str = ""

@@ -41,17 +41,14 @@ _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +(
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
     """Write one run as a single HTML file. Return the file, its bytes, and the number of exported sample
-    groups and of all groups.
-
-    Raises:
-        UserError: there is no such run, or the file cannot be written.
-    """
+    groups and of all groups. Raises UserError if there is no such run, or the file cannot be written."""
     catalogue = Catalogue(run)
     if not catalogue.single:
         raise UserError(f"{run} is not the directory of a run; an export takes one run")
     [name] = catalogue.readers
     catalogue[name].samples.wait(math.inf)
     with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this thread
+        # The requests stay in this process, so they need no token.
         asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
         answers, groups, total = asked.result()
     page = _page({each: without_secrets(found, by_name=False) for each, found in answers.items()})
@@ -113,7 +110,6 @@ def unfoldings(groups: Sequence[str]) -> list[str]:
 
 
 def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
-    """Return the metrics of the cards, in the order of the curves page."""
     found: list[str | None] = []
     for card in cards:
         bands = [name for pair in card["bands"].values() for name in pair]
@@ -130,12 +126,12 @@ def address(name: str, values: Mapping[str, Any]) -> str:
     parts = [
         f"{quote_plus(key, safe='*')}={quote_plus(str(values[key]), safe='*')}" for key in sorted(values)
     ]
+    # Unlike `quote_plus`, the pages' URLSearchParams keeps * and escapes ~.
     return f"/api/{name}" + (f"?{'&'.join(parts)}" if parts else "").replace("~", "%7E")
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to an address. Raises UserError if the dashboard answers with an
-    error; has its text."""
+    """Return the dashboard's answer to an address. Raises UserError with its text if that is an error."""
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://localhost"
     ) as client:
@@ -197,15 +193,14 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path, entry: str = ENTRY) -> str:
-    """Return a module and its imports as one script.
+    """Return a module and its imports as one script. Raises UserError if a module imports or exports in
+    another way.
 
     Each module becomes a function that returns its exports. Imports must have the form
     `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
     constants or classes, exported at their declaration. There must be no cycles.
-
-    Raises:
-        UserError: a module imports or exports in another way.
     """
+    # Browsers load no modules in a page that was opened from a file.
     parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, entry, ()))]
     return '"use strict";\n' + "\n".join(parts)
 

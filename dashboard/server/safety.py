@@ -38,20 +38,14 @@ MAX_BODY = 1 << 20
 
 
 def new_token() -> str:
-    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules.
-
-    Args:
-        token: the token in the address, or empty for none.
-        names: host names of this address, besides localhost.
-        any_address: whether requests may use any IP address as their host, because the server
-            listens on more than loopback.
-    """
+    """Access rules. The token is in the address; empty for none. `names` are host names of this address,
+    besides localhost. With `any_address`, requests may use any IP address as their host, because the
+    server listens on more than loopback."""
 
     token: str
     names: frozenset[str] = field(default_factory=frozenset)
@@ -76,6 +70,7 @@ class Access:
         return self.any_address and _is_address(name)
 
     def knows(self, token: str) -> bool:
+        # The time of the comparison must not tell how much of a token is right.
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
@@ -167,5 +162,6 @@ def _same_site(headers: Headers, method: str, host: str) -> bool:
         return False
     site = headers.get("sec-fetch-site", "none")
     if method in ("GET", "HEAD"):
+        # A person may open the dashboard by a link on another site.
         return site != "cross-site" or headers.get("sec-fetch-mode") == "navigate"
     return site in ("same-origin", "none") and (origin is not None or "sec-fetch-site" not in headers)

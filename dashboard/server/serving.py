@@ -1,8 +1,4 @@
-"""Serving: the process of a dashboard.
-
-As a program (`controllers/reports/dashboard_process.py` starts it), the dashboard of one run, on a
-socket that the run opened.
-"""
+"""Serving: the process of a dashboard. As a program, it serves one run, on a socket that the run opened."""
 
 from __future__ import annotations
 
@@ -52,16 +48,9 @@ class Serving:
     def at(
         cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> Serving:
-        """Listen on an address.
-
-        Args:
-            port: the port, or 0 for a free one.
-            token: the token that requests must have; None makes a new one, and an empty one
-                (loopback only) turns the check off.
-
-        Raises:
-            UserError: listening fails, or the address would show the runs without a token.
-        """
+        """Listen on an address; port 0 takes a free port. Requests must have the token: None makes a new
+        one, and an empty one (loopback only) turns the check off. Raises UserError if listening fails,
+        or the address would show the runs without a token."""
         if not 0 <= port <= 65535:
             raise UserError(f"--port {port} is not a port: choose 1 to 65535, or 0 for a free one")
         loopback = _is_loopback(host)
@@ -77,17 +66,12 @@ class Serving:
 
     @property
     def address(self) -> str:
-        """The address to open in a browser."""
         where = f"http://{self._shown}:{self.port}/"
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
     def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
-        """Serve until the process is asked to end.
-
-        Args:
-            idle_s: also end after this many seconds without a request; 0 for never.
-            goes_on: whether to keep serving despite `idle_s`, because the run is alive.
-        """
+        """Serve until the process is asked to end. With `idle_s`, also end after this many seconds
+        without a request, unless `goes_on` says that the run is alive."""
         app = _LastAsked(self.app)
         config = uvicorn.Config(
             app,
@@ -111,8 +95,7 @@ class Serving:
 
 
 class _LastAsked:
-    """Passes requests on to an application, and knows when the last one came. Each open page has an event
-    stream."""
+    """Passes requests on, and knows when the last one came. Each open page has an event stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -149,6 +132,7 @@ def _listen(host: str, port: int) -> socket.socket:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, kind, protocol, _, address = found[0]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
+            # Without it, the port of a dashboard that has just ended may be refused.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
@@ -160,6 +144,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
     """Serve until the run is over and no request has come for `idle_s` seconds."""
+    # Remove the token, so that child processes do not inherit it.
     serving = Serving(socket.socket(fileno=descriptor), folder, os.environ.pop(TOKEN))
     serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)
 
