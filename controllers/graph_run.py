@@ -171,6 +171,7 @@ class TrainingRun(GraphRun):
         tokens = lease.num_tokens
         self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups
+        # The tokens of a row include its prompt, which its group has counted.
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:

@@ -54,6 +54,7 @@ Submit = Callable[[int, Task, "Call"], None]
 """Gives a task to a rank. Replies come back through the backend's `wait`, with the call."""
 
 
+# Calls are keys of dictionaries, so they compare by identity.
 @dataclass(eq=False)
 class Call:
     """A call on a group, from its dispatch until every rank has answered."""
@@ -272,6 +273,7 @@ class Loads:
             replica = self._heap[0][1]
             given[replica] += 1
             self.add_rows(replica, 1)
+        # Rows count only once their call is made (`WorkerGroup.watch`).
         for replica, number in given.items():
             self.add_rows(replica, -number)
         return dict(sorted(given.items()))
@@ -377,6 +379,7 @@ class WorkerGroup:
         """
         if method != REGISTER:
             self._dispatch(method)
+        # A replaced rank of a fixed group answers once it is up; an elastic group does without it.
         every = self.up if self.place.is_elastic else range(len(self.mesh))
         called = every if ranks is None else ranks
         call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
@@ -409,6 +412,7 @@ class WorkerGroup:
                 begin += number
                 continue
             tokens = rows.num_tokens[part]
+            # With one replica there is nothing to balance.
             costs = self._row_cost(tokens) if len(self._replicas) > 1 else None
             sizes = RowSizes(tokens, rows.group_ids[part], node.operation.whole_groups, costs)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)

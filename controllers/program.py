@@ -95,6 +95,7 @@ class _Script:
         needed = [self.parts[number] for number in sorted(chosen)]
         if not needed:
             return []
+        # A future import changes the meaning of the other statements.
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
         for path in (part for part in self.parts if part.text.startswith("sys.path.")):
             # imports may depend on it
@@ -110,6 +111,7 @@ class _Script:
         owner = (
             getattr(called, "__name__" if isinstance(called, ModuleType) else "__module__", None) or ""
         )
+        # These calls do not change objects of the script.
         if part.calls in ("", "print") or owner.split(".")[0] == PACKAGE:
             return False
         containers = {name for name in names if isinstance(known.get(name), list | dict | set)}
@@ -143,6 +145,7 @@ class _Script:
             parents = (
                 package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             )
+            # The program is outside of the script's package, so its imports must be absolute.
             node.module = ".".join([*parents, *([node.module] if node.module else [])])
             node.level = 0
             star = node.module if node.names[0].name == "*" else ""
@@ -150,6 +153,7 @@ class _Script:
         else:
             lines = text.splitlines()[_first_line(node) - 1 : node.end_lineno]
             is_whole = node.col_offset == 0 or isinstance(node, _DEFINITIONS)
+            # Such lines may hold other statements as well, so print this one from its tree.
             written = is_whole and ";" not in lines[-1]
             source = textwrap.dedent("\n".join(lines)) if written else ast.unparse(node)
         binds, reads = names_of(source)
@@ -333,6 +337,7 @@ class Program:
         for made, name in self._made:
             if made is value and not is_plain:
                 return self.named(name)
+        # Before plain values, because a member of an IntEnum is also an int.
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
         if value is None or isinstance(value, bool | str | bytes | int | float | Path):
@@ -357,6 +362,7 @@ class Program:
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
+            # The text must not depend on hashes, and elements need not be comparable.
             return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
@@ -394,6 +400,7 @@ class Program:
         there: Any = module
         for each in qualified.split("."):
             there = getattr(there, each, None)
+        # Users import names from the package, not from its modules.
         if _exported(name) is not None and _exported(name) is getattr(module, name, None):
             return f"{PACKAGE}.{qualified}"
         if home == "builtins":
@@ -431,6 +438,7 @@ class Program:
                 text = text if not text.startswith("lambda") else f"{name} = {text}"
         else:
             text = f"{name} = {self.expression(value)}"
+        # Add it again at the end, so that definitions that it uses come first.
         del self._definitions[name]
         if text != f"{name} = {name}":
             self._definitions[name] = text
@@ -442,6 +450,7 @@ class Program:
                 continue
             value = function.__globals__[name]
             if function.__module__ != MAIN:
+                # The text of the function uses this name, so it cannot get an alias.
                 self._import(function.__module__, name, value, alias=False)
             elif self._script.has(name):
                 self._needs.add(name)
@@ -509,6 +518,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, str | Path):
         return _quoted(str(value))
     if isinstance(value, float):
+        # `repr` of a numpy float names its type.
         return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
     return repr(value)
 

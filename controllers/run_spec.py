@@ -107,6 +107,7 @@ class RunSpec:
     def evaluations_hold_training(self) -> bool:
         """Whether the next step waits for evaluations, because `stop` reads their metrics. A schedule
         that overlaps has begun the next step anyway."""
+        # `StopOnSignal` ignores the metrics, so no step needs to wait for them.
         reads = self.stop is not None and not isinstance(self.stop, StopOnSignal)
         return reads and not self.schedule.overlaps
 
@@ -117,6 +118,7 @@ class RunSpec:
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
+        # Graphs share groups, so several may have the same edge.
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 

@@ -56,6 +56,7 @@ def _yaml(path: Path, text: str) -> dict[str, _Placed]:
     import yaml
 
     try:
+        # Composed nodes know their lines, which `yaml.load` drops.
         root = yaml.compose(text, yaml.SafeLoader)
         loader = yaml.SafeLoader("")
         if root is None:
@@ -79,6 +80,7 @@ def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, _Placed]:
     found: dict[str, _Placed] = {}
     for key, value in node.value:
         name, place = str(loader.construct_object(key, deep=True)), f"{path}:{key.start_mark.line + 1}"
+        # YAML itself would silently use the last value.
         if name in found:
             raise UserError(f"{place}: {name} is given twice, the first time in {found[name].place}")
         inner = isinstance(value, yaml.MappingNode)
@@ -118,6 +120,7 @@ def _toml_lines(text: str) -> dict[str, int]:
     >>> _toml_lines("steps = 3\\n[lora]\\nrank = 8\\n")
     {'steps': 1, 'lora': 2, 'lora.rank': 3}
     """
+    # tomllib does not report lines.
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -183,6 +186,7 @@ def compose(
         with redirect_stderr(said):
             settings = tyro.cli(settings_class, default=default, description=about, args=rest)
     except SystemExit as end:
+        # tyro replaces the error by SystemExit, which keeps it as its context.
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__

@@ -73,6 +73,7 @@ def can_be_ended(able: bool) -> Iterator[None]:
 def write_line(line: str) -> None:
     """Write a line to standard error from a signal handler, even if the terminal is gone."""
     with suppress(OSError):
+        # Not `print`: a signal handler cannot re-enter a buffered stream.
         os.write(2, f"{line}\n".encode())
 
 
@@ -91,6 +92,7 @@ def redirect_to_null(streams: list[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
+    # The kernel gives out the lowest free descriptor, which may be a closed stream itself.
     if nowhere not in streams:
         os.close(nowhere)
 
@@ -124,6 +126,7 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
     Args:
         saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
     """
+    # Look now: after SIGHUP, a stream is no longer recognized as a terminal.
     standing = _terminals()
     with _handled(
         filter(_is_free, ENDING if saves else OF_SYSTEMS), lambda number, _: _end_run(number, standing)
@@ -152,9 +155,11 @@ def signals_deferred(until: str) -> Iterator[None]:
         if len(noted) == 1:
             write_line(f"{signal.Signals(number).name}: the run ends when {until}")
             return
+        # Restore the earlier handlers first: they should receive the signal.
         handlers.close()
         signal.raise_signal(number)
 
+    # An ignored signal stays ignored, as under `nohup`.
     heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     handlers.enter_context(_handled(heeded, note))
     try:

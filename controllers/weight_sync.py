@@ -129,6 +129,7 @@ class WeightSync:
             then=partial(self._published, edges=ready, shared=bool(shared)),
             on_device=not shared,
         )
+        # The empty call moves the follower onto the devices; the leader then sends from host memory.
         if shared:
             return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
         return [request]
@@ -145,6 +146,7 @@ class WeightSync:
         for edge in self._edges:
             if edge.follower == follower.name:
                 follower.lacking.add(rank)
+                # Without a noted version, the transfer is due again.
                 self._sent.pop(follower.name, None)
                 requests += self.publish(edge.leader)
         return requests
@@ -162,6 +164,7 @@ class WeightSync:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers are reading its weights
             return False
+        # A replaced rank cannot get the evaluated weights back, so it takes the current ones.
         if self._keeps and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
@@ -185,6 +188,7 @@ class WeightSync:
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
             recomputes = self._partial_rollouts == "recompute"
+            # Only running responses have keys and values to recompute.
             if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
@@ -222,6 +226,7 @@ class WeightSync:
         return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
+        # A rank that died during the comparison does not count as a receiver.
         received.lost |= call.lost
         values = sorted(call.values.items())
         found = {rank: canary for rank, canary in values if rank not in call.lost and canary}

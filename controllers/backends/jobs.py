@@ -165,6 +165,7 @@ class JobRequest:
     def variables(self, job: str) -> dict[str, str]:
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
+        # Users follow the output while the job runs, so Python must not hold it back.
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
 
 
@@ -262,6 +263,7 @@ class Jobs:
         """
         _check_files(request, tell)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.run_name)
+        # Two jobs may be submitted in the same second, so a random part makes the id unique.
         job = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         environment = request.code.runtime_env({}) | {"env_vars": request.variables(job)}
         with _answers(self.address):

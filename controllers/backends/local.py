@@ -109,11 +109,13 @@ class SilenceWatch:
         if self._interrupts:
             signal.pthread_kill(self._thread, SIGNAL)
         else:
+            # Python runs signal handlers in the main thread only. This waits for the next bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread), ctypes.py_object(Silent)
             )
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        # The call may have advanced since the signal was sent.
         if self._silent_s > self._limit_s:
             raise Silent(_where(frame))
 
@@ -129,6 +131,7 @@ class SilenceWatch:
     def _arm(self, seconds: float) -> None:
         """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
         self._armed = True
+        # An interactive session (with sys.ps1) must not lose its variables.
         faulthandler.dump_traceback_later(
             seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2
         )

@@ -46,6 +46,7 @@ class _FolderSource:
     def piece(self, folder: Path, name: str, start: int) -> tuple[bytes, bytes]:
         """A piece of a file, and its checksum."""
         self._check(folder)
+        # A name in the request must not lead out of the folder.
         return read_piece(folder / Path(name).name, start)
 
     def _check(self, folder: Path) -> None:

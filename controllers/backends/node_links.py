@@ -61,6 +61,7 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
+        # A log that has become shorter was begun again.
         begin = max(seen if seen <= size else 0, size - MAX_BYTES)
         if size > begin or path.name not in known:
             with path.open("rb") as file:
@@ -119,6 +120,7 @@ class NodeLogs:
         """Append new text of a node to the logs in the run's directory."""
         seen = self._seen.setdefault(node, {})
         for name, (begin, text) in found.items():
+            # A name from another machine must not lead out of the folder.
             if Path(name).name != name:
                 continue
             make_folder(self._folder)
@@ -244,7 +246,9 @@ class SegmentServers:
 
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
         remote: Any = ray.remote
+        # Two threads: `last` never returns, so it takes one of them.
         server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
+        # Traffic on loopback does not leave the machine.
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 

@@ -89,6 +89,7 @@ class Reservations:
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
+        # Without a sized pool, wait for one of the others, which then has room for guests.
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:

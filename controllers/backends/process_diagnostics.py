@@ -149,6 +149,7 @@ class _HeldProcess:
                 return status
         with suppress(OSError, ValueError, IndexError):  # a zombie: the exit status is in its stat file
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
+            # Field 52 of proc(5), exit_code. The split begins at field 3.
             return int(fields[49]) if fields[0] in "ZX" else None
         return None
 
@@ -350,6 +351,7 @@ class ProcessWatch:
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
+            # Measure the logs before the signal, so that earlier stacks are not read.
             begun = {who: _size(log) for who, log in logs.items()}
             alive = [who for who, process in asked.items() if process.send(SIGNAL)]
         last, deadline = time.monotonic(), time.monotonic() + wait_s
@@ -380,6 +382,7 @@ class ProcessWatch:
             code = watched.process.exit_code(wait_s)
             watched.process.close()
             before, self._kills = self._kills, kills(self._root)
+        # When memory runs out, the kernel sends SIGKILL; an unknown status may be that as well.
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
             by_kernel = (

@@ -284,6 +284,7 @@ class Rank:
         if gpus is not None:
             context = replace(context, devices=tuple(gpus))
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
+            # A variable that the user has set wins.
             os.environ.setdefault(variable, value)
         write_on_request()
         self._activity = Activity()
@@ -364,6 +365,7 @@ class Rank:
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
+        # A call may arrive before `begin`, and waits here.
         yield from self._begun.result().replies_to(task)
 
     def cancel_call(self, number: int) -> None:
@@ -397,6 +399,7 @@ def start_rank(
     part = pool.parts[at.node_rank]
     gpus = devices(place, context.rank, part.gpus)
     found: Any = None
+    # Ray may have moved the bundle to another node, with other GPUs.
     if place.gpus and (files.replaced or not part.node):
         first = part.first_gpu + at.local_rank * place.gpus
         found = replace(part, first_gpu=first, own_gpus=place.gpus).find_gpus()
@@ -405,9 +408,11 @@ def start_rank(
     )
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
+        # Groups on a pool take turns, so together they count as its CPUs.
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
         scheduling_strategy=part.strategy,
+        # The driver replaces ranks itself, because a new process has no weights.
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )

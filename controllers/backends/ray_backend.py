@@ -302,6 +302,7 @@ class RayBackend(Backend, Cluster):
         import ray
 
         self.release(group, rank)
+        # The new process may start on a node that has just joined.
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank)
@@ -416,6 +417,7 @@ class RayBackend(Backend, Cluster):
     def _died(self, who: str, error: BaseException) -> str:
         """Describe a process that died. Quote the end of its log, which says more than Ray's
         error."""
+        # The process may have written its log on a machine that does not see the run's directory.
         self._links.bring_logs()
         log = self._setup.run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)

@@ -294,6 +294,7 @@ class RayCluster:
         if self.address:
             _check_joined(self.address)
             self._node_sizes(self.address)  # checks that the cluster answers
+            # Nodes may join later, so the next reader asks again.
             self._sizes = None
         if ray.is_initialized():
             if self._code.folders and not ray.get_runtime_context().runtime_env.get("working_dir"):
@@ -357,6 +358,7 @@ class RayCluster:
         import ray
         from ray._private import services
 
+        # Otherwise Ray hides all GPUs from ranks, which ask it for none (`rank.py`).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's sockets are 66 characters deeper, and a socket path has at most 107 characters.
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"

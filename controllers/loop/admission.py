@@ -71,6 +71,7 @@ class Admission:
         waits = self._holds_training and self._graph_runs.evaluating
         if self._schedule.overlaps:
             self._admit_ahead()
+        # Training is on-policy, so new rows need the weights of the last step.
         elif not (waits or self._calls.beside_the_graph or self._weights.under_way):
             self._admit_step()
 
@@ -99,6 +100,7 @@ class Admission:
                     f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}"
                 )
             return  # wait until groups are finished; calls on them have deadlines
+        # The step is open already, so these prompts replace groups that filters dropped.
         if train.open:
             self._check_signal()
             train.refills += 1

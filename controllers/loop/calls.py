@@ -64,6 +64,7 @@ class DeviceTurns:
         ready: list[CallRequest] = []
         # Serve the holder first; then hand the devices to the next group in the queue.
         while pool.waiting and pool.waiting[0].group is pool.holder:
+            # The request comes to `ask` again, and must not queue there twice.
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
@@ -313,6 +314,7 @@ class Calls:
     def _end(self, call: Call) -> None:
         """End a call after its last reply, and queue the requests that follow."""
         self._changed = True
+        # The end of a call adds records to the log, which later calls on rows depend on.
         self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)

@@ -105,6 +105,7 @@ class Closing:
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
+            # Updates of several groups train on the same rows, so do not add them up.
             tokens = max(train.tokens.values(), default=0)
             row["samples"] = float(max(train.samples.values(), default=0))
             row["step_s"] = seconds
@@ -166,6 +167,7 @@ class Closing:
         self._history.progress.evaluated(evaluation.name, step, metrics)
         self._check_best(evaluation.name, metrics)
         self._history.trackers.stepped(metrics)
+        # `stop` may read metrics of the evaluation.
         self._ask_to_stop(row)
 
     def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:

@@ -175,6 +175,7 @@ class Dispatcher:
                 elif not self._gathering.holds(graph_run, node, len(group.replicas), under_way):
                     self._gathering.forget(graph_run, node)
                     self._start(graph_run, node, group, share)
+                    # Call now, so that the next node finds this group busy.
                     self._calls.make_calls()
         self._seen = self._ready_rows()
 
@@ -269,6 +270,7 @@ class Dispatcher:
         if node.operation.updates and (is_behind or self._is_evaluated(group)):
             return None
         share = self._schedule.share(train, node, group.version, len(group.replicas))
+        # Earlier parts only accumulate gradients; the last one changes the weights.
         if share is not None and share.last and node.operation.updates and self._weights.is_read(group):
             return None
         return share
@@ -301,6 +303,7 @@ class Dispatcher:
         arguments: dict[str, Any] = {}
         last = share.last
         if updates:
+            # A claim may find fewer groups than it may take.
             last &= share.max_groups in (None, lease.num_groups)
             self._train.taken[node.name] += lease.num_groups
             group.updating = last

@@ -97,6 +97,7 @@ class LiveState:
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()
             self._thread.join(LEAVE_S)
+        # A thread that hangs may still use the file.
         if not self._thread.is_alive():
             self._readings.close()
 

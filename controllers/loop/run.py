@@ -84,8 +84,10 @@ class Run:
         self.groups = groups
         self.graph_runs = graph_runs
         self._train = graph_runs.train
+        # The time of a run includes its earlier starts.
         self._started = started = self._backend.clock() - (point.state.time_s if point else 0.0)
         path, epoch = directory.path, directory.starts + 1
+        # If generation overlaps training, an evaluation may use several versions.
         keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
         schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
@@ -154,10 +156,12 @@ class Run:
             self._settle()
             self._close()
             self._save()
+        # The last step may have shown a symptom.
         if self._closing.ended_by is not None:
             self._refuse(self._closing.ended_by)
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
+            # Evaluations of the last steps have ended since, so the best checkpoint is known.
             self._saving.folder.prune(self._directory.values)
         self._calls.commit()  # the log must not be behind the metrics
         self._disk.write(self._directory.flush)

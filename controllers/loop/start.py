@@ -58,6 +58,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
             ledgers = buffer.ledgers
+            # The rows of void leases are recorded again, so these samples would be there twice.
             directory.forget_samples(
                 lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
             )
@@ -69,6 +70,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         _drop_lost_rows(buffer, backend, progress)
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs)
+        # From here on, the run closes the backend and the buffer.
         undo.pop_all()
         undo.callback(run.close)
         run.prepare()
@@ -144,6 +146,7 @@ def open_buffer(
     if point is not None and point.with_rows:
         with collected_seldom(True):  # all objects made for the rows stay alive
             return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
+    # Continue the numbers, so that no id in the files of the run has two meanings.
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
     if point is not None:

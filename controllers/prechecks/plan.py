@@ -247,6 +247,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     Raises:
         UserError: that run has no timeline.
     """
+    # Planning itself imports torch, so look first whether the script has.
     driver = driver_bytes(in_process=spec.backend.in_process)
     train, machine = spec.graphs[TRAIN], this_machine()
     sizes = step_sizes(train, spec.schedule.prompts_per_step)

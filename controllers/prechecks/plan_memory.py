@@ -342,6 +342,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
         rest[CACHE] = int(config.kv_cache_gib * GIB)
     else:
         share = config.gpu_memory_utilization or chosen("gpu_memory_utilization", 1.0)
+        # vLLM's share covers the weights as well as the cache.
         rest[CACHE] = max(0, int(share * gpu_bytes) - rest["weights"])
     return replace(known, phases={REST: _present(rest)})
 

@@ -192,6 +192,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
         part = next(result)
         while True:
             yield part
+            # Empty the list in place, because the executor appends to it.
             said, given_up[:] = list(given_up), []
             part = result.send(said)
     except StopIteration:
@@ -246,6 +247,7 @@ class Executor:
         declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
+            # It was cancelled before it arrived, and the driver still waits for its last reply.
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
@@ -399,6 +401,7 @@ class ExecutorThread:
 
     def _serve(self, executor: Executor | None) -> None:
         while True:
+            # A request, such as a cancellation, must not wait for the end of the calls.
             while executor is not None and executor.busy and self._requests.empty():
                 executor.take_turn()
             request = self._requests.get()

@@ -192,6 +192,7 @@ class Publisher:
             OSError: The disk stayed full for MAX_PAUSE_S, or is broken.
         """
         operation = self._rows.operation
+        # Check the result even on a rank that publishes nothing.
         rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
@@ -353,5 +354,6 @@ def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     out = np.full(len(lengths), -1, np.int64)
     if len(values):
         filled = lengths > 0
+        # `reduceat` gives a wrong minimum for empty rows, so leave them out.
         out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
     return out

@@ -89,6 +89,7 @@ class Reply:
     """Why writing is paused, because the disk is full. Writing continues when there is space."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # As in `RowTask`. The other fields may hold users' objects, which need Ray's pickler.
         plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
         return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
 

@@ -96,6 +96,7 @@ def _text(value: Any) -> str:
         return f"[{', '.join(_text(each) for each in value)}]"
     if hasattr(value, "__qualname__"):
         return str(value.__qualname__)
+    # The address of an object differs between runs with equal settings.
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

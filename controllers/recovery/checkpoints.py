@@ -195,11 +195,13 @@ class CheckpointFolder:
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
+        # Another driver may have taken over the run while the files were read.
         self._run.check(sure=True)
         replaced = path.with_name(f"{REPLACED}{path.name}")
         if path.exists():  # the run was ended twice within this step
             path.rename(replaced)
         unfinished.rename(path)
+        # The new name must survive a power failure before the old checkpoint goes.
         Disk().sync_folder(self.path)
         if replaced.exists():
             remove(replaced)

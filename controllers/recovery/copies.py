@@ -115,6 +115,7 @@ class RemoteRun:
         return [info.path for info in found if info.type is pf.FileType.File]
 
     def _read_whole(self, name: str) -> bytes:
+        # By default, pyarrow decompresses files with names such as *.zst.
         with self._files.open_input_stream(name, compression=None) as stream:
             return stream.read()
 
@@ -221,10 +222,12 @@ class RemoteRun:
     def _write(self, name: str, chunks: Iterable[bytes]) -> int:
         written = 0
         self._files.create_dir(str(PurePosixPath(name).parent), recursive=True)
+        # By default, pyarrow compresses files with names such as *.zst.
         with self._files.open_output_stream(name, compression=None) as stream:
             for data in chunks:
                 stream.write(data)
                 written += len(data)
+        # A service may lose bytes without an error.
         found = self._files.get_file_info(name).size
         if found != written:
             raise OSError(f"{self}/{name} has {found} bytes, not the {written} that were written")
@@ -266,6 +269,7 @@ class RemoteRun:
                 if path != checkpoint_path(run / BUFFER, at):
                     path.unlink()
             make_folder(run / BUFFER)
+            # Earlier records are in the history, so the log begins empty at this position.
             (run / BUFFER / LOG).write_bytes(header(at))
             return step
         return None
@@ -507,6 +511,7 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
         step = remote.fetch(fetched, damage.append)
         if step is None:
             raise UserError(f"no copy of the run at {remote} is intact: {'; '.join(damage)}")
+        # The fetch may have taken long enough for another driver to take over the run.
         lock.check(sure=True)
         before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
         if before:

@@ -68,6 +68,7 @@ class Elastic:
             return
         self._looked = now
         for group in self._groups:
+            # A rank that dies before it gets weights counts as a failed start.
             for rank in set(group.up) - group.lacking:
                 self._tries.pop((group.name, rank), None)
             for rank in sorted(self._cluster.vacant(group)) if group.absent else ():

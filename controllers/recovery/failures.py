@@ -291,6 +291,7 @@ class Failures:
         call, kind = event.call, failure.kind
         if not call.group.handle.worker_class.replaceable:
             return None
+        # An error that no sample caused would come again with other rows.
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
         if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
@@ -388,6 +389,7 @@ class Failures:
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
+            # The noted sample probably ended the process; without a note, any row may have.
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         ended = f"the process of {group.name}[{rank}] ended"

@@ -86,6 +86,7 @@ class FullDisk:
     def _wait(self, why: str) -> None:
         self.report_pause(why)
         now = time.monotonic()
+        # The last wait is long over, so this one begins another pause.
         if now - self._waited > 2 * TRY_AGAIN_S:
             self._since = now
         self._waited, waited = now, now - self._since

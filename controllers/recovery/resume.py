@@ -83,6 +83,7 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     Raises:
         UserError: There are checkpoints, but none is intact.
     """
+    # The run may have been killed while it replaced a checkpoint.
     restore_replaced(run / CHECKPOINTS)
     damage: list[str] = []
     weights_are_sound = False
@@ -119,6 +120,7 @@ def _lost_rows(path: Path) -> str:
     buffer = path.parent.parent / BUFFER
     try:
         snapshot = checkpoint_path(buffer, position)
+        # A sound snapshot spares the replay of the log.
         if is_sound_checkpoint(snapshot, position) and has_position(buffer / LOG, position):
             described_graph(next(record for record in LogReader(snapshot) if record["do"] == "graph"))
             return ""
@@ -177,9 +179,11 @@ def open_run(
                 directory.notes += [fetched] if fetched else []
                 return directory, point
         except BaseException:
+            # A refused driver leaves no trace: the state of the run stays as its last holder left it.
             lock.give_back()
             raise
         lock.give_back()
+    # Check before there is a directory.
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
 

@@ -264,7 +264,9 @@ class Saving:
             self._looked = self._grew = now
         if now - self._looked < min(LOOK_S, self._patience_s / 2):
             return
+        # If the driver itself was paused, a checkpoint without growth proves nothing.
         driver_waited, self._looked = now - self._looked > self._patience_s, now
+        # A group that confirms its part is progress, even if no file grows.
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
         if extent != self._extent or driver_waited:
             self._extent, self._grew = extent, now

@@ -37,6 +37,7 @@ def start_dashboard(run: Path) -> str:
     token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        # Listen here, so that the address works before the process is up.
         listening.listen(128)
         child = ChildProcess(
             PROGRAM,

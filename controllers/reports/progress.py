@@ -105,6 +105,7 @@ class Progress:
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
         """Show how the rows of each source were understood, or only how many are left out."""
+        # Several graphs may share a source.
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
             if in_full and understood is not None:
@@ -256,6 +257,7 @@ class Progress:
         try:
             call()
         except (OSError, ValueError) as error:
+            # A closed stream raises ValueError; any other ValueError is a bug.
             if isinstance(error, ValueError) and not is_closed():
                 raise
             # The disk behind the output is full. There may be space for later output.

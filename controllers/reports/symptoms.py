@@ -456,6 +456,7 @@ class Watch:
         return [seen for seen in judged if seen is not None]
 
     def _judge(self, symptom: _Symptom, step: int) -> Seen | None:
+        # A step without the metric neither continues nor ends the steps in a row.
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
             return None
         self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0

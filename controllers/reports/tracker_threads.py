@@ -200,6 +200,7 @@ class Follower(threading.Thread):
         sent |= self._send_samples(tracker, max(steps, default=-1))
         if sent:
             tracker.flush()
+        # Save after the flush: after a crash, values may come twice, but none is missing.
         self._sent.save(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:

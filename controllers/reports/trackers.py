@@ -270,6 +270,7 @@ class _TrackioTracker(Tracker):
             project=os.environ.get("TRACKIO_PROJECT", WEFT),
             name=run.id or run.name,
             config=dict(run.config),
+            # A new run must not continue an earlier run that has its name.
             resume="allow" if run.id else "never",
             embed=False,
         )

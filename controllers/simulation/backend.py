@@ -235,6 +235,7 @@ class Simulated(Backend):
         steps, key = OptimizerSteps.of_node(call.node), (self.costs.seed, call.group.version)
         done: dict[int, np.ndarray] = {}
         for _, task in tasks:
+            # Ranks with equal rows share one object, so compute their time once.
             if task.rows is not None and id(task.rows) not in done:
                 lengths = np.array([tokens_of[i] for i in task.rows.ids.tolist()], np.int64)
                 units = np.arange(len(lengths))

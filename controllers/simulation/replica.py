@@ -210,6 +210,7 @@ class Replica:
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
+            # Responses that end together stay in order, since calls cannot be compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
@@ -231,6 +232,7 @@ class Replica:
     def _publish(self, call: Generating, at: float | None = None) -> None:
         """Publish the finished responses, and finish the call with its last one."""
         responses, call.ended, call.due_s = call.ended, [], math.inf
+        # The values are None, so another default marks a missing call.
         if self._gathering.pop(call, self) is None:
             self._due_s = min((other.due_s for other in self._gathering), default=math.inf)
         if responses:
