@@ -120,7 +120,6 @@ class SilenceWatch:
             raise Silent(_where(frame))
 
     def _is_debugged(self) -> bool:
-        """Whether the call is in a debugger."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             if DEBUGGERS.intersection(Path(frame.f_code.co_filename).parts):
@@ -153,11 +152,10 @@ REST_S = 0.05
 
 
 class Local(Backend):
-    """Runs every group in this process, with one rank each. The groups take turns on one thread
-    while the driver waits.
+    """Runs every group in this process, with one rank each. The groups take turns on one thread.
 
-    Ranks and devices in the placement are reported and ignored, so a script for Ray also runs under
-    a debugger. A call that makes no progress for too long is interrupted, and the run ends.
+    Ranks and devices in the placement are ignored, so a script for Ray also runs under a debugger.
+    A call that makes no progress for too long is interrupted, and the run ends.
     """
 
     in_process = True
@@ -176,8 +174,7 @@ class Local(Backend):
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` if this machine has too little memory, or for a transport of vLLM, which
-        needs leader and follower at the same time. `start` reports unused parts of the placement."""
+        """Raise a `UserError` for too little memory, or a transport whose sides must work at once."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
