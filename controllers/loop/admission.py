@@ -21,8 +21,6 @@ FEW_PASS = (
 
 
 class Admission:
-    """Issue rows, as the schedule wants and the buffer allows."""
-
     def __init__(
         self,
         spec: RunSpec,
@@ -111,8 +109,7 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """End the current step with the groups that have passed the filters, if the schedule allows
-        it."""
+        """End the current step with the groups that passed, if the schedule allows it."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
@@ -157,7 +154,6 @@ class Admission:
         )
 
     def _check_signal(self) -> None:
-        """Before issuing more prompts in the first step, check that some group passed the filters."""
         train, each = self._train, self._schedule.prompts_per_step
         if not self._stop_without_signal or train.step or train.issued < FIRST_WITHOUT_SIGNAL * each:
             return

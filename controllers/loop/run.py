@@ -59,12 +59,10 @@ from .dispatcher import Dispatcher
 from .live_state import LiveState
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
-"""Advice after a failed call in a process."""
 
 
 class Run:
-    """One start of a run, from open buffer and running worker groups to the end. A restart makes a
-    new `Run`."""
+    """One start of a run. A restart makes a new `Run`."""
 
     def __init__(
         self,
@@ -118,7 +116,6 @@ class Run:
     # Before the first step
 
     def prepare(self) -> None:
-        """Load the checkpoint, if any, and give every follower its leader's weights."""
         if self._point is not None:
             self._load(self._point)
         self._calls.queue(self._weights.publish_all())
@@ -183,14 +180,12 @@ class Run:
             self._admission.admit()
 
     def _dispatch(self) -> None:
-        """Make queued calls, then call nodes that are ready."""
         self._calls.queue(self._weights.receive_when_idle())
         self._calls.make_calls()
         if not self._saving.holds_up:
             self._dispatcher.dispatch()
 
     def _settle(self) -> None:
-        """Take replies, publish rows, and queue the requests that follow."""
         self._calls.make_calls()
         self._calls.commit()
         self._calls.withdraw_rows()
@@ -209,7 +204,6 @@ class Run:
             raise StalledError(self._why_stalled())
 
     def _take_replies(self) -> None:
-        """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
         # After a call was made or has ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
@@ -225,7 +219,6 @@ class Run:
                 self._backend.rest(rest_s)
 
     def _close(self) -> None:
-        """End evaluations and the step, if they are over."""
         train = self._train
         self._closing.close_evaluations()
         if self._closing.step_is_over:
@@ -260,8 +253,7 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """[s] Longest wait for replies: until a lease, a quorum or a batching delay ends, at most a
-        second."""
+        """[s] Longest wait for replies: until a lease, a quorum or a delay ends, at most a second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
@@ -280,8 +272,7 @@ class Run:
     # Checkpoints
 
     def _save(self) -> None:
-        """Continue the checkpoint in progress, and begin the next one if it is due and no update is
-        running."""
+        """Continue the checkpoint, and begin the next one if it is due and no update is running."""
         self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
@@ -296,7 +287,6 @@ class Run:
             self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
 
     def _state(self, position: Position) -> RunState:
-        """State of the driver for a checkpoint, with the rows at a position in the log."""
         return RunState(
             self._train.step,
             self._spec.seed,
@@ -313,8 +303,7 @@ class Run:
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Save the current step, and wait until it is on disk. Existing checkpoints count unless
-        `anew`."""
+        """Save the current step, and wait until it is on disk; `anew` even if it has a checkpoint."""
 
         def is_saved() -> bool:
             self._save()
@@ -335,14 +324,12 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. A run without checkpoints ends after its step
-        (`Closing`)."""
+        """Whether the run should save itself and end. Without checkpoints, `Closing` ends it."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether a checkpoint can be made: no update is running or has part of its batch, and
-        training does not wait for an evaluation."""
+        """Whether no update has part of its batch, and training does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         waits = evaluating and self._spec.evaluations_hold_training
         return not waits and not any(self._train.taken.values())
@@ -355,8 +342,7 @@ class Run:
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
-        """End the run because of a symptom. Save it first, unless the symptom means that its
-        weights are damaged."""
+        """End the run because of a symptom; save it first unless its weights are damaged."""
         if seen.symptom.spoils:
             self._record_all()
         else:
@@ -381,8 +367,7 @@ class Run:
     # From outside the loop
 
     def call_group(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group, wait, and return the result of each rank. Do not use it within
-        the loop."""
+        """Call a method of a group from outside the loop, and return the result of each rank."""
         ended: list[Call] = []
 
         def end(call: Call) -> list[CallRequest]:
@@ -394,7 +379,7 @@ class Run:
         return ended[0].results
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        """Make calls and take replies until a condition holds, without admitting or dispatching."""
+        """Make calls and take replies until a condition holds."""
         while not condition():
             self._settle()
 

@@ -93,15 +93,13 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
 
 
 THRESHOLDS = (500_000, 1_000, 1_000)
-"""Thresholds of Python's garbage collector. A driver allocates some objects for each row, which
-live as long as the row and form no cycles. With the default thresholds, a third of its time went
-into collecting."""
+"""Thresholds of Python's garbage collector. Objects of rows live as long as the rows and form no
+cycles; with the defaults, collecting took a third of the driver's time."""
 
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Make Python collect garbage less often. Give False if workers share the process, because
-    their garbage may hold tensors."""
+    """Collect garbage less often, unless workers share the process: their garbage may hold tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)
@@ -121,8 +119,6 @@ def open_buffer(
     keep_checkpoints: int,
 ) -> SampleBuffer:
     """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
-
-    With weights alone, a new buffer begins at the checkpoint's place in the data.
 
     Args:
         backend: If it joins a cluster, each machine keeps segments on its own disk.
@@ -168,7 +164,6 @@ def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) 
 
 
 def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
-    """Where processes write segments. Warn if there is little room."""
     segments, config = buffer.segments.parent, spec.buffer
     for note in notes(segments, config.max_bytes):
         progress.alert("little_room", note)
@@ -241,8 +236,7 @@ def _training_run(
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:
-    """Give up evaluations that were running at the checkpoint, because the weights of their step
-    are gone. The evaluation of the current step starts again."""
+    """Give up evaluations that were running, because the weights of their step are gone."""
     for step in sorted(run.ledger.live.groups_of_step):
         history.progress.given_up(run.name, step)
     for group in run.ledger.live.ids_at_work:
@@ -252,7 +246,6 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """[source rows] Tokens of each row. If new rows are made from the source's, only prompt tokens
-    count."""
+    """[source rows] Tokens of each row; only of prompts if new rows are made from them."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
