@@ -39,8 +39,6 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class _Part:
-    """A top-level statement of a script."""
-
     place: tuple[int, int]
     text: str
     binds: frozenset[str]
@@ -64,8 +62,7 @@ class _Script:
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """Statements of the script. Empty if Python has no source text, as in an interactive
-        session or `python -c`."""
+        """Statements of the script; empty without source text, as in a notebook or `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -104,8 +101,7 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call with a dropped result may change one of these names: `table.update(...)`,
-        `fill(table)`."""
+        """Whether a call with a dropped result may change one of these names, as `fill(table)` does."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -118,16 +114,14 @@ class _Script:
         return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
-        """Index of the `from module import *` that provides this name, if no other statement
-        defines it."""
+        """Index of the `from module import *` that alone provides this name."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the current one. A block that contains the current one is replaced by
-        its statements."""
+        """Statements before the current one. A block that contains it is replaced by its statements."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -192,8 +186,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
-    """Return the text of a function (an expression for a lambda, else its `def`), and the names
-    that it encloses."""
+    """Return the text of a function (of a lambda, an expression), and the names that it encloses."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):
@@ -288,11 +281,10 @@ class Program:
         self._statements.append(write)
 
     def named(self, name: str) -> str:
-        """Name in the text of a result."""
+        """Name of a result in the text."""
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call_text(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
-        """Return a call as text."""
         given = [
             *map(self.expression, positional),
             *(f"{n}={self.expression(v)}" for n, v in arguments.items()),
@@ -444,7 +436,6 @@ class Program:
             self._definitions[name] = text
 
     def _define_reads(self, text: str, function: FunctionType) -> None:
-        """Define the global names that a function refers to."""
         for name in sorted(names_of(text)[1]):
             if name not in function.__globals__ or name in self._definitions:
                 continue

@@ -28,8 +28,6 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class _Placed:
-    """A value in a settings file."""
-
     value: Any
     """A plain value, or a mapping from names to `_Placed` values."""
     place: str
@@ -138,8 +136,6 @@ OPTION = "--config"
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a value."""
-
     kind: Literal["default", "file", "flag"]
     place: str = ""
     """`FILE:LINE`, or the flag."""
@@ -158,7 +154,6 @@ class Composed:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Name -> value."""
         return {name: attrgetter(name)(self.settings) for name in self.origins}
 
 
@@ -244,8 +239,7 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 def check(
     settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
 ) -> dict[str, _Placed]:
-    """Check the name and the type of each value of a file. Return full name -> value, converted to
-    the type of its field.
+    """Check each value of a file, and return full name -> value of its field's type.
 
     Raises:
         UserError: Something is wrong; the message has one line per problem.
@@ -304,7 +298,6 @@ def _valid(name: str, field: Any, placed: _Placed) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value without places."""
     if not isinstance(value, Mapping):
         return value
     return {name: _plain(each.value) for name, each in value.items()}
@@ -335,8 +328,7 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
-    """Settings before flags are read. They are not validated as a whole, because a flag may still
-    fix them."""
+    """Settings before flags are read, not validated as a whole, because a flag may fix them."""
     import tyro
 
     values: dict[str, Any] = {}
