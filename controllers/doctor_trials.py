@@ -35,8 +35,6 @@ Figures = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Trial:
-    """One operation to try."""
-
     name: str
     claim: str
     """The claim that it supports, and the page with that claim."""
@@ -50,8 +48,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class _TrialRecord:
-    """The outcome of a trial."""
-
     name: str
     claim: str
     outcome: Literal["passed", "failed", "skipped"]

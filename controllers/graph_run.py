@@ -95,6 +95,7 @@ class TrainingRun(GraphRun):
     steps: int = 0
     """Number of steps that the schedule makes."""
     start: Cursor = field(default_factory=Cursor)
+    """Position in the data where the log begins."""
     step: int = 0
     """Number of closed steps; each made an update."""
     begun: bool = False

@@ -45,7 +45,6 @@ class Nodes:
         return ", ".join(f"{c} and {g}" for c, g in sorted(set(self.sizes), reverse=True))
 
     def that_hold(self, cpus: int, gpus: int) -> int:
-        """Number of nodes with at least these CPUs and GPUs."""
         return sum(cpus <= c and gpus <= g for c, g in self.sizes)
 
     def times(self, cpus: int, gpus: int) -> int:
@@ -153,11 +152,8 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
 def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
-    """Return the placement with a number of nodes for every pool.
-
-    Raises:
-        UserError: The pools do not fit; the message has the requested and the available devices.
-    """
+    """Return the placement with a number of nodes for every pool, or raise a `UserError` that has the
+    requested and the available devices."""
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
@@ -192,7 +188,6 @@ def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
 
 
 def _least(place: Place) -> ResourcePool:
-    """The devices that an elastic group needs at least."""
     ranks, least, pool = place.ranks, place.min_ranks or place.ranks, place.pool
     cpus, gpus = pool.cpus // ranks * least, pool.gpus // ranks * least
     return replace(pool, cpus=cpus, gpus=gpus, nodes=None, beside=None)

@@ -177,7 +177,6 @@ def _check(method: Method, name: str, rewards: object, held_out: object) -> None
 
 
 def _check_responses(method: Method, name: str, prompts: Source) -> None:
-    """Check that the data have the kind of responses that the method trains on."""
     if method.samples or not isinstance(prompts, Prompts):
         return
     if method.compares:

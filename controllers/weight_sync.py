@@ -74,7 +74,7 @@ class WeightSync:
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Follower in these groups -> the version that it will hold after the next transfer."""
+        """Follower in these groups -> the version that it will hold once its leader's weights arrive."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -131,7 +131,7 @@ class WeightSync:
         return [request for leader in leaders for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Send weights to a replaced rank of a follower, which gets no rows before."""
+        """Send weights to a replaced rank of a follower. It gets no rows until it has them."""
         requests: list[CallRequest] = []
         for edge in self._edges:
             if edge.follower == follower.name:

@@ -32,7 +32,7 @@ from ..run_spec import RunHistory, RunSpec
 @dataclass
 class _Pool:
     holder: WorkerGroup | None = None
-    """The group whose model is on the devices, now or soon."""
+    """The group whose model is on the devices, or is being loaded."""
     changing: bool = False
     waiting: deque[CallRequest] = field(default_factory=deque)
 

@@ -55,7 +55,8 @@ class Gathering:
       nodes need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
     - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks, and includes the time while the
       worker group is busy.
-    - Rows that a quorum may need do not wait, nor rows of a graph without another running call.
+    - Rows that a quorum may need do not wait.
+    - Rows do not wait if no other call of the graph is running, because no more rows would come.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -70,6 +71,7 @@ class Gathering:
         return min((until for until in self._until.values() if until - now > CLOCK_S), default=None)
 
     def look(self, graph_run: GraphRun, node: Node, under_way: UnderWay) -> None:
+        """Start or reset the delay of a node that cannot start now."""
         if not gathers(node):
             return
         if graph_run.ledger.readiness.ready(node):
@@ -78,6 +80,7 @@ class Gathering:
             self._until.pop((graph_run.name, node.name), None)
 
     def holds(self, graph_run: GraphRun, node: Node, replicas: int, under_way: UnderWay) -> bool:
+        """Whether the ready rows of a node should wait for more."""
         if not gathers(node):
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
@@ -138,6 +141,7 @@ class Dispatcher:
 
     @property
     def next_due_s(self) -> float | None:
+        """[s] When a node can start without further events, on the run's clock, or None."""
         return self._gathering.next_end_s
 
     @property

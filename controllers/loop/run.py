@@ -204,6 +204,7 @@ class Run:
             raise StalledError(self._why_stalled())
 
     def _take_replies(self) -> None:
+        """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
         # After a call was made or has ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
@@ -379,7 +380,7 @@ class Run:
         return ended[0].results
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        """Make calls and take replies until a condition holds."""
+        """Make calls and take replies until a condition holds, without admitting or dispatching."""
         while not condition():
             self._settle()
 

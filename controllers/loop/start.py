@@ -120,6 +120,8 @@ def open_buffer(
 ) -> SampleBuffer:
     """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
 
+    With weights alone, a new buffer begins at the checkpoint's place in the data.
+
     Args:
         backend: If it joins a cluster, each machine keeps segments on its own disk.
         keep_checkpoints: Number of checkpoints kept. Rows in flight are kept for these and for the
@@ -236,7 +238,8 @@ def _training_run(
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:
-    """Give up evaluations that were running, because the weights of their step are gone."""
+    """Give up evaluations that were running at the checkpoint, because the weights of their step
+    are gone. The evaluation of the current step starts again."""
     for step in sorted(run.ledger.live.groups_of_step):
         history.progress.given_up(run.name, step)
     for group in run.ledger.live.ids_at_work:

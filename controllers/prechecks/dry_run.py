@@ -153,7 +153,6 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _place() -> str:
-    """Return the script's current file and line, or an empty string outside of it."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":

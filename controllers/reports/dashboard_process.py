@@ -51,7 +51,7 @@ def start_dashboard(run: Path) -> str:
             descriptors=[listening.fileno()],
         )
         child.close_input()
-        # If it ends before this process, it is no zombie.
+        # Wait for it, so that it leaves no zombie if it ends before this process.
         threading.Thread(target=child.wait, args=(None,), name="dashboard", daemon=True).start()
         return (
             f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"

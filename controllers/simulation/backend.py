@@ -199,7 +199,6 @@ class Simulated(Backend):
         self._submitted[-1][2].append((rank, task))
 
     def _begin(self) -> None:
-        """Hand the new calls to their replicas."""
         submitted, self._submitted = self._submitted, []
         for at, call, tasks in submitted:
             name = call.node.name if call.node is not None else f"{call.group.name}.{call.method}"
@@ -299,7 +298,6 @@ class Simulated(Backend):
         return Published(ids, np.zeros(len(ids), np.int64))
 
     def _passes(self, call: Call, cost: LinearCost, sample_id: int) -> bool:
-        """Return whether a filter passes a row, or its group."""
         assert call.ledger is not None and call.node is not None and call.lease is not None
         if cost.keep == 1:
             return True
@@ -341,7 +339,6 @@ class Simulated(Backend):
         heapq.heappush(self._replies, (time, next(self._order), Event(call, rank, reply)))
 
     def _invent(self, num_bytes: int) -> Segment:
-        """Return a reference to columns that do not exist."""
         self._offset += num_bytes
         return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
 
@@ -356,7 +353,6 @@ def _value(task: Task) -> Any:
 
 
 def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
-    """Return the staleness metrics of an update."""
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}

@@ -86,7 +86,7 @@ class Replica:
 
     Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
     batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. Decode steps in which no response ends or joins form one event.
+    between two decode steps. Decode steps where no response ends or joins form one event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
     be ahead of the clock.
@@ -118,7 +118,6 @@ class Replica:
         self._due_s = math.inf
         """[s] Time when the first delayed responses are published."""
         self._gathering: dict[Generating, None] = {}
-        """Calls with delayed responses."""
         self._order = itertools.count()
         self._changes, self._versions = [0], [0]
         """Decode step when each version was received, and the versions."""
@@ -135,7 +134,6 @@ class Replica:
         return self._due_s
 
     def run(self, until: float) -> None:
-        """Process all events up to this time."""
         while (next_s := self.next_s) <= until:
             current = self._calls.next
             if next_s == self._due_s:
