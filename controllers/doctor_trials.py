@@ -296,7 +296,7 @@ def _collect(rendezvous: str, rank: int, ranks: int, gpu: bool) -> float:
     parts = [torch.empty(1, device=device) for _ in range(ranks)]
     dist.all_gather(parts, torch.tensor([float(rank)], device=device))
     assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
-    # The first all-reduce also made the connections, so time another one.
+    # The first all-reduce also made the connections, so time the second.
     started = time.perf_counter()
     dist.all_reduce(numbers)
     if gpu:

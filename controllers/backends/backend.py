@@ -43,7 +43,7 @@ class Files:
     folder: Path
     """Has a folder for each node, unless `scratch` is used."""
     file_bytes: int = FILE_BYTES
-    """[bytes] Largest file, before a writer begins another one."""
+    """[bytes] Largest file of a writer."""
     memory_bytes: int | None = None
     """[bytes] Segments of a node that stay in memory; None leaves that to the kernel."""
     scratch: Scratch | None = None
@@ -128,7 +128,7 @@ class Backend(Protocol):
         """Reject a placement that does not fit, before anything is started.
 
         Raises:
-            UserError: Names the group or pool, and what is available.
+            UserError: Names the group or pool, and the available devices.
         """
         ...
 

@@ -61,7 +61,7 @@ RECORDED = (
     REJECTED_IDS,
     PREFERRED,
 )
-"""Recorded columns, in addition to those that the reward is computed from."""
+"""Recorded columns, in addition to the columns that the reward is computed from."""
 
 
 def with_recording(graph: Graph) -> Graph:

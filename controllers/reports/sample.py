@@ -29,7 +29,7 @@ LONGEST = 1200
 """[characters] Longest text to show."""
 MOST_LINES = 16
 MOST_TOKENS = 40
-"""Most tokens to show if there is no text."""
+"""Most tokens to show without a text."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
 
-        Times of this class are for all optimizer steps of a call; those of subclasses, for one pass.
+        Times of this class are for all optimizer steps of a call; times of subclasses, for one pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
@@ -110,7 +110,7 @@ class LinearCost(Config):
             cuts: indexes of the rows of each optimizer step.
 
         Returns:
-            [optimizer steps], after each of which replicas wait for each other; or [1] if only the
+            [optimizer steps]; replicas wait for each other after each. Or [1] if only the
             time of the whole call is known.
         """
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
