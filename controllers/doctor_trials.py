@@ -35,8 +35,6 @@ Figures = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Trial:
-    """One operation to try."""
-
     name: str
     claim: str
     """The claim that it supports, and the page with that claim."""
@@ -50,8 +48,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class _TrialRecord:
-    """The outcome of a trial."""
-
     name: str
     claim: str
     outcome: Literal["passed", "failed", "skipped"]
@@ -103,6 +99,7 @@ def run_trial(trial: Trial, gpu: bool) -> _TrialRecord:
             else:
                 why, figures = json.loads(answer.read_text())
         finally:
+            # A trial that has ended may have left children.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             # A process that waits for a device in the kernel ends only when the device answers.
@@ -128,6 +125,7 @@ def _main(place: str, folder: str, device: str) -> None:
         figures = dict(run(Path(folder), device == "gpu"))
     except BaseException as error:
         traceback.print_exc()
+        # chr(10), because Python 3.11 allows no backslash in an f-string's expression.
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     Path(ANSWER).write_text(json.dumps([why, figures]))
     os._exit(0)  # threads of libraries must not delay the end
@@ -298,6 +296,7 @@ def _collect(rendezvous: str, rank: int, ranks: int, gpu: bool) -> float:
     parts = [torch.empty(1, device=device) for _ in range(ranks)]
     dist.all_gather(parts, torch.tensor([float(rank)], device=device))
     assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
+    # The first all-reduce also made the connections, so time the second.
     started = time.perf_counter()
     dist.all_reduce(numbers)
     if gpu:

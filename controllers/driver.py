@@ -285,6 +285,7 @@ class Driver:
                 self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
         for mistake in mistakes(self._spec.graphs[TRAIN], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
+        # `with` does not call `__exit__` if `__enter__` raises.
         try:
             self._start()
         except BaseException as error:
@@ -379,6 +380,7 @@ class Driver:
                 f"{damaged}\nIt was needed for a restart after this error: {error}"
             ) from error
         assert point is not None
+        # Count before the start, so that failed starts are bounded as well.
         self._restarts[point.path.name] += 1
         self._point = point
         self.directory = point.reopen(lock)
@@ -430,6 +432,7 @@ def _checked(
     settings |= set_deadlines(
         settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values()
     )
+    # A placement may name a reserved group that this run does not need, such as the recorder.
     places = resolve(placement, {**handles, **RESERVED})
     check_elastic(places, every_handle)
     spec = RunSpec(

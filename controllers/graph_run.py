@@ -1,5 +1,4 @@
-"""GraphRun: the state of one graph while it runs: `TrainingRun` for training, `EvaluationRun` for
-evaluations."""
+"""GraphRun: the state of one graph while it runs, for training or evaluations."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class GraphRun(ABC):
         return len(chosen)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. A node that writes no columns publishes empty results."""
+        """Finish the rows of a lease. A node without columns publishes empty results."""
         if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
@@ -93,8 +92,6 @@ class GraphRun(ABC):
 
 @dataclass
 class TrainingRun(GraphRun):
-    """The training graph, the progress of its step, and the step's metrics."""
-
     steps: int = 0
     """Number of steps that the schedule makes."""
     start: Cursor = field(default_factory=Cursor)
@@ -127,13 +124,11 @@ class TrainingRun(GraphRun):
 
     @property
     def over(self) -> bool:
-        """Whether no further step will come."""
         return self.stopped or self.step >= self.steps
 
     @property
     def step_under_way(self) -> int:
-        """The current step; 0 is the start of the run. A step ends when its update is made and
-        published."""
+        """The current step, until its update is published; 0 is the start of the run."""
         return self.step + 1 if self.begun and not self.over else self.step
 
     @property
@@ -171,15 +166,12 @@ class TrainingRun(GraphRun):
         tokens = lease.num_tokens
         self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups
+        # The tokens of a row include its prompt, which its group has counted.
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """Close the step and return its metrics.
-
-        Args:
-            overlaps: Generation continues during training, so later steps may train on responses of
-                this step.
-        """
+        """Close the step and return its metrics. If generation `overlaps` training, the trained and the
+        generated responses differ."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
@@ -200,8 +192,6 @@ class TrainingRun(GraphRun):
 
 @dataclass
 class _EvaluationUnderWay:
-    """Metrics and weight versions of one running evaluation."""
-
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
     asked: int = 0
@@ -217,7 +207,6 @@ class EvaluationRun(GraphRun):
     """Step whose evaluation has not begun -> group -> version that the group must have first."""
     under_way: dict[int, _EvaluationUnderWay] = field(default_factory=dict)
     closed_at: int = -1
-    """Latest step with a closed evaluation."""
 
     @property
     def pending(self) -> bool:
@@ -229,12 +218,12 @@ class EvaluationRun(GraphRun):
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether a group must keep its version until an evaluation that is due or running is over."""
+        """Whether a group must keep its version for an evaluation that is due or running."""
         due = any(version >= wanted.get(group, 0) for wanted in self.due.values())
         return group in self.graph.handles and (bool(self.under_way) or due)
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation when groups have these versions, unless it has been evaluated."""
+        """Queue a step for evaluation with these versions, unless it has been evaluated."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
@@ -256,13 +245,8 @@ class EvaluationRun(GraphRun):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
-        """Close the evaluation of a step and return its metrics.
-
-        Args:
-            overlaps: Weights may change during the evaluation, so the metrics include the oldest
-                and newest version. They are also included if a replaced rank could not get the old
-                weights.
-        """
+        """Close the evaluation of a step and return its metrics, with the oldest and newest version if
+        weights may change (`overlaps`) or did, because a replaced rank could not get the old ones."""
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))
@@ -291,5 +275,4 @@ class GraphRuns:
         return any(evaluation.pending for evaluation in self.evaluations.values())
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether an evaluation needs the version that a group has."""
         return any(evaluation.needs_weights(group, version) for evaluation in self.evaluations.values())

@@ -1,5 +1,7 @@
-"""WorkerGroup: the ranks of one worker class, called as one object; Call: a call on a group, and
-CallRequest: a call to make on a later turn of the loop."""
+"""WorkerGroup: the ranks of one worker class, called as one object.
+
+A Call is under way; a CallRequest is made on a later turn of the loop.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,12 @@ def gather_s(ranks: int) -> float:
 # Group
 
 REGISTER = "register"
-"""A method of every worker. It returns the rank's mesh coordinates when the process is up."""
+"""A method of every worker, which answers with its mesh coordinates when the process is up."""
 Submit = Callable[[int, Task, "Call"], None]
-"""Gives a task to a rank. Replies come back through the backend's `wait`, with the call."""
+"""Gives a task to a rank. The backend's `wait` returns its replies."""
 
 
+# Calls are keys of dictionaries, so they compare by identity.
 @dataclass(eq=False)
 class Call:
     """A call on a group, from its dispatch until every rank has answered."""
@@ -78,10 +81,8 @@ class Call:
     answered: dict[int, float] = field(default_factory=dict)
     """[s] Rank -> time of its last reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Data-parallel replica -> sample ids assigned by load. Empty if the dispatch protocol spread
-    the rows."""
+    """Replica -> sample ids assigned by load; empty if the dispatch protocol spread the rows."""
     left: dict[int, int] = field(default_factory=dict)
-    """Replica -> number of these that are unfinished."""
     lost: set[int] = field(default_factory=set)
     """Ranks that failed or died, whose replies are ignored."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -96,12 +97,11 @@ class Call:
 
     @property
     def interruptible(self) -> bool:
-        """Whether other calls may run on the group at the same time."""
         return self.node is not None and self.node.operation.interruptible
 
     @property
     def results(self) -> list[Any]:
-        """Results of a method without rows, in rank order, without lost ranks."""
+        """Results in rank order, without lost ranks."""
         return [self.values[r] for r in self.ranks if r not in self.lost]
 
     def take_reply(self, rank: int, reply: Reply, now: float) -> None:
@@ -132,7 +132,7 @@ class Call:
         )
 
     def held_by(self, rank: int) -> set[int]:
-        """Unfinished samples of a rank; empty if the call's lease has ended."""
+        """Unfinished samples of a rank, if the call still has its lease."""
         if self.lease is None or not self.holds_lease:
             return set()
         return self.lease.open.keys() & set(self.shares.get(rank, ()))
@@ -166,7 +166,6 @@ def publishes_as_it_goes(node: Node) -> bool:
 
 
 Then = Callable[[Call], "Iterable[CallRequest]"]
-"""Returns the requests that follow the last reply of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +179,11 @@ class CallRequest:
     ranks: Sequence[int] | None = None
     then: Then = lambda call: ()
     on_device: bool = False
-    """The call needs the devices of the group's pool, so other groups must give them up."""
+    """The other groups of the pool must give up its devices."""
     ledger: Ledger | None = None
     lease: Lease | None = None
     by_load: Mapping[int, int] | None = None
-    """Data-parallel replica -> number of rows; None lets the dispatch protocol spread them over all
-    replicas."""
+    """Replica -> number of rows; None lets the dispatch protocol spread them."""
     last: bool = True
     """These rows complete the batch of an update."""
 
@@ -198,13 +196,11 @@ class CallRequest:
 
 
 class UnderWay:
-    """Running calls, oldest first. Counts are kept up to date so that a turn of the loop need not
-    search all calls."""
+    """Running calls, oldest first, with counts, so that a turn need not search all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
         self.interruptible = 0
-        """Number of calls that let other calls run at the same time."""
         self.ranks = 0
         """Number of ranks working on rows, counted once per call."""
         self.beside_the_graph = 0
@@ -255,7 +251,6 @@ class Loads:
             heapq.heapify(self._heap)
 
     def only(self, replicas: Iterable[int]) -> Loads:
-        """A copy of the loads for these replicas only."""
         some = Loads(())
         for replica in replicas:
             some._rows[replica] = 0
@@ -272,13 +267,14 @@ class Loads:
             replica = self._heap[0][1]
             given[replica] += 1
             self.add_rows(replica, 1)
+        # Rows count only once their call is made (`WorkerGroup.watch`).
         for replica, number in given.items():
             self.add_rows(replica, -number)
         return dict(sorted(given.items()))
 
 
 class WorkerGroup:
-    """The running side of a handle: its ranks with their mesh coordinates, and methods to call them."""
+    """The running side of a handle: its ranks, and methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -292,14 +288,13 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group without a process, because the cluster has no room. They are
-        not called."""
+        """Ranks of an elastic group for which the cluster has no room. They are not called."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """An update with a complete batch is claimed, so a new version will replace the weights."""
+        """An update with a complete batch is claimed, so the weights will change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -332,7 +327,6 @@ class WorkerGroup:
             self._loads.add_rows(replica, -left)
 
     def weigh(self, call: Call, ranks: Iterable[int]) -> None:
-        """Update the number of unfinished rows for the replicas of these ranks."""
         for replica in {self.mesh[rank].dp for rank in ranks} if call.by_load else ():
             assert call.lease is not None
             left = len([id for id in call.by_load[replica] if id in call.lease.open])
@@ -349,7 +343,7 @@ class WorkerGroup:
 
     @property
     def replicas(self) -> Sequence[int]:
-        """Data-parallel replicas that get rows: all their ranks are up and have weights."""
+        """Replicas that get rows: all their ranks are up and have weights."""
         without = {self.mesh[rank].dp for rank in self.out}
         return [dp for dp in self._replicas if dp not in without] if without else self._replicas
 
@@ -377,6 +371,7 @@ class WorkerGroup:
         """
         if method != REGISTER:
             self._dispatch(method)
+        # A replaced rank of a fixed group answers once it is up; an elastic group does without it.
         every = self.up if self.place.is_elastic else range(len(self.mesh))
         called = every if ranks is None else ranks
         call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
@@ -387,15 +382,13 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Assign rows to data-parallel replicas so that all have about equally many unfinished
-        ones. Return replica -> number of rows, without zeros."""
+        """Replica -> number of rows, so that all have about equally many unfinished ones; no zeros."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
         self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
     ) -> Call:
-        """Call a node's method on the rows of a lease, without waiting. The dispatch protocol
-        distributes the rows."""
+        """Call a node's method on the rows of a lease, without waiting."""
         node = lease.node
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
@@ -409,6 +402,7 @@ class WorkerGroup:
                 begin += number
                 continue
             tokens = rows.num_tokens[part]
+            # With one replica there is nothing to balance.
             costs = self._row_cost(tokens) if len(self._replicas) > 1 else None
             sizes = RowSizes(tokens, rows.group_ids[part], node.operation.whole_groups, costs)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
@@ -455,8 +449,7 @@ class WorkerGroup:
     def _distribute(
         self, dispatch: Dispatch, sizes: RowSizes, replica: int | None
     ) -> tuple[dict[int, Sequence[int]], set[int]]:
-        """Row indexes for each rank (of one replica or of all), and the ranks whose results are
-        kept."""
+        """Row indexes for each rank (of a replica or all), and the ranks whose results are kept."""
         chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
@@ -489,8 +482,6 @@ class WorkerGroup:
 
 
 class _Rows:
-    """The rows of a lease, for cutting into shares."""
-
     def __init__(self, ledger: Ledger, lease: Lease) -> None:
         node, self._lease = lease.node, lease
         self.ids, self.group_ids, self.parent_ids = lease.ids, lease.group_ids, lease.parent_ids
@@ -532,7 +523,6 @@ class _Rows:
         return tasks
 
     def _made_before(self) -> Sequence[Sequence[int]] | None:
-        """Numbers of the rows made earlier from each row, or None if there are none."""
         level = self._lease.node.makes_level
         if level is None or not any(len(group.levels[level]) for group in self._lease.groups):
             return None

@@ -45,7 +45,6 @@ class Nodes:
         return ", ".join(f"{c} and {g}" for c, g in sorted(set(self.sizes), reverse=True))
 
     def that_hold(self, cpus: int, gpus: int) -> int:
-        """Number of nodes with at least these CPUs and GPUs."""
         return sum(cpus <= c and gpus <= g for c, g in self.sizes)
 
     def times(self, cpus: int, gpus: int) -> int:
@@ -153,16 +152,15 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
 def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
-    """Return the placement with a number of nodes for every pool.
-
-    Raises:
-        UserError: The pools do not fit; the message has the requested and the available devices.
-    """
+    """Return the placement with a number of nodes for every pool, or raise a `UserError` that has the
+    requested and the available devices."""
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
     if not nodes.grow:
+        # An elastic group counts with its minimum, because the run can start with that.
         _check_totals([*sized, *map(_least, elastic.values())], nodes)
+    # A group without a place has one rank, so its pool needs one node.
     laid_out = {name: replace(pool, nodes=1) for name, pool in pools.items() if is_own(pool)}
     laid_out |= {name: _by_rank(place, nodes) for name, place in elastic.items()}
     for family in _families(sized).values():
@@ -190,7 +188,6 @@ def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
 
 
 def _least(place: Place) -> ResourcePool:
-    """The devices that an elastic group needs at least."""
     ranks, least, pool = place.ranks, place.min_ranks or place.ranks, place.pool
     cpus, gpus = pool.cpus // ranks * least, pool.gpus // ranks * least
     return replace(pool, cpus=cpus, gpus=gpus, nodes=None, beside=None)
@@ -237,6 +234,7 @@ def _with_nodes(
     numbers = [root.nodes] if root.nodes else [n for n in range(1, limit + 1) if limit % n == 0]
     fits: list[ResourcePool] = []
     for number in numbers:
+        # The user's number of nodes for the root may not divide the pools that take it over.
         if inner and limit % number:
             break
         made = [pool if pool.nodes else replace(pool, nodes=number) for pool in family]
@@ -244,7 +242,9 @@ def _with_nodes(
         whole = all(_is_whole(ranks, size) for ranks, size in on_inner)
         if not whole or any((pool.nodes or 1) > number for pool in made):
             continue
+        # Bundles differ if a pool has fewer nodes than the root; the largest one must fit.
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
+        # A growing cluster may get such nodes, if the user has fixed their number.
         if nodes.that_hold(largest.cpus, largest.gpus) >= number or (nodes.grow and root.nodes):
             return made
         # Remember the first even layout for the error message.

@@ -166,6 +166,7 @@ class Place:
             raise UserError(
                 f"{who}: {ranks} ranks do not divide its {pool.cpus} CPUs evenly; take cpus={right}, say"
             )
+        # nodes=ranks is allowed, because the layout of nodes sets it.
         if pool.beside is not None or pool.nodes not in (None, ranks):
             given = f"beside={pool.beside!r}" if pool.beside is not None else f"nodes={pool.nodes}"
             raise UserError(

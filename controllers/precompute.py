@@ -99,6 +99,7 @@ def precompute(
 
 
 def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray]) -> TableSource:
+    # A node may overwrite a column; pyarrow would keep both under one name.
     table = graph.source.table.drop_columns([name for name in written if name in graph.source.columns])
     for name, values in written.items():
         table = table.append_column(name, values)
@@ -127,6 +128,7 @@ def _writers(graph: Graph) -> dict[str, str]:
 
 def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
     """Sort rows into the order of the source, and drop duplicates."""
+    # The last step may run past the end of the source, so some rows come twice.
     places = dict(zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True))
     number = len(graph.source.table)
     if len(places) < number:
@@ -142,6 +144,7 @@ def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
     kept = rows.select(columns).record
     with (
+        # Calls have different rows, so the first sample makes the name unique.
         pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, kept.schema) as writer,
     ):

@@ -39,8 +39,6 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class _Part:
-    """A top-level statement of a script."""
-
     place: tuple[int, int]
     text: str
     binds: frozenset[str]
@@ -64,8 +62,7 @@ class _Script:
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """Statements of the script. Empty if Python has no source text, as in an interactive
-        session or `python -c`."""
+        """Statements of the script; empty without source text, as in a notebook or `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -95,6 +92,7 @@ class _Script:
         needed = [self.parts[number] for number in sorted(chosen)]
         if not needed:
             return []
+        # A future import changes the meaning of the other statements.
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
         for path in (part for part in self.parts if part.text.startswith("sys.path.")):
             # imports may depend on it
@@ -103,29 +101,27 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call with a dropped result may change one of these names: `table.update(...)`,
-        `fill(table)`."""
+        """Whether a call with a dropped result may change one of these names, as `fill(table)` does."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
             getattr(called, "__name__" if isinstance(called, ModuleType) else "__module__", None) or ""
         )
+        # These calls do not change objects of the script.
         if part.calls in ("", "print") or owner.split(".")[0] == PACKAGE:
             return False
         containers = {name for name in names if isinstance(known.get(name), list | dict | set)}
         return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
-        """Index of the `from module import *` that provides this name, if no other statement
-        defines it."""
+        """Index of the `from module import *` that alone provides this name."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the current one. A block that contains the current one is replaced by
-        its statements."""
+        """Statements before the current one. A block that contains it is replaced by its statements."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -143,6 +139,7 @@ class _Script:
             parents = (
                 package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             )
+            # The program is outside of the script's package, so its imports must be absolute.
             node.module = ".".join([*parents, *([node.module] if node.module else [])])
             node.level = 0
             star = node.module if node.names[0].name == "*" else ""
@@ -150,6 +147,7 @@ class _Script:
         else:
             lines = text.splitlines()[_first_line(node) - 1 : node.end_lineno]
             is_whole = node.col_offset == 0 or isinstance(node, _DEFINITIONS)
+            # Such lines may hold other statements as well, so print this one from its tree.
             written = is_whole and ";" not in lines[-1]
             source = textwrap.dedent("\n".join(lines)) if written else ast.unparse(node)
         binds, reads = names_of(source)
@@ -188,8 +186,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
-    """Return the text of a function (an expression for a lambda, else its `def`), and the names
-    that it encloses."""
+    """Return the text of a function (of a lambda, an expression), and the names that it encloses."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):
@@ -284,11 +281,10 @@ class Program:
         self._statements.append(write)
 
     def named(self, name: str) -> str:
-        """Name in the text of a result."""
+        """Name of a result in the text."""
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call_text(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
-        """Return a call as text."""
         given = [
             *map(self.expression, positional),
             *(f"{n}={self.expression(v)}" for n, v in arguments.items()),
@@ -333,6 +329,7 @@ class Program:
         for made, name in self._made:
             if made is value and not is_plain:
                 return self.named(name)
+        # Before plain values, because a member of an IntEnum is also an int.
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
         if value is None or isinstance(value, bool | str | bytes | int | float | Path):
@@ -357,6 +354,7 @@ class Program:
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
+            # The text must not depend on hashes, and elements need not be comparable.
             return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
@@ -394,6 +392,7 @@ class Program:
         there: Any = module
         for each in qualified.split("."):
             there = getattr(there, each, None)
+        # Users import names from the package, not from its modules.
         if _exported(name) is not None and _exported(name) is getattr(module, name, None):
             return f"{PACKAGE}.{qualified}"
         if home == "builtins":
@@ -431,17 +430,18 @@ class Program:
                 text = text if not text.startswith("lambda") else f"{name} = {text}"
         else:
             text = f"{name} = {self.expression(value)}"
+        # Add it again at the end, so that definitions that it uses come first.
         del self._definitions[name]
         if text != f"{name} = {name}":
             self._definitions[name] = text
 
     def _define_reads(self, text: str, function: FunctionType) -> None:
-        """Define the global names that a function refers to."""
         for name in sorted(names_of(text)[1]):
             if name not in function.__globals__ or name in self._definitions:
                 continue
             value = function.__globals__[name]
             if function.__module__ != MAIN:
+                # The text of the function uses this name, so it cannot get an alias.
                 self._import(function.__module__, name, value, alias=False)
             elif self._script.has(name):
                 self._needs.add(name)
@@ -509,6 +509,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, str | Path):
         return _quoted(str(value))
     if isinstance(value, float):
+        # `repr` of a numpy float names its type.
         return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
     return repr(value)
 

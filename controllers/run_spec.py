@@ -105,25 +105,24 @@ class RunSpec:
 
     @property
     def evaluations_hold_training(self) -> bool:
-        """Whether the next step waits for evaluations, because `stop` reads their metrics. A schedule
-        that overlaps has begun the next step anyway."""
+        """Whether the next step waits for evaluations, because `stop` reads their metrics."""
+        # `StopOnSignal` ignores the metrics, so no step needs to wait for them.
         reads = self.stop is not None and not isinstance(self.stop, StopOnSignal)
         return reads and not self.schedule.overlaps
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
-        """Whether a finished step is evaluated for the metric that selects the best checkpoint."""
+        """Whether a step is evaluated for the metric that selects the best checkpoint."""
         source = self.evaluations.get(self.checkpoint.best_source)
         return source is not None and source.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
+        # Graphs share groups, so several may have the same edge.
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Progress, trackers and counts that are kept over restarts of a run."""
-
     progress: Progress
     disk: FullDisk
     trackers: TrackerThreads

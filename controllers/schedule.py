@@ -79,6 +79,7 @@ class Stepwise(Config):
         if not train.open:
             return self.prompts_per_step
         ready = train.ledger.readiness
+        # Groups on their way may still pass the filters, so replace none before they arrive.
         arrived = all(ready.settled(n) or ready.exhausted(n) for n in train.updates)
         return self.lacks(train) if arrived else 0
 
@@ -104,6 +105,7 @@ class Stepwise(Config):
         if no group has passed.
         """
         passed = self.passed(train)
+        # An update that took every group so far needs one more to complete its batch.
         train.short_size = max(passed, 1 + max(train.taken.values(), default=0)) if passed else None
         return passed and self.size(train)
 
@@ -243,5 +245,6 @@ def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool
     step, number = evaluation.ledger.live.ready_in_step(node)
     if not node.operation.takes_groups:
         return Share(max_rows=number) if number else None
+    # An observer measures a whole evaluation, so it gets all groups in one call.
     partial = evaluation.observes(node) and number != evaluation.ledger.live.groups_of_step[step]
     return Share(max_groups=number) if number and not partial else None

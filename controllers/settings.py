@@ -28,8 +28,6 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class _Placed:
-    """A value in a settings file."""
-
     value: Any
     """A plain value, or a mapping from names to `_Placed` values."""
     place: str
@@ -56,6 +54,7 @@ def _yaml(path: Path, text: str) -> dict[str, _Placed]:
     import yaml
 
     try:
+        # Composed nodes know their lines, which `yaml.load` drops.
         root = yaml.compose(text, yaml.SafeLoader)
         loader = yaml.SafeLoader("")
         if root is None:
@@ -79,6 +78,7 @@ def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, _Placed]:
     found: dict[str, _Placed] = {}
     for key, value in node.value:
         name, place = str(loader.construct_object(key, deep=True)), f"{path}:{key.start_mark.line + 1}"
+        # YAML itself would silently use the last value.
         if name in found:
             raise UserError(f"{place}: {name} is given twice, the first time in {found[name].place}")
         inner = isinstance(value, yaml.MappingNode)
@@ -118,6 +118,7 @@ def _toml_lines(text: str) -> dict[str, int]:
     >>> _toml_lines("steps = 3\\n[lora]\\nrank = 8\\n")
     {'steps': 1, 'lora': 2, 'lora.rank': 3}
     """
+    # tomllib does not report lines.
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -135,8 +136,6 @@ OPTION = "--config"
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a value."""
-
     kind: Literal["default", "file", "flag"]
     place: str = ""
     """`FILE:LINE`, or the flag."""
@@ -155,7 +154,6 @@ class Composed:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Name -> value."""
         return {name: attrgetter(name)(self.settings) for name in self.origins}
 
 
@@ -183,6 +181,7 @@ def compose(
         with redirect_stderr(said):
             settings = tyro.cli(settings_class, default=default, description=about, args=rest)
     except SystemExit as end:
+        # tyro replaces the error by SystemExit, which keeps it as its context.
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__
@@ -240,8 +239,7 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 def check(
     settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
 ) -> dict[str, _Placed]:
-    """Check the name and the type of each value of a file. Return full name -> value, converted to
-    the type of its field.
+    """Check each value of a file, and return full name -> value of its field's type.
 
     Raises:
         UserError: Something is wrong; the message has one line per problem.
@@ -300,7 +298,6 @@ def _valid(name: str, field: Any, placed: _Placed) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value without places."""
     if not isinstance(value, Mapping):
         return value
     return {name: _plain(each.value) for name, each in value.items()}
@@ -331,8 +328,7 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
-    """Settings before flags are read. They are not validated as a whole, because a flag may still
-    fix them."""
+    """Settings before flags are read, not validated as a whole, because a flag may fix them."""
     import tyro
 
     values: dict[str, Any] = {}

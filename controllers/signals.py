@@ -47,8 +47,7 @@ class StopOnSignal:
 
 
 def ask_to_end(number: int) -> bool:
-    """Ask the current run to save a checkpoint and end, because of a signal. Return False if no run
-    can, or it was asked already."""
+    """Ask the current run to save itself and end. Return False if none can, or it was asked already."""
     if _Ending.asked or not _Ending.runs:
         return False
     _Ending.asked = number
@@ -61,7 +60,7 @@ def asked_to_end() -> int:
 
 @contextmanager
 def can_be_ended(able: bool) -> Iterator[None]:
-    """Mark a run as active, so that it can be asked to end if it is `able` to save itself."""
+    """Mark a run as active, so that it can be asked to end if `able`."""
     _Ending.runs += able
     try:
         yield
@@ -73,12 +72,12 @@ def can_be_ended(able: bool) -> Iterator[None]:
 def write_line(line: str) -> None:
     """Write a line to standard error from a signal handler, even if the terminal is gone."""
     with suppress(OSError):
+        # Not `print`: a signal handler cannot re-enter a buffered stream.
         os.write(2, f"{line}\n".encode())
 
 
 def hold_streams() -> None:
-    """Open the null device for closed standard streams. Otherwise the next opened file would
-    replace one, and library output would be written into it."""
+    """Open the null device for closed standard streams, which the next opened files would replace."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -91,6 +90,7 @@ def redirect_to_null(streams: list[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
+    # The kernel gives out the lowest free descriptor, which may be a closed stream itself.
     if nowhere not in streams:
         os.close(nowhere)
 
@@ -124,6 +124,7 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
     Args:
         saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
     """
+    # Look now: after SIGHUP, a stream is no longer recognized as a terminal.
     standing = _terminals()
     with _handled(
         filter(_is_free, ENDING if saves else OF_SYSTEMS), lambda number, _: _end_run(number, standing)
@@ -133,8 +134,7 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
 
 @contextmanager
 def signals_end_script() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a script and its runs. An ignored signal stays ignored, as under
-    `nohup`."""
+    """Let SIGTERM and SIGHUP end a script and its runs, unless ignored, as under `nohup`."""
     standing = _terminals()
     heeded = [number for number in OF_SYSTEMS if signal.getsignal(number) is not signal.SIG_IGN]
     with _handled(heeded, lambda number, _: _end_run(number, standing)):
@@ -152,9 +152,11 @@ def signals_deferred(until: str) -> Iterator[None]:
         if len(noted) == 1:
             write_line(f"{signal.Signals(number).name}: the run ends when {until}")
             return
+        # Restore the earlier handlers first: they should receive the signal.
         handlers.close()
         signal.raise_signal(number)
 
+    # An ignored signal stays ignored, as under `nohup`.
     heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     handlers.enter_context(_handled(heeded, note))
     try:
@@ -180,16 +182,14 @@ def _handled(
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether no handler is set, apart from Ray's. Ray leaves its SIGTERM handler behind, and it
-    would end a later run without a checkpoint."""
+    """Whether no handler is set, apart from Ray's, which would end a later run without a checkpoint."""
     handler = signal.getsignal(number)
     unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
 
 
 def _end_run(number: int, terminal: list[int]) -> None:
-    """Ask the current run to save itself and end, or raise an exception so that every `with` block
-    cleans up.
+    """Ask the current run to save itself and end, or raise an exception, so that `with` blocks clean up.
 
     Args:
         terminal: Standard streams that are terminals, which are gone after SIGHUP.

@@ -130,6 +130,7 @@ def train(
     # With an adapter, the reference is the actor without it, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]
     shared = shared_devices(program, placed, _nodes())
+    # Round the product, because the printed program shows it.
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
     rate = usual if learning_rate is None else learning_rate
     trained = {"learning_rate": rate, **({} if lora is None else {"lora": lora})}
@@ -176,7 +177,6 @@ def _check(method: Method, name: str, rewards: object, held_out: object) -> None
 
 
 def _check_responses(method: Method, name: str, prompts: Source) -> None:
-    """Check that the data have the kind of responses that the method trains on."""
     if method.samples or not isinstance(prompts, Prompts):
         return
     if method.compares:
@@ -217,6 +217,7 @@ def _groups(
             groups[each] = program.assign(each, group, workers[each][0], **workers[each][1])
     if method.samples:
         groups["rollout"].follows(groups["actor"])
+        # Written last, because the program may still rename its results.
         program.add_statement(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")
     return groups
 
@@ -326,6 +327,7 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     ((12, 8, 2), (4, 0, 2))
     """
     kind = 1 if any(gpus for _, gpus in sizes) else 0
+    # A few large nodes may have more devices than many small ones.
     least = max(
         (size[kind] for size in sizes),
         key=lambda each: (each * sum(s[kind] >= each for s in sizes), each),

@@ -26,14 +26,12 @@ from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
-    """Decide who publishes and who receives which version. The calls to make are returned as requests.
+    """Decide who publishes and who receives which version, as requests for calls.
 
     Args:
-        partial_rollouts: How to treat unfinished responses when weights arrive (see
-            `Asynchronous`).
+        partial_rollouts: How to treat unfinished responses (see `Asynchronous`).
         cancel: Ends a call on all of its ranks.
-        keeps: Whether a group must keep its version because an evaluation uses it; None if no group
-            must.
+        keeps: Whether a group must keep its version for an evaluation; None if none must.
     """
 
     def __init__(
@@ -61,16 +59,13 @@ class WeightSync:
         """Followers that receive weights when their responses are finished."""
 
         self._metrics: dict[str, float] = {}
-        """Metrics of transfers since the last `take_metrics`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and reset the metrics of transfers (docs/metrics.md)."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     @property
     def under_way(self) -> bool:
-        """Whether a follower still has to receive weights."""
         return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
@@ -79,8 +74,7 @@ class WeightSync:
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Follower in these groups -> the version that it will hold once its leader's current
-        weights arrive."""
+        """Follower in these groups -> the version that it will hold once its leader's weights arrive."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -90,7 +84,6 @@ class WeightSync:
         return wanted
 
     def followers(self, leader: str) -> dict[str, int]:
-        """Follower -> its version."""
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
@@ -102,8 +95,7 @@ class WeightSync:
         return group.name in self._owing
 
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the current weights of a group to the followers that are due and ready; the others
-        get them later."""
+        """Send the current weights to the followers that are due and ready, the others later."""
         group = self._groups[leader]
         if leader in self._owing or group.updating:  # both end with another `publish`
             return []
@@ -129,22 +121,22 @@ class WeightSync:
             then=partial(self._published, edges=ready, shared=bool(shared)),
             on_device=not shared,
         )
+        # The empty call moves the follower onto the devices; the leader then sends from host memory.
         if shared:
             return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
         return [request]
 
     def publish_all(self) -> list[CallRequest]:
-        """Send the current weights of every leader."""
         leaders = dict.fromkeys(e.leader for e in self._edges)
         return [request for leader in leaders for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Send weights to a replaced rank, if its group follows another. It gets no rows until it
-        has them."""
+        """Send weights to a replaced rank of a follower. It gets no rows until it has them."""
         requests: list[CallRequest] = []
         for edge in self._edges:
             if edge.follower == follower.name:
                 follower.lacking.add(rank)
+                # Without a noted version, the transfer is due again.
                 self._sent.pop(follower.name, None)
                 requests += self.publish(edge.leader)
         return requests
@@ -154,14 +146,13 @@ class WeightSync:
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
     def receive_when_idle(self) -> list[CallRequest]:
-        """Send weights to followers that have finished their responses."""
         leaders = dict.fromkeys(e.leader for e in self._edges if e.follower in self._waiting)
         return [request for leader in leaders for request in self.publish(leader)]
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
-        """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers are reading its weights
             return False
+        # A replaced rank cannot get the evaluated weights back, so it takes the current ones.
         if self._keeps and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
@@ -185,6 +176,7 @@ class WeightSync:
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
             recomputes = self._partial_rollouts == "recompute"
+            # Only running responses have keys and values to recompute.
             if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
@@ -194,7 +186,6 @@ class WeightSync:
         return requests
 
     def _requeue(self, call: Call) -> None:
-        """End a generating call and requeue its unfinished rows."""
         assert call.ledger is not None and call.lease is not None
         if call.ledger.leases.holds(call.lease):
             # Release before cancelling, so that rows of late replies no longer count.
@@ -202,15 +193,13 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that receive a version: all that are up, or only those without it if the others
-        have it."""
+        """Ranks that receive a version: all that are up, or those without it if the others have it."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
-        """Check new ranks before they get rows: they answer a few prompts, and the leader compares
-        log-probabilities."""
+        """Compare log-probabilities of new ranks with the leader's before they get rows."""
         group = call.group
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again
@@ -222,6 +211,7 @@ class WeightSync:
         return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
+        # A rank that died during the comparison does not count as a receiver.
         received.lost |= call.lost
         values = sorted(call.values.items())
         found = {rank: canary for rank, canary in values if rank not in call.lost and canary}
@@ -265,8 +255,7 @@ class WeightSync:
             self._metrics[key] = max(self._metrics.get(key, 0.0), seconds)
 
     def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
-        """Compare the checksum of every received copy with the published one, then publish newer
-        weights."""
+        """Compare checksums of received and published weights, then publish newer ones."""
         given = reduce(add, call.results)
         if given.num_bytes:
             self._metrics[f"{leader}/weights_bytes"] = float(given.num_bytes)

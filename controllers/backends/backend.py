@@ -33,8 +33,7 @@ START_TIMEOUT_S = 300.0
 FILE_BYTES = 16 << 20
 """[bytes] Size of a segment file. A file is recycled when none of its rows are in flight."""
 RETRY_S = 20.0
-"""[s] How long a rank retries to read rows from a node whose segment server does not answer,
-because it may be restarting."""
+"""[s] How long a rank retries to read from a node whose server may be restarting."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +43,31 @@ class Files:
     folder: Path
     """Has a folder for each node, unless `scratch` is used."""
     file_bytes: int = FILE_BYTES
-    """[bytes] File size at most, before a writer begins another file."""
+    """[bytes] Largest file of a writer."""
     memory_bytes: int | None = None
     """[bytes] Segments of a node that stay in memory; None leaves that to the kernel."""
     scratch: Scratch | None = None
-    """A local folder on each machine, with a folder per node; None if all machines see `folder`."""
+    """A local folder on each machine; None if all machines see `folder`."""
     start: int = 0
-    """How often the run was restarted. It is part of writers' names, which are never reused."""
+    """Number of restarts of the run. It makes the names of writers unique."""
 
     def of_node(self, node: str) -> Path:
         """Folder of a node's files, for a process on its machine."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def are_beside(self, run: Path) -> bool:
-        """Whether this machine sees the run's directory."""
         return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
 
     def logs_of_node(self, node: str, run: Path) -> Path:
-        """Folder for logs of a node's processes: in the run's directory, or next to the segments if
-        the machine does not see it."""
+        """Folder for logs of a node's processes: next to the segments if it does not see `run`."""
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
-        """Open the files of a process. The reader is not connected to other nodes yet."""
+        """Open the files of a process, not yet connected to other nodes."""
         reader = SegmentReader(self.of_node(node), node, retry_s=RETRY_S)
         return DataAccess(reader, self.writer(node, name))
 
     def writer(self, node: str, name: str) -> SegmentWriter:
-        """Open only the writer of a process, whose name is unique in the run."""
         return SegmentWriter(
             self.of_node(node),
             node,
@@ -83,17 +79,12 @@ class Files:
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings for the start of a run's groups."""
-
     handles: Mapping[str, Handle]
-    """Worker groups, by name."""
     placement: Mapping[str, Place]
     run_dir: Path
-    """Directory of the run, with a log for each rank."""
     seed: int
     files: Files
     follows: Sequence[ParameterEdge] = ()
-    """Groups that load weights from others."""
     start_timeout_s: float = START_TIMEOUT_S
     """[s] Longest time for the workers of a group to start."""
     call_timeout_s: float = math.inf
@@ -134,11 +125,10 @@ class Backend(Protocol):
     """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Reject a placement that cannot be started, before anything is.
+        """Reject a placement that does not fit, before anything is started.
 
         Raises:
-            UserError: The placement does not fit; the message names the group or pool, and what is
-                available.
+            UserError: Names the group or pool, and the available devices.
         """
         ...
 
@@ -159,8 +149,7 @@ class Backend(Protocol):
         ...
 
     def rest(self, seconds: float) -> None:
-        """Sleep, so that the next `wait` returns more replies. Return at once if nothing runs in
-        the meantime."""
+        """Sleep, so that the next `wait` returns more replies, unless nothing runs in the meantime."""
 
     def clock(self) -> float:
         """[s] Monotonic time, for deadlines and timelines."""
@@ -188,7 +177,7 @@ class Backend(Protocol):
         return next(iter(self.nodes))
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Stack traces of ranks, in words, within seconds; unknown ones are left out."""
+        """Stack traces of ranks, in words, within seconds, if known."""
         return {}
 
     @property
@@ -202,26 +191,23 @@ class Backend(Protocol):
 
     @property
     def cluster(self) -> Cluster | None:
-        """What only a cluster can do, where each rank is a process that can die or hang alone. None
-        if groups take turns in one process."""
+        """The operations of a cluster, whose ranks can die or hang alone; None for a single process."""
         return None
 
 
 class Cluster(Protocol):
-    """A backend whose ranks are processes, perhaps on several nodes."""
-
     address: str | None
-    """Address of the cluster that the run joins; None for a local one, on this machine alone."""
+    """Address of the cluster that the run joins; None for a local one."""
     wait_s: float
-    """[s] How long to wait for room for ranks that a run needs."""
+    """[s] Longest wait for room for ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process, if it is alive, and start another, without waiting. Calls to the new
-        one wait until it is up; the old one's are never answered."""
+        """End a rank's process and start another, without waiting. Calls to the new one wait until it
+        is up; calls to the old one are never answered."""
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
-        """End the process of an elastic group's rank without replacing it or waiting."""
+        """End the process of an elastic group's rank, without waiting or replacing it."""
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
@@ -229,13 +215,11 @@ class Cluster(Protocol):
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """Id of the last sample that a rank recorded (`Context.at`), also after its process has
-        died, or None."""
+        """Id of the last sample that a rank recorded (`Context.at`), also after its death, or None."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Names of lost nodes, whose processes and rows are gone. A `look` checks the nodes first,
-        which may take seconds."""
+        """Names of lost nodes. A `look` checks the nodes first, which may take seconds."""
         ...
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
@@ -243,7 +227,7 @@ class Cluster(Protocol):
         ...
 
     def delete(self, node: str, file: str) -> None:
-        """Ask all nodes to delete a segment file that a process on `node` wrote, without waiting."""
+        """Ask all nodes to delete a segment file that a process on `node` wrote."""
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
@@ -252,8 +236,7 @@ class Cluster(Protocol):
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Raise a `UserError` if this machine has too little memory for the groups. On GPUs, the workers
-    check it."""
+    """Raise a `UserError` if this machine has too little memory. On GPUs, the workers check it."""
     if machine_gpus():
         return
     for name, handle in handles.items():

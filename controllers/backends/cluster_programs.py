@@ -46,6 +46,7 @@ def probe(address: str) -> None:
     os.environ |= PATIENCE
     import ray
 
+    # Ray has no deadline for joining, so this thread ends the process.
     late = threading.Timer(
         JOIN_TIMEOUT_S, end, ("it took the connection, but did not answer as a Ray cluster does" + PORT,)
     )
@@ -119,6 +120,7 @@ def processes_of(folder: Path, groups: set[int], session: int) -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process is gone, or belongs to another user
             state, _, group, of_session = (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
+            # The number of a group may have been reused in another session.
             ours = int(group) in groups and int(of_session) == session
             named = any(name in (entry / of).read_bytes() for of in ("cmdline", "environ"))
             if (ours or named) and state != "Z" and int(entry.name) != os.getpid():

@@ -165,6 +165,7 @@ class JobRequest:
     def variables(self, job: str) -> dict[str, str]:
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
+        # Users follow the output while the job runs, so Python must not hold it back.
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
 
 
@@ -220,7 +221,6 @@ class Job:
 
     @classmethod
     def of(cls, details: Any) -> Job:
-        """From what Ray's client returns."""
         variables = (details.runtime_env or {}).get("env_vars", {})
         return cls(
             id=str(details.submission_id or details.job_id),
@@ -234,14 +234,10 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a cluster.
-
-    Args:
-        address: Address of its job server, such as http://ray-head:8265; None uses
-            `RAY_API_SERVER_ADDRESS`.
+    """The jobs of a cluster, by the `address` of its job server (None: `RAY_API_SERVER_ADDRESS`).
 
     Raises:
-        UserError: The address is wrong, the server does not answer, or the token is wrong.
+        UserError: The address or the token is wrong, or the server does not answer.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -251,10 +247,7 @@ class Jobs:
             self._client = _client(self.address)
 
     def submit(self, request: JobRequest, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Send the files of a job, start it, and return its id.
-
-        Args:
-            tell: Receives a line about the files that are sent.
+        """Send the files of a job, start it, and return its id. `tell` gets a line about the files.
 
         Raises:
             UserError: The files are too large, or do not include the script.
@@ -262,6 +255,7 @@ class Jobs:
         """
         _check_files(request, tell)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.run_name)
+        # Two jobs may be submitted in the same second, so a random part makes the id unique.
         job = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         environment = request.code.runtime_env({}) | {"env_vars": request.variables(job)}
         with _answers(self.address):
@@ -276,11 +270,7 @@ class Jobs:
         return sorted(found, key=lambda job: (job.submitted_s, job.id), reverse=True)
 
     def get(self, job: str) -> Job:
-        """Return a job.
-
-        Raises:
-            UserError: The cluster does not know this job.
-        """
+        """Return a job, or raise a `UserError` if the cluster does not know it."""
         known = {one.id: one for one in self.list()}
         if job not in known:
             raise UserError(f"the cluster at {self.address} has no job {job!r}{nearest(job, known)}")
@@ -307,8 +297,7 @@ class Jobs:
         return found
 
     def follow(self, job: str, write: Callable[[str], None]) -> Job:
-        """Pass on the output of a job as it arrives, from its beginning until it ends, and return the
-        job.
+        """Pass on the output of a job, from its beginning until it ends, and return the job.
 
         Raises:
             UserError: The cluster does not know this job.
@@ -338,8 +327,7 @@ class Jobs:
             time.sleep(POLL_S)
 
     async def _tail(self, job: str, pass_on: Callable[[str, int], None]) -> None:
-        """Follow the log of a job from its beginning until its server ends it, or sends nothing for
-        QUIET_S."""
+        """Follow the log of a job until its server ends it, or sends nothing for QUIET_S."""
         import aiohttp
 
         seen, stream = 0, self._client.tail_job_logs(job)
@@ -404,7 +392,6 @@ def _require_listener(address: str) -> None:
 
 
 def _client(address: str) -> Any:
-    """Ray's client, with timeouts for its requests."""
     if find_spec("aiohttp") is None:
         raise UserError(
             'jobs need Ray\'s complete client, which is not installed; run: pip install "weft[jobs]"'
@@ -431,8 +418,7 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Convert exceptions of Ray's client: a wrong or missing token to a `UserError`, others to a
-    `RunError`."""
+    """Convert errors of Ray's client: a wrong or missing token to `UserError`, others to `RunError`."""
     from ray.exceptions import AuthenticationError
 
     try:

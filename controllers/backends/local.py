@@ -109,16 +109,17 @@ class SilenceWatch:
         if self._interrupts:
             signal.pthread_kill(self._thread, SIGNAL)
         else:
+            # Python runs signal handlers in the main thread only. This waits for the next bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread), ctypes.py_object(Silent)
             )
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        # The call may have advanced since the signal was sent.
         if self._silent_s > self._limit_s:
             raise Silent(_where(frame))
 
     def _is_debugged(self) -> bool:
-        """Whether the call is in a debugger."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             if DEBUGGERS.intersection(Path(frame.f_code.co_filename).parts):
@@ -129,6 +130,7 @@ class SilenceWatch:
     def _arm(self, seconds: float) -> None:
         """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
         self._armed = True
+        # An interactive session (with sys.ps1) must not lose its variables.
         faulthandler.dump_traceback_later(
             seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2
         )
@@ -150,11 +152,10 @@ REST_S = 0.05
 
 
 class Local(Backend):
-    """Runs every group in this process, with one rank each. The groups take turns on one thread
-    while the driver waits.
+    """Runs every group in this process, with one rank each. The groups take turns on one thread.
 
-    Ranks and devices in the placement are reported and ignored, so a script for Ray also runs under
-    a debugger. A call that makes no progress for too long is interrupted, and the run ends.
+    Ranks and devices in the placement are ignored, so a script for Ray also runs under a debugger.
+    A call that makes no progress for too long is interrupted, and the run ends.
     """
 
     in_process = True
@@ -173,8 +174,7 @@ class Local(Backend):
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` if this machine has too little memory, or for a transport of vLLM, which
-        needs leader and follower at the same time. `start` reports unused parts of the placement."""
+        """Raise a `UserError` for too little memory, or a transport whose sides must work at once."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader

@@ -1,10 +1,8 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
-A setting names a folder, or a Hugging Face id whose snapshot is cached on the driver's node. A rank
-on another node asks the `_FolderSource` on the driver's node for the folder's listing. If its node
-has the same files at the same path or in its cache, the rank uses them. Otherwise one process of
-the node fetches the folder into the node's cache (`workers/models/node_folder.py`), and all its
-ranks use the copy.
+A setting names a folder, or a Hugging Face id that is cached on the driver's node. If a rank's node
+has the same files at the same path or in its cache, the rank uses them. Otherwise one process of the
+node fetches the folder into its cache (`workers/models/node_folder.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ class _FolderSource:
         return list_folder(folder, weights=weights)
 
     def piece(self, folder: Path, name: str, start: int) -> tuple[bytes, bytes]:
-        """A piece of a file, and its checksum."""
         self._check(folder)
+        # A name in the request must not lead out of the folder.
         return read_piece(folder / Path(name).name, start)
 
     def _check(self, folder: Path) -> None:
@@ -64,10 +62,9 @@ class ModelFolders:
     """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """Return the group's settings with paths of this node, copying folders if needed.
+        """Return the group's settings with paths of this `node` (Ray's id), copying folders if needed.
 
         Args:
-            node: Ray's id of the rank's node.
             advance: Called as copies grow.
 
         Raises:
@@ -121,8 +118,7 @@ class ModelFolders:
 
 
 class SentFolders:
-    """Model folders of a run, on the driver's side. The actor that reads them starts when a rank
-    may be on another node."""
+    """Model folders of a run, on the driver's side."""
 
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
@@ -153,8 +149,7 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """Return the folders of models and tokenizers in a group's settings, given as paths or as Hugging
-    Face ids in this node's cache: setting -> folder.
+    """Return setting -> folder for the models and tokenizers of a group, also from this node's cache.
 
     Raises:
         UserError: The weight index of a cached model is damaged.
@@ -172,5 +167,4 @@ def named_folders(config: Any) -> dict[str, Path]:
 
 
 def _has_weights(setting: str) -> bool:
-    """Whether ranks read weights from the folder in this setting."""
     return "tokenizer" not in setting

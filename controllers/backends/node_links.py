@@ -61,6 +61,7 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
+        # A log that has become shorter was begun again.
         begin = max(seen if seen <= size else 0, size - MAX_BYTES)
         if size > begin or path.name not in known:
             with path.open("rb") as file:
@@ -70,8 +71,6 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
 
 
 class NodeLogs:
-    """Copies the logs of other machines into the run's directory."""
-
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._asked_at = clock()
@@ -80,18 +79,17 @@ class NodeLogs:
         self._seen: dict[str, dict[str, int]] = {}
         """Node -> log -> number of bytes copied."""
         self.silent: set[str] = set()
-        """Nodes that did not answer in time. `bring` does not wait for them until they have
-        answered."""
+        """Nodes that did not answer in time. `bring` does not wait for them."""
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Store answers that have arrived, and ask again if it is time, without waiting."""
+        """Store answers, and ask again if it is time, without waiting."""
         self._store(take_answers(self._asked))
         self.silent.intersection_update(self._asked.values())
         if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
-        """Ask for new text and wait up to BRING_S for all nodes."""
+        """Ask for new text, and wait up to BRING_S."""
         # Pending answers may be older than now; the new answers include their text.
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
@@ -116,9 +114,9 @@ class NodeLogs:
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def append_text(self, node: str, found: NewText) -> None:
-        """Append new text of a node to the logs in the run's directory."""
         seen = self._seen.setdefault(node, {})
         for name, (begin, text) in found.items():
+            # A name from another machine must not lead out of the folder.
             if Path(name).name != name:
                 continue
             make_folder(self._folder)
@@ -176,7 +174,7 @@ class SegmentHost:
             time.sleep(SAMPLE_S)
 
     def memory(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes. Return the memory of the node and of those watched before."""
+        """Watch these processes. Return the memory of the node and of processes watched before."""
         self._processes.watch(processes)
         return self._processes.memory()
 
@@ -193,12 +191,11 @@ class SegmentHost:
 
 
 class SegmentServers:
-    """The segment servers of a run, one per node; none if the run has only one node."""
+    """The segment servers of a run, one per node; none with a single node."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
         self.deletions: Deletions | None = None
-        """Deletes files on all nodes."""
         self.hosts: dict[str, Any] = {}
         """Node name -> its `SegmentHost` actor; empty if the run has one node."""
         self._lives: dict[Any, str] = {}
@@ -220,8 +217,7 @@ class SegmentServers:
         return sorted(self._asked.values())
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each node (Ray's id -> name) that has none, without waiting. Call
-        `advance` until no node is `awaited`."""
+        """Start a server on each new node (Ray's id -> name). Call `advance` until none is `awaited`."""
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -244,7 +240,9 @@ class SegmentServers:
 
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
         remote: Any = ray.remote
+        # Two threads: `last` never returns, so it takes one of them.
         server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
+        # Traffic on loopback does not leave the machine.
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
@@ -274,7 +272,6 @@ class SegmentServers:
         self.deletions = Deletions(self.peers)
 
     def tell_deletions(self) -> None:
-        """Send pending deletions to the servers while they exist."""
         if self.deletions is not None:
             self.deletions.close()
 
@@ -286,8 +283,7 @@ class SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Every LOOK_S, forget dead servers, so that `start` replaces them. Return whether there
-        were any."""
+        """Every LOOK_S, forget dead servers, and return whether there were any."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -426,7 +422,6 @@ class NodeLinks:
                 raise WorkerError(_not_serving(self.servers.awaited, timeout_s))
 
     def bring_logs(self) -> None:
-        """Copy new log text of other nodes now."""
         self.logs.bring(self.servers.hosts)
 
     def sample_at(self, group: str, rank: int) -> int | None:
@@ -441,14 +436,12 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Note that a rank has answered for the first time, perhaps on a new node. `take_events`
-        returns the answer when the rank can work."""
+        """Note that a rank is up. `take_events` returns its answer when the rank can work."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take_events(self) -> list[Event]:
-        """Process answers of servers and ranks, and restart dead servers. Return the answers of new
-        ranks that can work, and failures of the others.
+        """Restart dead servers, and return the answers of new ranks that can work, or their failures.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.
@@ -482,7 +475,6 @@ class NodeLinks:
         return bool(self.servers.awaited or self._telling)
 
     def _advance(self, wait_s: float = 0.0) -> None:
-        """Process answers of servers and ranks, and tell ranks of new servers."""
         import ray
 
         if self.servers.advance(wait_s):
@@ -540,8 +532,7 @@ class NodeLinks:
         return not self._connecting
 
     def _turn_away(self, arrival: _Arrival) -> str:
-        """Reason that a rank cannot work. If the others cannot reach its node, they continue
-        without it."""
+        """Reason that a rank cannot work. If its node cannot be reached, continue without the node."""
         node = self.stands_on.get(arrival.at)
         if node is None or node not in self.servers.awaited:
             return f"it did not connect to the other nodes within {CONNECT_TIMEOUT_S:.0f} s"

@@ -1,5 +1,4 @@
-"""Resource pools on a Ray cluster. Pools that share nodes are one placement group, with one bundle
-per node."""
+"""Resource pools on a Ray cluster. Pools that share nodes are one placement group."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ WAIT_S = 30.0
 OWN_POOL_TIMEOUT_S = 1.0
 """[s] Longest wait for a free CPU for a group without a place."""
 TELL_S = (3.0, 60.0)
-"""[s] Time until the first line about waiting, and longest time between two lines. The time doubles
-after each."""
+"""[s] Time until the first line about waiting, and its maximum: it doubles after each line."""
 LOOK_S = 0.2
 """[s] Time between two checks for room for the ranks of an elastic group."""
 PROBE_TIMEOUT_S = 120.0
@@ -47,8 +45,7 @@ class _ReservedPart:
     """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """Return a promise of its GPUs on the bundle's current node. Ray moves the bundle of a lost
-        node."""
+        """Return a promise of its GPUs. Ray moves the bundle of a lost node."""
         import ray
 
         held: Any = ray.remote(_gpus_from)
@@ -80,8 +77,8 @@ class Reservations:
     def reserve(self, setup: Setup) -> None:
         """Reserve the pools of a placement. Wait for pools that the user sized.
 
-        A group without a place gets a free CPU, near the group that it follows. If there is none,
-        it is a guest on another pool's node, and works while that pool's groups are idle.
+        A group without a place gets a free CPU, near the group that it follows. If there is none, it is
+        a guest on another pool's node, and works while that pool's groups are idle.
 
         Raises:
             UserError: A pool that the user sized was not free in time.
@@ -89,6 +86,7 @@ class Reservations:
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
+        # Without a sized pool, wait for one of the others, which then has room for guests.
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
@@ -131,8 +129,7 @@ class Reservations:
         return found
 
     def _keep_recorder_here(self, setup: Setup) -> None:
-        """With several nodes, place the recorder on the driver's node, because it writes into the
-        run's directory."""
+        """Place the recorder on the driver's node, because it writes into the run's directory."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -150,8 +147,7 @@ class Reservations:
             ray.util.remove_placement_group(group)
 
     def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
-        """Request each rank of an elastic group separately, and wait for `min_ranks`. Ray's
-        autoscaler sees the other requests as well."""
+        """Request each rank separately, so that Ray's autoscaler sees all, and wait for `min_ranks`."""
         import ray
 
         pool, least = place.pool, place.min_ranks or 0
@@ -191,11 +187,7 @@ class Reservations:
         tell: Callable[[str], None] = lambda line: None,
         near: Mapping[str, str] = {},
     ) -> None:
-        """Reserve the pools that are free in time, and withdraw the requests for the others.
-
-        Args:
-            near: Pool -> Ray's id of the node that it must be on.
-        """
+        """Reserve the pools that are free in time. `near`: pool -> Ray's id of its node."""
         import ray
 
         asked = [(family, _ask(family, near.get(name))) for name, family in bundles(pools).items()]
@@ -217,7 +209,6 @@ class Reservations:
     def _share_out(
         self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]
     ) -> None:
-        """Divide the bundles of a placement group among the pools that share them."""
         import ray
 
         nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -287,7 +278,6 @@ def _in_words(pool: ResourcePool) -> str:
 
 
 def _in_stock() -> str:
-    """Describe the resources of the cluster, and how many are free."""
     import ray
 
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,7 +1,7 @@
 """Memory, stacks and exit reasons of a run's processes.
 
-`ProcessWatch` watches the processes of one machine: one in the driver, and one in the segment server
-of each other node. `ProcessDiagnostics` collects their answers for the driver.
+`ProcessWatch` watches one machine, in the driver or in a segment server. `ProcessDiagnostics`
+collects the answers for the driver.
 """
 
 from __future__ import annotations
@@ -114,11 +114,7 @@ ADVICE = (
 
 
 class _HeldProcess:
-    """A handle to a process of this machine, which keeps its pid from being reused.
-
-    Raises:
-        OSError: There is no such process.
-    """
+    """A handle to a process, which keeps its pid from being reused; OSError if there is none."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -132,8 +128,7 @@ class _HeldProcess:
         return False
 
     def exit_code(self, wait_s: float) -> int | None:
-        """Return the exit code, or minus the signal that ended it; None if it is still alive after
-        `wait_s` seconds, or the status is unknown."""
+        """Return the exit code, or minus the signal; None if it is alive after `wait_s`, or unknown."""
         deadline = time.monotonic() + wait_s
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -149,6 +144,7 @@ class _HeldProcess:
                 return status
         with suppress(OSError, ValueError, IndexError):  # a zombie: the exit status is in its stat file
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
+            # Field 52 of proc(5), exit_code. The split begins at field 3.
             return int(fields[49]) if fields[0] in "ZX" else None
         return None
 
@@ -243,7 +239,7 @@ def threads_in(text: str) -> list[list[Frame]]:
 
 
 def shown(frames: Sequence[Frame]) -> str:
-    """Describe the frames above the executor's; without any, the worker waits for a call."""
+    """Describe the frames above the executor's. Without any, the worker waits for a call."""
     at = next((k for k, frame in enumerate(frames) if _is_executor(frame)), len(frames))
     own = frames[:at]
     if not own or (at < len(frames) and frames[at][2] == "_serve"):
@@ -325,7 +321,6 @@ class ProcessWatch:
                         self._watched[who] = _Watched(_HeldProcess(pid))
 
     def take_readings(self) -> None:
-        """Read the memory of the processes, if it is time."""
         now = time.monotonic()
         if now - self._sampled < SAMPLE_S:
             return
@@ -339,17 +334,16 @@ class ProcessWatch:
                 self._stored, self._store_bytes = now, object_store()
 
     def memory(self) -> Memory:
-        """Return the last readings, and the current memory of the node."""
         with self._lock:
             found = {who: watched.memory for who, watched in self._watched.items() if watched.memory}
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
-        """Return worker -> innermost frames of the thread that executes calls, or why there are none.
-        Unwatched workers are left out."""
+        """Return watched worker -> innermost frames of its executor, or why there are none."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
+            # Measure the logs before the signal, so that earlier stacks are not read.
             begun = {who: _size(log) for who, log in logs.items()}
             alive = [who for who, process in asked.items() if process.send(SIGNAL)]
         last, deadline = time.monotonic(), time.monotonic() + wait_s
@@ -367,8 +361,7 @@ class ProcessWatch:
         }
 
     def ending(self, who: str, wait_s: float = EXIT_S, *, blamed: bool = False) -> str:
-        """Describe how a process ended: exit code or signal, out of memory, and its memory over time.
-        Empty if unknown.
+        """Describe how a process ended, with its memory over time; empty if unknown.
 
         Args:
             blamed: Whether the cause is known already.
@@ -380,6 +373,7 @@ class ProcessWatch:
             code = watched.process.exit_code(wait_s)
             watched.process.close()
             before, self._kills = self._kills, kills(self._root)
+        # When memory runs out, the kernel sends SIGKILL; an unknown status may be that as well.
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
             by_kernel = (
@@ -407,8 +401,7 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the settled promises of Ray from a dictionary, after at most this time, and return their
-    values with the answers. Processes that died give no answer."""
+    """Remove settled promises of Ray, and return their values with the answers, if any."""
     import ray
     from ray.exceptions import RayError
 
@@ -422,8 +415,8 @@ def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K
 
 
 class ProcessDiagnostics:
-    """Memory, stacks and exit reasons of the run's processes on all nodes, collected on the driver's
-    `node`. Stacks may be requested from another thread than the loop's."""
+    """Memory, stacks and exit reasons of all processes, collected on the driver's `node`, also from
+    other threads."""
 
     def __init__(self, node: str, logs: Path) -> None:
         self._here = node
@@ -454,7 +447,7 @@ class ProcessDiagnostics:
             self._processes.pop(who, None)
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Process answers, and take or request new readings if it is time, without waiting."""
+        """Process answers, and take or request new readings, without waiting."""
         now = time.monotonic()
         if now - self._looked < SAMPLE_S:
             return
@@ -477,11 +470,9 @@ class ProcessDiagnostics:
             return {who: pid for who, (at, pid) in self._processes.items() if at == node}
 
     def memory(self) -> dict[str, Memory]:
-        """Node -> last known memory of the node and its processes."""
         return {self._here: self._own.memory(), **self._elsewhere}
 
     def stacks(self, whose: Collection[str], hosts: Mapping[str, Any]) -> dict[str, str]:
-        """Stack traces of workers, in words; unknown ones are left out."""
         with self._lock:
             self._watch()
             nodes = {self._processes[who][0] for who in whose if who in self._processes}
@@ -496,7 +487,6 @@ class ProcessDiagnostics:
         return found
 
     def ending(self, who: str, error: BaseException, hosts: Mapping[str, Any]) -> str:
-        """Describe how the process of a worker ended."""
         by_ray = said_by_ray(f"{type(error).__name__}: {error}")
         with self._lock:
             self._processes |= take_answers(self._coming)

@@ -44,12 +44,9 @@ if TYPE_CHECKING:
 def rank_process(rank_class: type) -> type:
     """Return a class for a Ray actor that sets its environment, then has the methods of a rank.
 
-    It is made in a function so that it is pickled by value, and its methods use no outside names.
-
-    Returns:
-        A class. Its arguments: an environment with `PYTHONPATH` and `OMP_NUM_THREADS`; a pickled
-            tuple of the rank class, which the process imports by name, and its arguments; and the
-            GPUs to use, or None if the environment names them.
+    It is made in a function so that it is pickled by value, and its methods use no outside names. Its
+    arguments: an environment with `PYTHONPATH` and `OMP_NUM_THREADS`; a pickled tuple of the rank class
+    and its arguments; and the GPUs to use, or None if the environment names them.
     """
 
     def __init__(
@@ -110,8 +107,7 @@ PREFIXES = (
     "MLFLOW_",
     "WEFT_",
 )
-"""Prefixes of forwarded variables. `PYTHONPATH` and thread counts are set as well
-(`_environment`)."""
+"""Prefixes of forwarded variables; `_environment` sets others."""
 OF_A_NODE = (
     "VLLM_HOST_IP",
     "HF_HOME",
@@ -183,10 +179,7 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 class _SampleNote:
-    """Eight mapped bytes of a file, which outlive the process.
-
-    The file is created when the worker first reports a sample (`Context.at`), and removed on close.
-    """
+    """Eight mapped bytes of a file, which outlive the process. `Context.at` makes the file."""
 
     FORMAT = struct.Struct("<q")
 
@@ -224,18 +217,14 @@ def _note_path(logs: Path, group: str, rank: int) -> Path:
 # Rank
 
 MAX_CALLS = 64
-"""Maximum number of running calls with rows on a rank. Each has a thread, and all but one wait for
-their turn."""
+"""Maximum number of running calls with rows on a rank, each on a thread."""
 CONTROL = "control"
-"""Threads for calls without rows (weights, checkpoints, cancelling, closing), so that calls with
-rows cannot block them."""
+"""Threads for calls without rows (weights, cancelling), which calls with rows cannot block."""
 CONTROL_CALLS = 16
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """How a rank accesses rows."""
-
     files: Files
     node_names: Mapping[str, str]
     """Ray's id of a node -> its name in references."""
@@ -266,9 +255,8 @@ class Rank:
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
             └───────────────────────────────┘
 
-    Only rank 0 of a group whose ranks meet takes a port.
-
-    Ray runs each call on a separate thread; the executor's thread does the work.
+    Only rank 0 of a group whose ranks meet takes a port. Ray runs each call on a separate thread; the
+    executor's thread does the work.
     """
 
     def __init__(
@@ -284,6 +272,7 @@ class Rank:
         if gpus is not None:
             context = replace(context, devices=tuple(gpus))
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
+            # A variable that the user has set wins.
             os.environ.setdefault(variable, value)
         write_on_request()
         self._activity = Activity()
@@ -318,7 +307,6 @@ class Rank:
         self._begun: Future[ExecutorThread] = Future()
 
     def process(self) -> tuple[str, int]:
-        """Name of its node, and its pid."""
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
@@ -356,14 +344,13 @@ class Rank:
         )
 
     def advanced(self) -> bool:
-        """Whether its worker has advanced since the last call, such as downloading a model."""
         return self._activity.is_new()
 
     def connect(self, peers: Peers) -> None:
-        """Connect to the segment servers of the other nodes."""
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
+        # A call may arrive before `begin`, and waits here.
         yield from self._begun.result().replies_to(task)
 
     def cancel_call(self, number: int) -> None:
@@ -385,11 +372,8 @@ class Rank:
 def start_rank(
     handle: Handle, place: Place, context: Context, pool: ReservedPool, sharing: int, files: RankFiles
 ) -> Any:
-    """Start the process of a rank, and return its actor, which has no worker yet.
-
-    Args:
-        sharing: Number of groups on the pool.
-    """
+    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` counts the
+    groups on the pool."""
     import ray
     from ray import cloudpickle
 
@@ -397,6 +381,7 @@ def start_rank(
     part = pool.parts[at.node_rank]
     gpus = devices(place, context.rank, part.gpus)
     found: Any = None
+    # Ray may have moved the bundle to another node, with other GPUs.
     if place.gpus and (files.replaced or not part.node):
         first = part.first_gpu + at.local_rank * place.gpus
         found = replace(part, first_gpu=first, own_gpus=place.gpus).find_gpus()
@@ -405,9 +390,11 @@ def start_rank(
     )
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
+        # Groups on a pool take turns, so together they count as its CPUs.
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
         scheduling_strategy=part.strategy,
+        # The driver replaces ranks itself, because a new process has no weights.
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )

@@ -126,7 +126,6 @@ class RayBackend(Backend, Cluster):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last run."""
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, for all nodes of the cluster."""
         self._pools = Reservations(self.wait_s)
@@ -212,7 +211,6 @@ class RayBackend(Backend, Cluster):
         )
 
     def _begin(self, names: Sequence[str]) -> dict[Any, tuple[str, int]]:
-        """Start making the workers of groups, and return promises of their `Standing`."""
         setup, meeting = self._setup, dict[Any, tuple[str, int]]()
         for name in names:
             place = setup.placement[name]
@@ -231,11 +229,7 @@ class RayBackend(Backend, Cluster):
         }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """Wait for the answers of starting ranks. The timeout restarts whenever a rank answers or
-        makes progress.
-
-        Args:
-            promises: Promise -> group and rank.
+        """Wait for starting ranks: promise -> group and rank. Progress restarts the timeout.
 
         Raises:
             WorkerError: A rank did not answer in time, died, or could not start.
@@ -276,8 +270,7 @@ class RayBackend(Backend, Cluster):
         return found
 
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
-        """Whether a starting rank has made progress since the last call, such as downloading a
-        model, or has died, which the wait for its worker reports."""
+        """Whether a starting rank has made progress since the last call, or has died."""
         actors = [self._processes[at].actor for at in ranks]
         asked = {actor.advanced.options(concurrency_group=CONTROL).remote(): None for actor in actors}
         answers = take_answers(asked, ADVANCED_TIMEOUT_S)
@@ -302,6 +295,7 @@ class RayBackend(Backend, Cluster):
         import ray
 
         self.release(group, rank)
+        # The new process may start on a node that has just joined.
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank)
@@ -414,8 +408,8 @@ class RayBackend(Backend, Cluster):
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Describe a process that died. Quote the end of its log, which says more than Ray's
-        error."""
+        """Describe a process that died, with the end of its log, which says more than Ray's error."""
+        # The process may have written its log on a machine that does not see the run's directory.
         self._links.bring_logs()
         log = self._setup.run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
@@ -459,8 +453,7 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Return an error message if a process died because its node lacks a module that this process
-    has, else None."""
+    """Error message if a process died because its node lacks a module of this process, else None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

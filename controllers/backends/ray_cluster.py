@@ -1,7 +1,6 @@
 """RayCluster: the Ray cluster of a run, either an existing one or a local one.
 
-A local cluster listens only on loopback, keeps its files in a separate folder, and is removed when
-the run ends.
+A local one listens only on loopback, keeps its files in a separate folder, and ends with the run.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from .token_file import keep_private
 
 VARIABLE = "RAY_ADDRESS"
 PROBE_TIMEOUT_S = 60.0
-"""[s] Longest wait for the probe. Its waits are shorter, but it imports Ray, perhaps from a slow
-disk."""
+"""[s] Longest wait for the probe, with the import of Ray from a slow disk."""
 EXAMPLE = "ray-head:6379"
 PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
@@ -160,7 +158,6 @@ class UserCode:
     def of(
         cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]
     ) -> UserCode:
-        """Check the user's arguments, or raise a `UserError`."""
         for name, given in (("py_modules", py_modules), ("excludes", excludes)):
             if isinstance(given, str | Path):
                 raise UserError(f"RayBackend({name}={str(given)!r}): it must be a list")
@@ -183,7 +180,7 @@ class UserCode:
         return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
 
     def check(self) -> None:
-        """Raise a `UserError` that lists the largest entries of a folder if it is too large."""
+        """Raise a `UserError` if a folder is too large, with its largest entries."""
         for folder in self.folders:
             sizes = Counter[str]()
             for name, size in self.files(folder).items():
@@ -213,8 +210,7 @@ class UserCode:
         return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the working
-        directory."""
+        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the folders."""
         job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
         told: dict[str, Any] = {}
         if self.working_dir is not None and "working_dir" not in job:
@@ -253,8 +249,7 @@ class RayCluster:
         self.folder: str | None = None
         """Folder of the local cluster while it runs."""
         self.is_connected = False
-        """Whether this object connected to Ray, so that it must disconnect. A script may have
-        connected before."""
+        """Whether this object connected to Ray, and not the script, so that it must disconnect."""
         self._sizes: list[tuple[int, int]] | None = None
         """CPUs and GPUs of each node of the cluster, if known."""
         self._reaper: ChildProcess | None = None
@@ -263,8 +258,8 @@ class RayCluster:
         """Return the nodes of the cluster, before anything is started on it.
 
         Raises:
-            UserError: The cluster cannot be joined, this process is in another cluster, or the
-                user's code is too large to send.
+            UserError: The cluster cannot be joined, this process is in another one, or the user's code
+                is too large to send.
         """
         if not self.address:
             return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
@@ -294,6 +289,7 @@ class RayCluster:
         if self.address:
             _check_joined(self.address)
             self._node_sizes(self.address)  # checks that the cluster answers
+            # Nodes may join later, so the next reader asks again.
             self._sizes = None
         if ray.is_initialized():
             if self._code.folders and not ray.get_runtime_context().runtime_env.get("working_dir"):
@@ -357,6 +353,7 @@ class RayCluster:
         import ray
         from ray._private import services
 
+        # Otherwise Ray hides all GPUs from ranks, which ask it for none (`rank.py`).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's sockets are 66 characters deeper, and a socket path has at most 107 characters.
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
@@ -393,8 +390,7 @@ class RayCluster:
 
 
 def _check_joined(address: str) -> None:
-    """Reject the address if this process has joined another cluster. A process can only be in
-    one."""
+    """Reject the address if this process has joined another cluster. It can only be in one."""
     ray = sys.modules.get("ray")
     joined: str = (
         ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
@@ -407,7 +403,6 @@ def _check_joined(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory. Ray's default is a third of the machine's memory, but it
-    only carries calls and replies."""
+    """An eighth of the free shared memory, because the store only carries calls and replies."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

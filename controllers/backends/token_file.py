@@ -1,4 +1,4 @@
-"""Ray's authentication token. Whoever can read its file can run programs on the cluster, so only its owner may."""
+"""Ray's authentication token. It lets programs run on the cluster, so only its owner may read it."""
 
 from __future__ import annotations
 

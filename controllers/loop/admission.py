@@ -21,8 +21,6 @@ FEW_PASS = (
 
 
 class Admission:
-    """Issue rows, as the schedule wants and the buffer allows."""
-
     def __init__(
         self,
         spec: RunSpec,
@@ -71,6 +69,7 @@ class Admission:
         waits = self._holds_training and self._graph_runs.evaluating
         if self._schedule.overlaps:
             self._admit_ahead()
+        # Training is on-policy, so new rows need the weights of the last step.
         elif not (waits or self._calls.beside_the_graph or self._weights.under_way):
             self._admit_step()
 
@@ -99,6 +98,7 @@ class Admission:
                     f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}"
                 )
             return  # wait until groups are finished; calls on them have deadlines
+        # The step is open already, so these prompts replace groups that filters dropped.
         if train.open:
             self._check_signal()
             train.refills += 1
@@ -109,8 +109,7 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """End the current step with the groups that have passed the filters, if the schedule allows
-        it."""
+        """End the current step with the groups that passed, if the schedule allows it."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
@@ -155,7 +154,6 @@ class Admission:
         )
 
     def _check_signal(self) -> None:
-        """Before issuing more prompts in the first step, check that some group passed the filters."""
         train, each = self._train, self._schedule.prompts_per_step
         if not self._stop_without_signal or train.step or train.issued < FIRST_WITHOUT_SIGNAL * each:
             return

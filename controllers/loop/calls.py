@@ -64,6 +64,7 @@ class DeviceTurns:
         ready: list[CallRequest] = []
         # Serve the holder first; then hand the devices to the next group in the queue.
         while pool.waiting and pool.waiting[0].group is pool.holder:
+            # The request comes to `ask` again, and must not queue there twice.
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
@@ -92,7 +93,7 @@ def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
 
 
 MAX_REST_S = 0.5
-"""[s] Longest rest of the driver between two turns."""
+"""[s] Longest rest between two turns."""
 MOST_RANKS = 64
 """[ranks] Number of ranks per call in the timeline; for larger calls, the slowest ones."""
 
@@ -127,13 +128,12 @@ class Calls:
         self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         """Group -> start and end of its ended calls since the last `take_idle_shares`."""
         self._changed = True
-        """A call was made or ended since the last `take_changed`."""
         self._committed = False
         """The log on disk covers the requests that are being made."""
 
     @property
     def at_work(self) -> UnderWay:
-        """Running calls, except calls on ranks that get no rows, such as starting processes."""
+        """Running calls, without calls on ranks that get no rows."""
         groups = self.groups.values()
         if any(g.out for g in groups):
             return UnderWay(c for g in groups for c in g.at_work)
@@ -141,7 +141,7 @@ class Calls:
 
     @property
     def rest_s(self) -> float:
-        """[s] How long the driver may rest so that more rows arrive; 0 for few ranks."""
+        """[s] How long the driver may rest to get more rows at once; 0 for few ranks."""
         return min(MAX_REST_S, gather_s(self.under_way.ranks))
 
     @property
@@ -150,16 +150,15 @@ class Calls:
 
     @property
     def beside_the_graph(self) -> bool:
-        """Whether a call without a node, such as a weight transfer, is queued or running."""
+        """Whether a call without a node is queued or running."""
         return bool(self._queue) or self.at_work.beside_the_graph > 0
 
     def take_changed(self) -> bool:
-        """Whether a call was made or ended since the last call of this method."""
         changed, self._changed = self._changed, False
         return changed
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Share of the time since the last step during which each group had no running call."""
+        """Share of the time since the last step without a running call, by group."""
         spans, self._spans = self._spans, defaultdict(list)
         for call in self.under_way:
             spans[call.group.name].append((call.started, now))
@@ -203,12 +202,11 @@ class Calls:
         """Wait for replies, publish their rows and handle failures.
 
         Returns:
-            Names of the graphs that got rows, if no other replies came and no parent was finished;
-            otherwise an empty set.
+            Names of the graphs that got rows, or nothing if other replies came or a parent was
+            finished.
 
         Raises:
-            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue; the message
-                names the worker.
+            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue; names the worker.
         """
         events = self._backend.wait(timeout_s=timeout_s)
         requests = self._failures.listen(events, self.under_way)
@@ -238,8 +236,7 @@ class Calls:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def withdraw_rows(self) -> None:
-        """Tell calls which of their rows are given up because a quorum is complete, and cancel
-        generating calls whose leases have expired."""
+        """Tell calls which rows a quorum gave up, and cancel generating calls with an expired lease."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():
@@ -252,13 +249,12 @@ class Calls:
                     self._backend.cancel(call)
 
     def _calls_of(self, ledger: Ledger, leases: Collection[int]) -> list[Call]:
-        """Running calls on these leases of a ledger."""
         if not leases:
             return []
         return [c for c in self.under_way if c.ledger is ledger and c.lease and c.lease.token in leases]
 
     def _queue_repairs(self, requests: Iterable[CallRequest]) -> None:
-        """Queue requests that repair a failure, and end calls that lost their last waiting ranks."""
+        """Queue repairs of a failure, and end calls that lost their last waiting ranks."""
         self.queue(requests)
         for call in [c for c in self.under_way if c.done]:
             self._end(call)
@@ -281,7 +277,6 @@ class Calls:
             self._end(call)
 
     def _publish(self, call: Call, events: Sequence[Event]) -> None:
-        """Publish the rows of several replies to one call."""
         if not call.holds_lease:
             for event in events:
                 self._take(event)
@@ -311,8 +306,8 @@ class Calls:
     # The end of a call
 
     def _end(self, call: Call) -> None:
-        """End a call after its last reply, and queue the requests that follow."""
         self._changed = True
+        # The end of a call adds records to the log, which later calls on rows depend on.
         self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)
@@ -321,7 +316,7 @@ class Calls:
         self.queue(self._then.pop(call)(call))
 
     def _note_times(self, call: Call) -> None:
-        """Add a call to the timeline, under the step that is current when it ends."""
+        """Add a call to the timeline of the current step."""
         now, lease = self._clock(), call.lease
         self._spans[call.group.name].append((call.started, now))
         by_rank: list[dict[str, float]] | None = None

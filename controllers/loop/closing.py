@@ -22,12 +22,11 @@ from ..weight_sync import WeightSync
 from .calls import Calls
 
 READ_S = 1.0
-"""[s] How long a reading of memory stays valid, so that short steps share one."""
+"""[s] How long a reading of memory stays valid."""
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return the memory of groups, driver, segments and Ray's object store, and the free memory of
-    the fullest node."""
+    """Return the memory of processes and stores, and the free memory of the fullest node."""
     by_group: dict[str, list[ProcessMemory]] = {}
     for node in nodes.values():
         for who, memory in node.processes.items():
@@ -48,8 +47,6 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
 
 
 class Closing:
-    """Ends steps and evaluations."""
-
     def __init__(
         self,
         spec: RunSpec,
@@ -79,7 +76,6 @@ class Closing:
         """The symptom that ends the run, or None."""
 
     def resume(self) -> None:
-        """Continue a resumed run: the current step begins now."""
         self._closed_at = self._spec.backend.clock()
         self._history.watch.remember(self._directory.metrics)
         if best := self._saving.folder.best(self._directory.values):
@@ -99,12 +95,12 @@ class Closing:
         return self._spec.schedule.over(self._train)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step (0 is the start of the run), and mark the evaluations that
-        are due."""
+        """Record the metrics of a step (0 is the start), and mark the evaluations that are due."""
         train, now = self._train, self._spec.backend.clock()
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
+            # Updates of several groups train on the same rows, so do not add them up.
             tokens = max(train.tokens.values(), default=0)
             row["samples"] = float(max(train.samples.values(), default=0))
             row["step_s"] = seconds
@@ -153,8 +149,7 @@ class Closing:
                 self._close_evaluation(evaluation, step)
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
-        """Record the metrics of an evaluation for the step that it evaluates, once its calls are
-        over."""
+        """Record the metrics of an evaluation, once its calls are over."""
         calls = (c for c in self._calls.under_way if c.ledger is evaluation.ledger and not c.behind)
         # Rows are finished, but the last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
@@ -166,6 +161,7 @@ class Closing:
         self._history.progress.evaluated(evaluation.name, step, metrics)
         self._check_best(evaluation.name, metrics)
         self._history.trackers.stepped(metrics)
+        # `stop` may read metrics of the evaluation.
         self._ask_to_stop(row)
 
     def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:
@@ -190,7 +186,6 @@ class Closing:
     # The end
 
     def ending(self, seconds: float) -> Ending:
-        """Return the summary of a finished run that took this many seconds."""
         path = self._directory.path
         latest = next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS)
         places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}

@@ -53,8 +53,8 @@ class Gathering:
 
     - Only maps and filters that take rows wait, and only until a group is complete, because later
       nodes need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
-    - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks. Time while the worker group is
-      busy counts.
+    - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks, and includes the time while the
+      worker group is busy.
     - Rows that a quorum may need do not wait.
     - Rows do not wait if no other call of the graph is running, because no more rows would come.
     """
@@ -126,7 +126,6 @@ class Dispatcher:
         self._schedule, self._record_every = spec.schedule, spec.record_every
         self._progress = history.progress
         self._samples = samples
-        """Folder for recorded samples."""
         self._buffer = buffer
         self._graph_runs, self._train = graph_runs, graph_runs.train
         self._evaluations = graph_runs.evaluations.values()
@@ -142,7 +141,7 @@ class Dispatcher:
 
     @property
     def next_due_s(self) -> float | None:
-        """When a node can start without further events, on the run's clock, or None."""
+        """[s] When a node can start without further events, on the run's clock, or None."""
         return self._gathering.next_end_s
 
     @property
@@ -175,6 +174,7 @@ class Dispatcher:
                 elif not self._gathering.holds(graph_run, node, len(group.replicas), under_way):
                     self._gathering.forget(graph_run, node)
                     self._start(graph_run, node, group, share)
+                    # Call now, so that the next node finds this group busy.
                     self._calls.make_calls()
         self._seen = self._ready_rows()
 
@@ -182,10 +182,7 @@ class Dispatcher:
         return {run.name: list(run.ledger.readiness.num_rows) for run in self._graph_runs}
 
     def can_wait(self, graph_run: GraphRun) -> bool:
-        """Whether no node can start with the rows that became ready since the last dispatch.
-
-        Only nodes with a batching delay can wait: while their group is busy or the delay lasts.
-        """
+        """Whether no node can start with rows that became ready since the last dispatch."""
         seen, under_way = self._seen[graph_run.name], self._calls.under_way
         for i, rows in enumerate(graph_run.ledger.readiness.num_rows):
             if rows == seen[i]:
@@ -201,8 +198,7 @@ class Dispatcher:
         return True
 
     def record(self, *, hurry: bool) -> None:
-        """Let the recorder write finished rows if it is idle; in a hurry, also less than a step's
-        worth."""
+        """Let an idle recorder write finished rows; in a hurry, also less than a step's worth."""
         recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         for graph_run in self._graph_runs if idle else ():
@@ -214,8 +210,7 @@ class Dispatcher:
         self._calls.make_calls()
 
     def _record(self, graph_run: GraphRun, node: Node, recorder: WorkerGroup | None) -> bool:
-        """Claim rows and request a call that writes them. Return False if none need to be written,
-        so that they are finished already."""
+        """Claim rows and request a call that writes them. Return False if none need to be written."""
         ledger = graph_run.ledger
         deadline_s = self._buffer.config.lease_deadline_s if recorder else None
         lease = ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
@@ -247,7 +242,6 @@ class Dispatcher:
         return node.operation.interruptible and self._schedule.overlaps
 
     def _share(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
-        """Return what a node may claim now, or None."""
         if not graph_run.ledger.readiness.ready(node):
             return None
         if not group.is_free(to_join=self._joins(node)):
@@ -269,6 +263,7 @@ class Dispatcher:
         if node.operation.updates and (is_behind or self._is_evaluated(group)):
             return None
         share = self._schedule.share(train, node, group.version, len(group.replicas))
+        # Earlier parts only accumulate gradients; the last one changes the weights.
         if share is not None and share.last and node.operation.updates and self._weights.is_read(group):
             return None
         return share
@@ -277,13 +272,11 @@ class Dispatcher:
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update of this group would change weights that are being evaluated. Followers
-        keep their weights, so only the group itself matters."""
+        """Whether an update would change evaluated weights. Followers keep theirs."""
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call. If other calls are already running, the new rows go to
-        the least loaded replicas."""
+        """Claim rows and request a call, on the least loaded replicas if other calls are running."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
@@ -301,6 +294,7 @@ class Dispatcher:
         arguments: dict[str, Any] = {}
         last = share.last
         if updates:
+            # A claim may find fewer groups than it may take.
             last &= share.max_groups in (None, lease.num_groups)
             self._train.taken[node.name] += lease.num_groups
             group.updating = last
@@ -329,7 +323,6 @@ class Dispatcher:
         return Staleness(group.version, bound, fate if bound else "wait")
 
     def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
-        """Apply the staleness bound to the groups that are ready for an update."""
         staleness, ledger = self._staleness(node, group), self._train.ledger
         if staleness is None:
             return
@@ -347,7 +340,6 @@ class Dispatcher:
             )
 
     def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[CallRequest]:
-        """Finish the rows of a node's call; an update whose batch is complete publishes its weights."""
         node, lease, group = call.node, call.lease, call.group
         assert node is not None and lease is not None
         completes = node.operation.updates and call.last

@@ -41,14 +41,12 @@ READ_EVERY_S = 10.0
 RATE_S = 10.0
 """[s] Averaging period of rates."""
 MOST_LEASES, MOST_GROUPS = 100, 12
-"""Maximum number of listed leases, and of listed groups in flight, oldest first."""
+"""Maximum number of listed leases, and of groups in flight, oldest first."""
 LEAVE_S = 2.0
-"""[s] Time for the thread to write the last state."""
+"""[s] Longest wait for the last state."""
 
 
 class LiveState:
-    """Writes the state of the run."""
-
     def __init__(
         self,
         run: Path,
@@ -77,7 +75,7 @@ class LiveState:
         self._thread = threading.Thread(target=self._write_all, name="live state", daemon=True)
 
     def note(self) -> None:
-        """Copy the state of the run if the last copy is old enough. Called at each turn of the loop."""
+        """Copy the state of the run if the last copy is old enough."""
         now = time.monotonic()
         if now - self._looked < EVERY_S:
             return
@@ -97,6 +95,7 @@ class LiveState:
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()
             self._thread.join(LEAVE_S)
+        # A thread that hangs may still use the file.
         if not self._thread.is_alive():
             self._readings.close()
 
@@ -167,7 +166,6 @@ class LiveState:
     def _rates(
         self, graph: str, nodes: Mapping[str, Mapping[str, float]]
     ) -> dict[str, dict[str, float]]:
-        """Rows per second that arrive at each node and leave it."""
         now, past = time.monotonic(), self._past[graph]
         counts = {name: (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()}
         past.append((now, counts))
@@ -224,8 +222,7 @@ class LiveState:
         self._read_memory(given["time_s"], memory)
 
     def _stack(self, worker: str) -> str:
-        """Stack trace of a worker. Another process must answer, so this thread waits and not the
-        loop."""
+        """Stack trace of a worker. This thread waits for the answer, and not the loop."""
         if self._backend.in_process:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""

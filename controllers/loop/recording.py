@@ -61,11 +61,10 @@ RECORDED = (
     REJECTED_IDS,
     PREFERRED,
 )
-"""Recorded columns, if they exist, in addition to columns that the reward is computed from."""
+"""Recorded columns, in addition to the columns that the reward is computed from."""
 
 
 def with_recording(graph: Graph) -> Graph:
-    """Return the graph with another node, which writes samples to the run directory."""
     own = [column for column in graph.source.columns if column not in file_columns(graph.source)]
     writers: dict[str, str] = dict.fromkeys(own, "")
     level = 0
@@ -103,7 +102,7 @@ def with_recording(graph: Graph) -> Graph:
 
 
 def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:
-    """Whether a step or a complete evaluation is ready to record; in a hurry, anything."""
+    """Whether a step or a whole evaluation is ready to record; in a hurry, anything."""
     ready = graph_run.ledger.readiness.ready_groups(node)
     if isinstance(graph_run, EvaluationRun):
         complete = not graph_run.ledger.live.groups_at_work

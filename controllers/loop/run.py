@@ -59,12 +59,10 @@ from .dispatcher import Dispatcher
 from .live_state import LiveState
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
-"""Advice after a failed call in a process."""
 
 
 class Run:
-    """One start of a run, from open buffer and running worker groups to the end. A restart makes a
-    new `Run`."""
+    """One start of a run. A restart makes a new `Run`."""
 
     def __init__(
         self,
@@ -84,8 +82,10 @@ class Run:
         self.groups = groups
         self.graph_runs = graph_runs
         self._train = graph_runs.train
+        # The time of a run includes its earlier starts.
         self._started = started = self._backend.clock() - (point.state.time_s if point else 0.0)
         path, epoch = directory.path, directory.starts + 1
+        # If generation overlaps training, an evaluation may use several versions.
         keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
         schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
@@ -116,7 +116,6 @@ class Run:
     # Before the first step
 
     def prepare(self) -> None:
-        """Load the checkpoint, if any, and give every follower its leader's weights."""
         if self._point is not None:
             self._load(self._point)
         self._calls.queue(self._weights.publish_all())
@@ -154,10 +153,12 @@ class Run:
             self._settle()
             self._close()
             self._save()
+        # The last step may have shown a symptom.
         if self._closing.ended_by is not None:
             self._refuse(self._closing.ended_by)
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
+            # Evaluations of the last steps have ended since, so the best checkpoint is known.
             self._saving.folder.prune(self._directory.values)
         self._calls.commit()  # the log must not be behind the metrics
         self._disk.write(self._directory.flush)
@@ -179,14 +180,12 @@ class Run:
             self._admission.admit()
 
     def _dispatch(self) -> None:
-        """Make queued calls, then call nodes that are ready."""
         self._calls.queue(self._weights.receive_when_idle())
         self._calls.make_calls()
         if not self._saving.holds_up:
             self._dispatcher.dispatch()
 
     def _settle(self) -> None:
-        """Take replies, publish rows, and queue the requests that follow."""
         self._calls.make_calls()
         self._calls.commit()
         self._calls.withdraw_rows()
@@ -221,7 +220,6 @@ class Run:
                 self._backend.rest(rest_s)
 
     def _close(self) -> None:
-        """End evaluations and the step, if they are over."""
         train = self._train
         self._closing.close_evaluations()
         if self._closing.step_is_over:
@@ -256,8 +254,7 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """[s] Longest wait for replies: until a lease, a quorum or a batching delay ends, at most a
-        second."""
+        """[s] Longest wait for replies: until a lease, a quorum or a delay ends, at most a second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
@@ -276,8 +273,7 @@ class Run:
     # Checkpoints
 
     def _save(self) -> None:
-        """Continue the checkpoint in progress, and begin the next one if it is due and no update is
-        running."""
+        """Continue the checkpoint, and begin the next one if it is due and no update is running."""
         self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
@@ -292,7 +288,6 @@ class Run:
             self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
 
     def _state(self, position: Position) -> RunState:
-        """State of the driver for a checkpoint, with the rows at a position in the log."""
         return RunState(
             self._train.step,
             self._spec.seed,
@@ -309,8 +304,7 @@ class Run:
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Save the current step, and wait until it is on disk. Existing checkpoints count unless
-        `anew`."""
+        """Save the current step, and wait until it is on disk; `anew` even if it has a checkpoint."""
 
         def is_saved() -> bool:
             self._save()
@@ -331,14 +325,12 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. A run without checkpoints ends after its step
-        (`Closing`)."""
+        """Whether the run should save itself and end. Without checkpoints, `Closing` ends it."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether a checkpoint can be made: no update is running or has part of its batch, and
-        training does not wait for an evaluation."""
+        """Whether no update has part of its batch, and training does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         waits = evaluating and self._spec.evaluations_hold_training
         return not waits and not any(self._train.taken.values())
@@ -351,8 +343,7 @@ class Run:
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
-        """End the run because of a symptom. Save it first, unless the symptom means that its
-        weights are damaged."""
+        """End the run because of a symptom; save it first unless its weights are damaged."""
         if seen.symptom.spoils:
             self._record_all()
         else:
@@ -377,8 +368,7 @@ class Run:
     # From outside the loop
 
     def call_group(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group, wait, and return the result of each rank. Do not use it within
-        the loop."""
+        """Call a method of a group from outside the loop, and return the result of each rank."""
         ended: list[Call] = []
 
         def end(call: Call) -> list[CallRequest]:

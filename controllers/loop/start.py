@@ -58,6 +58,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
             ledgers = buffer.ledgers
+            # The rows of void leases are recorded again, so these samples would be there twice.
             directory.forget_samples(
                 lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
             )
@@ -69,6 +70,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         _drop_lost_rows(buffer, backend, progress)
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs)
+        # From here on, the run closes the backend and the buffer.
         undo.pop_all()
         undo.callback(run.close)
         run.prepare()
@@ -91,15 +93,13 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
 
 
 THRESHOLDS = (500_000, 1_000, 1_000)
-"""Thresholds of Python's garbage collector. A driver allocates some objects for each row, which
-live as long as the row and form no cycles. With the default thresholds, a third of its time went
-into collecting."""
+"""Thresholds of Python's garbage collector. Objects of rows live as long as the rows and form no
+cycles; with the defaults, collecting took a third of the driver's time."""
 
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Make Python collect garbage less often. Give False if workers share the process, because
-    their garbage may hold tensors."""
+    """Collect garbage less often, unless workers share the process: their garbage may hold tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)
@@ -144,6 +144,7 @@ def open_buffer(
     if point is not None and point.with_rows:
         with collected_seldom(True):  # all objects made for the rows stay alive
             return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
+    # Continue the numbers, so that no id in the files of the run has two meanings.
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
     if point is not None:
@@ -165,7 +166,6 @@ def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) 
 
 
 def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
-    """Where processes write segments. Warn if there is little room."""
     segments, config = buffer.segments.parent, spec.buffer
     for note in notes(segments, config.max_bytes):
         progress.alert("little_room", note)
@@ -249,7 +249,6 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """[source rows] Tokens of each row. If new rows are made from the source's, only prompt tokens
-    count."""
+    """[source rows] Tokens of each row; only of prompts if new rows are made from them."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

@@ -70,7 +70,6 @@ def check_kinds(*, placement: object, backend: object, **others: object) -> None
 
 
 def check_numbers(**numbers: object) -> None:
-    """Check the driver's numeric arguments by the rules of all settings."""
     seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
@@ -139,7 +138,6 @@ def check_workers(graphs: Iterable[Graph]) -> None:
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """Check that the schedule fits the training graph, the buffer and the placement."""
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
     check_followed(train, spec.schedule)
@@ -334,7 +332,6 @@ def check_rows(graph: Graph, prompts: int, setting: str) -> None:
 
 
 def _filters_before(graph: Graph, name: str) -> frozenset[str]:
-    """Return the filters that the rows of a node have passed."""
     node = graph[name]
     own = {a for a in node.after if graph[a].operation.shape is Shape.FILTER}
     return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))

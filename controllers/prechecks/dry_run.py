@@ -141,6 +141,7 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
         if path.is_relative_to(present.scratch) or path.is_relative_to("/dev"):
             return
         is_cache = any(part.startswith(_CACHES) for part in path.parts)
+        # Making a folder that exists changes nothing.
         if is_cache or (event == "os.mkdir" and path.is_dir()):
             return
     named = os.fsdecode(what) if is_path else what
@@ -152,7 +153,6 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _place() -> str:
-    """Return the script's current file and line, or an empty string outside of it."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":

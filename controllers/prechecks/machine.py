@@ -637,6 +637,7 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
 
 def cuda_of_torch() -> str | None:
     """Return the CUDA version that torch is built for, "" for a CPU build, or None without torch."""
+    # Importing torch takes seconds, so read the file with its version.
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None

@@ -57,10 +57,8 @@ class _SequencePlan:
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
 ) -> _SequencePlan | None:
-    """Choose the groups of an update for each optimizer step of a training step.
-
-    Return None if the cost of the update is not a `SequenceParallelCost`. With several replicas, plan
-    for the one with the longest row.
+    """Choose the groups of each optimizer step, of the replica with the longest row. Return None if the
+    cost is not a `SequenceParallelCost`.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.
@@ -153,8 +151,6 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of this machine."""
-
     cpus: int
     gpus: int
     memory_bytes: int
@@ -170,8 +166,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run."""
-
     spec: RunSpec
     sizes: StepSizes
     updates: tuple[UpdateSizes, ...]
@@ -182,9 +176,7 @@ class Plan:
     driver_bytes: int
     """Host memory of the driver's process; with `Local`, including the libraries of all groups."""
     pipelines: tuple[PipelinePlan, ...] = ()
-    """Plans of updates whose group is a pipeline."""
     sequences: tuple[_SequencePlan, ...] = ()
-    """Plans of updates whose ranks share long rows, if their costs are known."""
 
     @property
     def host_bytes(self) -> int:
@@ -237,7 +229,6 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Upper bound of the bytes of a run on the disk."""
         return self.checkpoint_bytes * self.checkpoints + self.sample_bytes
 
 
@@ -247,6 +238,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     Raises:
         UserError: that run has no timeline.
     """
+    # Planning itself imports torch, so look first whether the script has.
     driver = driver_bytes(in_process=spec.backend.in_process)
     train, machine = spec.graphs[TRAIN], this_machine()
     sizes = step_sizes(train, spec.schedule.prompts_per_step)

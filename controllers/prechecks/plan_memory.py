@@ -55,11 +55,7 @@ of a model with 84M parameters held 11 to 15 % more than their tensors at peak."
 
 
 def _resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:
-    """Return the memory of a rank before it holds a tensor.
-
-    Args:
-        functions: those in the graphs of the run.
-    """
+    """Return the memory of a rank before it holds a tensor."""
     if isinstance(handle.config, ModelConfig):
         return TRAINING
     if (engine := getattr(handle.config, "engine", None)) is not None:
@@ -163,7 +159,7 @@ class GroupMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes of a rank's tensors in its largest phase, without those on the host."""
+        """Bytes of a rank's tensors in its largest phase, without tensors on the host."""
         of_phase = {name: sum(found.values()) for name, found in self.phases.items()}
         return of_phase.pop(REST, 0) + max(of_phase.values(), default=0)
 
@@ -210,7 +206,7 @@ def group_memory(
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
-            raise  # the run would fail, too; a model that is not downloaded yet would not fail
+            raise  # the run would also fail; a model that is not downloaded yet would not fail
         return replace(known, unknown=str(error))
 
 
@@ -258,7 +254,7 @@ def _trained(
 def placed(
     made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the bytes at rest, the extra ones in a pass, and those on the host, by name."""
+    """Return the bytes at rest, the extra bytes in a pass, and the bytes on the host, by name."""
     rest = {"weights": made.weights, "moments": made.moments}
     in_pass = {
         "gradients": made.gradients,
@@ -342,6 +338,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
         rest[CACHE] = int(config.kv_cache_gib * GIB)
     else:
         share = config.gpu_memory_utilization or chosen("gpu_memory_utilization", 1.0)
+        # vLLM's share covers the weights as well as the cache.
         rest[CACHE] = max(0, int(share * gpu_bytes) - rest["weights"])
     return replace(known, phases={REST: _present(rest)})
 

@@ -1,5 +1,4 @@
-"""Executor: execute the calls on one worker, in turns on one thread. All backends with workers use
-it.
+"""Executor: execute the calls on one worker, in turns on one thread, in all backends with workers.
 
     ExecutorThread.replies_to(task) ──> Executor.add_task ──> CallOrder ──next──> Executor.take_turn
           ^                                                                             │
@@ -56,13 +55,10 @@ C = TypeVar("C", bound=_TakesTurns)
 
 
 class CallOrder(Generic[C]):
-    """The unfinished calls on one rank."""
-
     def __init__(self) -> None:
         self._exclusive: deque[C] = deque()
         self._interruptible: deque[C] = deque()
         self._cancelled: set[int] = set()
-        """Numbers of calls that were cancelled before they arrived."""
 
     def __len__(self) -> int:
         return len(self._exclusive) + len(self._interruptible)
@@ -89,8 +85,7 @@ class CallOrder(Generic[C]):
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """Remove a call and return it. If it has not arrived yet, return None, and drop it on
-        arrival."""
+        """Remove a call and return it, or return None and drop it on arrival."""
         call = self.find(number)
         if call is None:
             self._cancelled.add(number)
@@ -110,17 +105,12 @@ class CallOrder(Generic[C]):
 # Execution of one task
 
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that Weft or the user raises to end a call or process. They are not failures of the
-code that runs."""
+"""Exceptions that end a call or process, and are not failures of the code that runs."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call, and yield its replies: the last with `done` or `failure`, and None after a step,
-    so that other calls can take a turn.
-
-    Args:
-        given_up: Receives sample ids of the call that are no longer needed.
-    """
+    """Execute a call, and yield its replies: the last has `done` or `failure`; None lets others take a
+    turn. `given_up` receives sample ids of the call that are no longer needed."""
     started = time.perf_counter()
     try:
         if task.rows is None:
@@ -144,7 +134,6 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
 def _run_on_rows(
     worker: Worker, task: Task, rows: RowTask, data: DataAccess, given_up: list[int]
 ) -> Generator[Reply | None, None, Reply]:
-    """Gather the rows of a call, run its method, publish the results, and return the last reply."""
     try:
         batch = gather(rows, data.reader)
     except Exception as error:
@@ -183,8 +172,7 @@ def _publish_parts(
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
-    """Parts that a method yields. A generator receives the sample ids that were given up since its
-    last part."""
+    """Parts of a method's result. A generator receives the sample ids given up since its last part."""
     if not isinstance(result, Generator):
         yield from result
         return
@@ -192,6 +180,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
         part = next(result)
         while True:
             yield part
+            # Empty the list in place, because the executor appends to it.
             said, given_up[:] = list(given_up), []
             part = result.send(said)
     except StopIteration:
@@ -221,8 +210,6 @@ class _Running:
 
 
 class Executor:
-    """Executes the calls on one worker."""
-
     def __init__(
         self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -246,6 +233,7 @@ class Executor:
         declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
+            # It was cancelled before it arrived, and the driver still waits for its last reply.
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
@@ -269,8 +257,7 @@ class Executor:
             running.on_reply(reply)
 
     def give_up_rows(self, number: int, sample_ids: Collection[int]) -> None:
-        """Tell a call that these rows are no longer needed. A method that ignores it still makes
-        them, and they are dropped."""
+        """Tell a call that these rows are no longer needed. A method may ignore it."""
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
@@ -301,8 +288,7 @@ POLL_S = 1.0
 
 
 class Activity:
-    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang, which a
-    heartbeat thread would survive."""
+    """Counter that a worker advances, to tell work from a hang, which a heartbeat would survive."""
 
     def __init__(self) -> None:
         self._count = self._seen = 0
@@ -311,7 +297,7 @@ class Activity:
         self._count += 1
 
     def is_new(self) -> bool:
-        """Whether the worker has advanced since the last call of this method."""
+        """Whether it has advanced since the last call."""
         before, self._seen = self._seen, self._count
         return self._seen != before
 
@@ -319,7 +305,7 @@ class Activity:
 def replies_of(
     coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S
 ) -> Iterator[Reply]:
-    """Yield the replies of a call, and an empty one when the worker has advanced in silence."""
+    """Yield replies, and an empty one if the worker has advanced in silence."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
@@ -351,7 +337,6 @@ class ExecutorThread:
         self._thread.start()
 
     def worker(self) -> Worker | Failure:
-        """Wait until the worker is made. Return it, or the failure to make it."""
         self._up.wait()
         if self._failure is not None:
             return self._failure
@@ -359,8 +344,7 @@ class ExecutorThread:
         return self._worker
 
     def replies_to(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made
-        and advances, they are empty."""
+        """Yield the replies to a task. They are empty while the worker is being made."""
         while not self._up.wait(POLL_S):
             if self._activity.is_new():
                 yield Reply()
@@ -373,7 +357,6 @@ class ExecutorThread:
         yield from replies_of(replies, self._activity)
 
     def between_turns(self, action: Callable[[Executor], None]) -> None:
-        """Have the thread run an action between two turns, without waiting."""
         self._requests.put(action)
 
     def close(self) -> None:
@@ -399,6 +382,7 @@ class ExecutorThread:
 
     def _serve(self, executor: Executor | None) -> None:
         while True:
+            # A request, such as a cancellation, must not wait for the end of the calls.
             while executor is not None and executor.busy and self._requests.empty():
                 executor.take_turn()
             request = self._requests.get()

@@ -1,5 +1,4 @@
-"""Rows on a rank: read a call's columns from segments, check the worker's results, and write them
-to a segment."""
+"""Rows on a rank: read a call's columns, check the worker's results, and write them."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class DataAccess:
 
 
 def gather(rows: RowTask, reader: SegmentReader) -> Batch:
-    """Return the columns of a call's rows, in their order, as a batch of `len(rows.ids)` rows. Data
-    that is in this order already is not copied."""
+    """Return a call's columns as a batch of `len(rows.ids)` rows, not copied if in order."""
     columns: dict[str, Any] = {
         str(SAMPLE_ID): rows.ids,
         str(GROUP_ID): rows.group_ids,
@@ -104,7 +102,6 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
 
 
 def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
-    """The batch, with the response mask of these rows set to 0."""
     lengths = batch.lengths(RESPONSE_IDS)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     has_mask = RESPONSE_MASK in batch
@@ -116,8 +113,7 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
 class Gathered:
     """A batching delay for rows that an expansion yields one by one, so that a reply carries several.
 
-    The rows are published after `gather_s`, and however the call ends. Only the death of the process
-    loses them, and then they are made again.
+    The rows are published however the call ends; if the process dies, they are made again.
     """
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
@@ -128,8 +124,7 @@ class Gathered:
         self._until = math.inf
 
     def add_part(self, part: Any) -> list[Any]:
-        """Add a part that a method yielded, and return the parts to publish. Only `Children`
-        wait."""
+        """Add a part, and return the parts to publish. Only `Children` wait."""
         children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
         if not self._gather_s or not isinstance(children, Children):
             return [*self.take_all(), part]
@@ -140,11 +135,9 @@ class Gathered:
         return self.take_due()
 
     def take_due(self) -> list[Any]:
-        """Return the waiting rows as one part if their time is over, else an empty list."""
         return self.take_all() if self._clock() >= self._until else []
 
     def take_all(self) -> list[Any]:
-        """Return all waiting rows as one part, or an empty list."""
         children, metrics = self._children, self._metrics
         self._children, self._metrics, self._until = [], [], math.inf
         return [(_joined(children), merge(metrics))] if children else []
@@ -180,11 +173,10 @@ class Publisher:
         self._made_before = dict(zip(ids, made, strict=True))
         """Given row -> numbers of the children that were published earlier."""
         self._made: set[tuple[int, int]] = set()
-        """Parent and number of each new row."""
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write a result to a segment, and return the reply that describes its rows to the driver.
-        Yields a paused reply while the disk is full.
+        """Write a result to a segment, and return the reply for the driver. Yield a paused one while
+        the disk is full.
 
         Raises:
             TypeError: The result is not a batch or metrics, or lacks a column.
@@ -192,6 +184,7 @@ class Publisher:
             OSError: The disk stayed full for MAX_PAUSE_S, or is broken.
         """
         operation = self._rows.operation
+        # Check the result even on a rank that publishes nothing.
         rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
@@ -216,11 +209,7 @@ class Publisher:
                 yield reply
 
     def check_complete(self) -> None:
-        """Check at the end of a call that no row is missing.
-
-        Raises:
-            UserError: A map or a group has not returned all rows.
-        """
+        """Check that no row is missing at the end; UserError if a map or a group lost any."""
         rows, shape = self._rows, self._rows.operation.shape
         if not (self._keep and rows.writes and self._missing and shape in (Shape.MAP, Shape.GROUP)):
             return
@@ -284,8 +273,7 @@ class Publisher:
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """New rows without earlier ones, their [rows] int64 sample ids and parents, and [parents]
-        that are finished."""
+        """New rows with their [rows] int64 sample ids and parents, and [parents] that are finished."""
         if isinstance(rows, Children):
             batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
             parents = batch.numpy(PARENT_ID).astype(np.int64)
@@ -353,5 +341,6 @@ def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     out = np.full(len(lengths), -1, np.int64)
     if len(values):
         filled = lengths > 0
+        # `reduceat` gives a wrong minimum for empty rows, so leave them out.
         out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
     return out

@@ -35,15 +35,13 @@ class RowTask:
     parent_ids: np.ndarray
     pieces: Sequence[ColumnPiece] = ()
     first_children: np.ndarray | None = None
-    """For each row, the first of MAX_CHILDREN sample ids reserved for its new rows (EXPAND
-    only)."""
+    """For each row, the first of MAX_CHILDREN ids reserved for its new rows (EXPAND only)."""
     masked: frozenset[int] = frozenset()
     """Rows whose tokens are not trained on."""
     draws: Sequence[Sequence[int]] | None = None
     """The column `draw_path`, for operations that read it."""
     made: Sequence[Sequence[int]] | None = None
-    """For each row, the numbers of the rows made from it earlier (EXPAND only); None if there are
-    none."""
+    """For each row, numbers of the rows made from it earlier (EXPAND only), or None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The task holds no user objects, so the plain pickler is enough. Ray's pickler is slower:
@@ -61,14 +59,13 @@ class Task:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rows: RowTask | None = None
     keep: bool = True
-    """Whether this rank publishes the resulting rows. One rank of each replica does."""
+    """Whether this rank publishes the rows; one of each replica does."""
     number: int = 0
     gather_s: float = 0.0
-    """[s] How long rows that the call yields may wait on the rank for more rows."""
+    """[s] Batching delay of rows that the call yields."""
 
     @property
     def interruptible(self) -> bool:
-        """Whether other calls on the worker may take turns with this one."""
         return self.rows is not None and self.rows.operation.interruptible
 
 
@@ -78,7 +75,7 @@ class Reply:
 
     published: Published | None = None
     segment: Segment | None = None
-    """Location of the published rows' columns; None if nothing was written."""
+    """Columns of the published rows; None if nothing was written."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
     done: bool = False
@@ -86,9 +83,10 @@ class Reply:
     """[s] Time spent in the worker, in the last reply."""
     failure: Failure | None = None
     paused: str = ""
-    """Why writing is paused, because the disk is full. Writing continues when there is space."""
+    """Why writing is paused on a full disk."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # As in `RowTask`. The other fields may hold users' objects, which need Ray's pickler.
         plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
         return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
 

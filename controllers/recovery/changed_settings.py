@@ -29,7 +29,7 @@ ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
 ) -> tuple[dict[str, str], dict[str, Rule]]:
-    """Return the settings of a run as text, and their rules, by names such as "actor.lora.alpha"."""
+    """Return settings as text, and their rules, by names such as "actor.lora.alpha"."""
     found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():
         found += _walk(name, handle.config, "reported")
@@ -48,10 +48,9 @@ def recorded_settings(
 def changes(
     before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule
 ) -> list[str]:
-    """Return the settings under a rule that differ, as "NAME was X, is Y".
+    """Return the changed settings under a rule, as "NAME was X, is Y".
 
-    A setting on one side only counts if the other side has a value for an enclosing setting, such
-    as None for an adapter.
+    A setting on one side only counts if the other has a value that encloses it, such as None.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):
@@ -75,7 +74,6 @@ def refuse_fixed(where: object, found: list[str]) -> None:
 
 
 def _walk(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, str, Rule]]:
-    """Yield (name, text, rule) of each value inside a setting."""
     if isinstance(value, Config):
         free, fixed = type(value).resume_rules()
         for field in type(value).model_fields:
@@ -96,11 +94,12 @@ def _text(value: Any) -> str:
         return f"[{', '.join(_text(each) for each in value)}]"
     if hasattr(value, "__qualname__"):
         return str(value.__qualname__)
+    # The address of an object differs between runs with equal settings.
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
-    """Return the recorded value and name of a setting, or of the closest setting that contains it."""
+    """Return value and name of a setting, or of the closest setting that contains it."""
     while name not in settings and "." in name:
         name = name.rpartition(".")[0]
     return settings.get(name), name

@@ -48,7 +48,7 @@ class RunState:
     step: int
     seed: int
     time_s: float
-    """Seconds of the run so far, including earlier starts."""
+    """[s] Time of the run so far, including earlier starts."""
     versions: Mapping[str, int]
     """Group -> policy version of its weights."""
     position: Position
@@ -60,16 +60,15 @@ class RunState:
     stopped: bool = False
     """Whether the run is over, whatever its schedule says."""
     cursor: Cursor = field(default_factory=Cursor)
-    """Place in the training data. This field and the next two are enough to resume without the log."""
+    """Place in the training data. This and the next two fields are enough to resume without the log."""
     next_id: int = 0
     """First free sample id."""
     next_group: int = 0
     """First free group id."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the run, from `changed_settings.py`; empty in checkpoints of older versions of Weft."""
+    """Settings of the run (`changed_settings.py`); empty in old checkpoints."""
 
     def write_into(self, folder: Path) -> None:
-        """Write it into the folder of a checkpoint."""
         (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -121,12 +120,11 @@ class CheckpointConfig(Config):
 
     @property
     def writes(self) -> bool:
-        """Whether the run writes checkpoints at all."""
         return bool(self.every or self.every_s or self.best)
 
     @property
     def best_source(self) -> str:
-        """The evaluation or worker group of the metric `best`; empty for none, or for the run's own."""
+        """The evaluation or worker group of `best`; empty for none, or for a metric of the run."""
         return (self.best or "").removeprefix("-").rpartition("/")[0].partition("/")[0]
 
 
@@ -140,16 +138,11 @@ class _BestCheckpoint(NamedTuple):
 
 
 def has_state(handle: Handle) -> bool:
-    """Return whether the workers of a group have a state that checkpoints save."""
     return dispatch_of(handle.worker_class, "save_checkpoint") is Dispatch.ONE_TO_ALL
 
 
 class CheckpointFolder:
-    """The folder `checkpoints/` of one run.
-
-    Args:
-        on_complete: Called in another thread with the step of each complete checkpoint.
-    """
+    """The folder `checkpoints/` of one run. A thread calls `on_complete` with each complete step."""
 
     def __init__(
         self,
@@ -162,19 +155,17 @@ class CheckpointFolder:
         self._on_complete = on_complete
         self.path = run.path / CHECKPOINTS
         self.later = run.path / f"{CHECKPOINTS}.later"
-        """Folder for later checkpoints after a resume from an earlier step."""
 
     def path_of(self, step: int) -> Path:
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
-        """Return the path of a step's unfinished checkpoint, unique to this start of the run."""
+        """Path of a step's unfinished checkpoint, unique to this start of the run."""
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
     def make_unfinished(self, state: RunState) -> Path:
-        """Make the folder of an unfinished checkpoint, with the driver's state. Each group makes a
-        folder with its name in it.
+        """Make the folder of an unfinished checkpoint, with the driver's state.
 
         Raises:
             OSError: For example because the disk is full. The caller may try again.
@@ -195,11 +186,13 @@ class CheckpointFolder:
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
+        # Another driver may have taken over the run while the files were read.
         self._run.check(sure=True)
         replaced = path.with_name(f"{REPLACED}{path.name}")
         if path.exists():  # the run was ended twice within this step
             path.rename(replaced)
         unfinished.rename(path)
+        # The new name must survive a power failure before the old checkpoint goes.
         Disk().sync_folder(self.path)
         if replaced.exists():
             remove(replaced)
@@ -211,14 +204,13 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
-        """Return the bytes of each file of an unfinished checkpoint; empty while it is being renamed."""
+        """Bytes of each file of an unfinished checkpoint; empty while it is renamed."""
         with suppress(OSError):
             return {p: p.stat().st_size for p in self.unfinished(step).rglob("*") if p.is_file()}
         return {}
 
     @property
     def positions(self) -> list[Position]:
-        """Positions in the buffer's log that complete checkpoints refer to."""
         found: list[Position] = []
         for path in complete_checkpoints(self.path):
             with suppress(
@@ -228,11 +220,11 @@ class CheckpointFolder:
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Move checkpoints of later steps to `checkpoints.later`, and remove unfinished ones.
-        Return the new paths of the moved checkpoints.
+        """Move checkpoints of later steps to `checkpoints.later`, remove unfinished ones, and return the
+        new paths.
 
-        The run deletes a moved checkpoint only after it has written the same step again, so that a
-        resume by mistake loses nothing.
+        A moved checkpoint stays until the run has written its step again, so that a resume by mistake
+        loses nothing.
         """
         for path in [*self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
             _remove(path)
@@ -255,7 +247,6 @@ class CheckpointFolder:
             self.later.rmdir()
 
     def prune(self, values: Values) -> None:
-        """Remove the checkpoints that need not be kept."""
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
         of_step = values((self._config.best or "").removeprefix("-"))
@@ -271,7 +262,7 @@ class CheckpointFolder:
                 _remove(path)
 
     def best(self, values: Values) -> _BestCheckpoint | None:
-        """Return the best complete checkpoint by `CheckpointConfig.best`, or None if there is none."""
+        """Return the best complete checkpoint, or None."""
         if not self._config.best:
             return None
         name = self._config.best.removeprefix("-")
@@ -306,7 +297,7 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or set it aside without permission to remove it."""
+    """Remove a checkpoint, or set it aside if that is not permitted."""
     try:
         remove(path)
     except PermissionError:
@@ -314,5 +305,4 @@ def _remove(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's folder `step_N`."""
     return int(path.name.removeprefix("step_"))

@@ -60,7 +60,6 @@ CHUNK_BYTES = 8 << 20
 TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
 COPIED = "copied.json"
 FAILURES = (OSError, pa.ArrowException)
-"""Errors of file systems."""
 
 
 class RemoteRun:
@@ -78,7 +77,7 @@ class RemoteRun:
 
     @classmethod
     def at(cls, address: str, name: str) -> RemoteRun:
-        """Open the copy of a run below an address, such as `s3://bucket/folder` or a path."""
+        """Open the copy of a run below an address (`s3://bucket/folder`) or a path."""
         check_address(address)
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
@@ -93,44 +92,41 @@ class RemoteRun:
     # Content of the copy
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints in the copy, latest first."""
         folders = [name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name)]
         complete = [name for name in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{name}")]
         return sorted((step_of(Path(name)) for name in complete), reverse=True)
 
     def has(self, run: Path, step: int) -> bool:
-        """Return whether the copy has the run's very checkpoint of a step, completely."""
+        """Return whether the copy has the run's own checkpoint of a step, completely."""
         name = f"{_folder_of(step)}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Return name -> bytes for the files in a folder; empty if the folder does not exist."""
+        """Return name -> bytes of a folder's files; empty if it does not exist."""
         selector = pf.FileSelector(folder, allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
 
     def _below(self, folder: str) -> list[str]:
-        """Return the files in a folder and its folders, relative to the run."""
         selector = pf.FileSelector(folder, allow_not_found=True, recursive=True)
         found = self._files.get_file_info(selector)
         return [info.path for info in found if info.type is pf.FileType.File]
 
     def _read_whole(self, name: str) -> bytes:
+        # By default, pyarrow decompresses files with names such as *.zst.
         with self._files.open_input_stream(name, compression=None) as stream:
             return stream.read()
 
     # Writing the copy
 
     def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
-        """Copy the checkpoint of a step, with log and samples, except for files that are equal.
-        Return the bytes written.
+        """Copy the checkpoint of a step, with log and samples, and return the bytes written.
 
         Args:
-            went_back_to: The step that the run resumed after, if nothing was copied since then.
-                Copies of later checkpoints are outdated.
+            went_back_to: Step that the run resumed after, if nothing was copied since then. Later
+                copies are outdated.
 
         Raises:
-            OSError, pyarrow.ArrowException: A write failed, or the checkpoint was removed during
-                the copy.
+            OSError, pyarrow.ArrowException: A write failed, or the checkpoint was removed.
         """
         checkpoint, buffer = run / _folder_of(step), run / BUFFER
         self._withdraw(run, step, went_back_to)
@@ -164,7 +160,6 @@ class RemoteRun:
                 self._files.delete_file(manifest)
 
     def prune(self, run: Path) -> None:
-        """Remove checkpoints from the copy that the run no longer keeps."""
         kept = complete_checkpoints(run / CHECKPOINTS)
         ledgers = {checkpoint_path(run, RunState.read(path).position).name for path in kept}
         complete = self.steps()
@@ -178,7 +173,7 @@ class RemoteRun:
                 self._files.delete_file(f"{BUFFER}/{name}")
 
     def _write_changed(self, run: Path, paths: Iterable[Path]) -> int:
-        """Write the files whose content differs from the copy. Return the bytes written."""
+        """Write the files that differ from the copy, and return the bytes written."""
         described = {_name(run, path): self._describe(path) for path in paths}
         sizes = {
             f"{folder}/{name}": size
@@ -197,7 +192,7 @@ class RemoteRun:
         return written
 
     def _describe(self, path: Path) -> Mapping[str, Any]:
-        """Return size and checksum of a local file. It is read only if it has changed."""
+        """Return size and checksum of a local file, read only if it has changed."""
         found = path.stat()
         at = found.st_size, found.st_mtime_ns
         if self._described.get(path, (None,))[0] != at:
@@ -205,7 +200,7 @@ class RemoteRun:
         return self._described[path][1]
 
     def _copied(self) -> dict[str, Mapping[str, Any]]:
-        """Return the noted checksums of the copy, or nothing if the note is damaged."""
+        """Return the noted checksums, or nothing if the note is damaged."""
         with suppress(ValueError):
             noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
             return noted if isinstance(noted, dict) else {}
@@ -221,10 +216,12 @@ class RemoteRun:
     def _write(self, name: str, chunks: Iterable[bytes]) -> int:
         written = 0
         self._files.create_dir(str(PurePosixPath(name).parent), recursive=True)
+        # By default, pyarrow compresses files with names such as *.zst.
         with self._files.open_output_stream(name, compression=None) as stream:
             for data in chunks:
                 stream.write(data)
                 written += len(data)
+        # A service may lose bytes without an error.
         found = self._files.get_file_info(name).size
         if found != written:
             raise OSError(f"{self}/{name} has {found} bytes, not the {written} that were written")
@@ -236,9 +233,8 @@ class RemoteRun:
         """Make the directory of a run from its latest intact copy.
 
         Args:
-            run: The directory, which is replaced if it exists. It is complete when this returns a
-                step.
-            tell_damage: Called with a line about each damaged copy that was skipped.
+            run: The directory, which is replaced.
+            tell_damage: Receives a line about each damaged copy that was skipped.
 
         Returns:
             The step of its checkpoint, or None if every copy is damaged.
@@ -266,6 +262,7 @@ class RemoteRun:
                 if path != checkpoint_path(run / BUFFER, at):
                     path.unlink()
             make_folder(run / BUFFER)
+            # Earlier records are in the history, so the log begins empty at this position.
             (run / BUFFER / LOG).write_bytes(header(at))
             return step
         return None
@@ -280,11 +277,7 @@ def _name(run: Path, path: Path) -> str:
 
 
 def check_address(address: str) -> None:
-    """Refuse an invalid address, or one with a password, which the run's configuration would store.
-
-    Raises:
-        UserError: Names the problem, without the password.
-    """
+    """Refuse an invalid address, or one with a password, with a `UserError` that does not show it."""
     if not address.strip():
         raise UserError(
             "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
@@ -329,12 +322,11 @@ class Copies:
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._went_back_to: int | None = None
-        """Step that the run resumed after, until the first copy. Later checkpoints there are outdated."""
+        """Step that the run resumed after, until the first copy. Copies of later steps are outdated."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
         self.copied: list[int] = []
-        """Steps of the copied checkpoints."""
         if remote is not None:
             threading.Thread(
                 target=self._work, args=(remote,), name="copies of checkpoints", daemon=True
@@ -342,7 +334,6 @@ class Copies:
 
     @classmethod
     def of(cls, run: Path, config: CheckpointConfig) -> Copies:
-        """Return the copies that the settings of a run ask for."""
         return cls(run, None if config.copy_to is None else RemoteRun.at(config.copy_to, run.name))
 
     def resume(self) -> None:
@@ -353,17 +344,13 @@ class Copies:
             self.queue(self._went_back_to)
 
     def queue(self, step: int) -> None:
-        """Queue the complete checkpoint of a step, instead of an earlier one that still waits.
-
-        It is skipped if the destination has this very checkpoint.
-        """
+        """Queue a complete checkpoint instead of an earlier one, unless the copy has it."""
         if self._remote is not None:
             with self._changed:
                 self._waiting = step
                 self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
-        """Return new messages for the user, a line each."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
@@ -375,13 +362,7 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait for pending copies, and end the thread.
-
-        Args:
-            timeout_s: [s] Longest wait.
-            say: Called with progress and failure messages while waiting.
-            say_s: [s] Time between two lines about the wait.
-        """
+        """Wait up to `timeout_s` for pending copies, with a line every `say_s`, and end the thread."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()
@@ -399,7 +380,7 @@ class Copies:
             self._changed.notify_all()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Wait until no copy is pending, up to `timeout_s`. Return whether that is so."""
+        """Wait up to `timeout_s`, and return whether no copy is pending."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
@@ -469,8 +450,7 @@ _FETCHED = ".fetched"
 
 
 def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run that is to be resumed (see `open_run`) from its copy, if there is no local
-    checkpoint. Return a message about what was done, or an empty string.
+    """Fetch a run to resume, if it has no checkpoint here. Return a message, or an empty string.
 
     Raises:
         UserError: Another driver holds the run, the copy cannot be read, or a new run would replace
@@ -507,6 +487,7 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
         step = remote.fetch(fetched, damage.append)
         if step is None:
             raise UserError(f"no copy of the run at {remote} is intact: {'; '.join(damage)}")
+        # The fetch may have taken long enough for another driver to take over the run.
         lock.check(sure=True)
         before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
         if before:

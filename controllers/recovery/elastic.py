@@ -28,8 +28,7 @@ PAUSE_S = (1.0, 60.0)
 
 
 class Elastic:
-    """Chooses absent ranks of elastic groups to start, and ends a run that has had too few for too
-    long."""
+    """Chooses absent ranks to start, and ends a run that has had too few for too long."""
 
     def __init__(
         self,
@@ -47,18 +46,15 @@ class Elastic:
         self._tries: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> starts since it was last up."""
         self._tried: dict[tuple[str, int], float] = {}
-        """(group, rank) -> time of its last start."""
         self._short_since: dict[str, float] = {}
         """Group with too few ranks -> since when."""
 
     @property
     def waits(self) -> bool:
-        """Whether a group has too few ranks."""
         return any(_is_short(group) for group in self._groups)
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Once a second, yield the absent ranks that there is room for. The caller starts each
-        before it takes the next.
+        """Once a second, yield absent ranks with room. The caller starts each before it takes the next.
 
         Raises:
             DeadlineError: A group has had too few ranks for too long; names the missing ranks.
@@ -68,6 +64,7 @@ class Elastic:
             return
         self._looked = now
         for group in self._groups:
+            # A rank that dies before it gets weights counts as a failed start.
             for rank in set(group.up) - group.lacking:
                 self._tries.pop((group.name, rank), None)
             for rank in sorted(self._cluster.vacant(group)) if group.absent else ():

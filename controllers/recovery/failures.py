@@ -41,7 +41,6 @@ MOST_SAMPLES = 4
 def _who_is_silent(
     backend: Backend, calls: Sequence[Call], rank: int, others: Sequence[int], now: float
 ) -> str:
-    """Describe the calls that a rank does not answer, with the stacks of silent ranks of its group."""
     group = calls[0].group
     lines: list[str] = []
     for call in calls:
@@ -61,7 +60,7 @@ def _who_is_silent(
 
 
 def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
-    """Return the stacks of ranks, with equal ones shown once; empty if they are unknown."""
+    """Return the stacks of ranks, equal ones once; empty if unknown."""
     found = backend.stacks(group, ranks[:MOST_RANKS])
     at: dict[str, list[int]] = {}
     for rank in ranks[:MOST_RANKS]:
@@ -75,9 +74,9 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""Failures of a sample before it is dropped, or of a call outside the graph before the run ends."""
+"""Failures of a sample before it is dropped, or of another call before the run ends."""
 FEWEST_ROWS = 100
-"""Count at least this many rows for the share of failures, so that early failures do not end a run."""
+"""Count at least this many rows, so that early failures do not end a run."""
 LOOK_S = 1.0
 """[s] Time between two checks for silent ranks."""
 
@@ -93,12 +92,9 @@ class FailureCounts:
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(graph, node) -> rows that were dropped because the node failed on them."""
     replaced: int = 0
-    """Processes that were replaced."""
     requeued: int = 0
-    """Rows that were requeued because a rank failed."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the nonzero counts as metrics."""
         counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
         for (graph, _), rows in self.dropped.items():
             counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
@@ -106,8 +102,6 @@ class FailureCounts:
 
 
 class Failures:
-    """Counts failures, releases rows, and replaces processes."""
-
     def __init__(
         self,
         backend: Backend,
@@ -137,10 +131,8 @@ class Failures:
         self._all_heard = -math.inf
         """Time when all ranks were last assumed to have replied."""
         self._called: dict[tuple[str, int], dict[Call, None]] = {}
-        """(group, rank) -> its running calls."""
         self._looked = -math.inf
         self._lost = False
-        """Whether a rank was removed since the last query."""
         self._lost_nodes: set[str] = set()
         """Lost nodes that were handled without a failed call."""
         self._said: set[str] = set()
@@ -148,18 +140,18 @@ class Failures:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group has too few ranks, so a run without progress is not stalled."""
+        """Whether an elastic group has too few ranks: then a run without progress is not stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:
-        """Return whether a rank was removed from its calls since the last query."""
+        """Return whether a rank was removed since the last query."""
         lost, self._lost = self._lost, False
         return lost
 
     # Calls and replies
 
     def called(self, call: Call) -> None:
-        """Record a call. The silence of its idle ranks is counted from now."""
+        """Record a call. The silence of its idle ranks counts from now."""
         now = self._backend.clock()
         for rank in call.ranks:
             others = self._called.setdefault((call.group.name, rank), {})
@@ -168,7 +160,7 @@ class Failures:
             others[call] = None
 
     def answered(self, call: Call) -> None:
-        """Record a finished call. A success outside the graph clears earlier failures of that call."""
+        """Record a finished call. A success outside the graph clears earlier failures."""
         for rank in call.ranks:
             self._called.get((call.group.name, rank), {}).pop(call, None)
         if call.lease is None and not call.lost:
@@ -179,12 +171,10 @@ class Failures:
             )
 
     def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
-        """Record replies. Return requests that replace silent or lost ranks, and that start ranks
-        of elastic groups if there is room.
+        """Record replies. Return requests that replace silent or lost ranks, or start absent ones.
 
         Raises:
-            DeadlineError: A silent rank cannot be replaced alone, or a group had too few ranks for
-                too long.
+            DeadlineError: A silent rank cannot be replaced alone, or a group had too few ranks.
         """
         now = self._backend.clock()
         for event in events:
@@ -239,7 +229,7 @@ class Failures:
         return requests
 
     def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
-        """Return the ranks that have been silent in the same calls for about as long as this one."""
+        """Return the ranks that have been silent in these calls for about as long."""
         name = calls[0].group.name
         since = self._heard[name, rank] + LOOK_S
         waiting = sorted({other for call in calls for other in call.waiting})
@@ -257,10 +247,7 @@ class Failures:
     def remedy(
         self, event: Event, under_way: Iterable[Call], *, void: bool
     ) -> Sequence[CallRequest] | None:
-        """Release the rows of a failed call.
-
-        Args:
-            void: Whether the rows of the call belong to another lease already.
+        """Release the rows of a failed call. `void`: they belong to another lease already.
 
         Returns:
             Requests that repair the failure. None if the call must raise the error, or the reply
@@ -291,6 +278,7 @@ class Failures:
         call, kind = event.call, failure.kind
         if not call.group.handle.worker_class.replaceable:
             return None
+        # An error that no sample caused would come again with other rows.
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
         if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
@@ -350,7 +338,6 @@ class Failures:
         return [id for _, id in repeated if id is not None]
 
     def _drop_rows(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
-        """Drop samples that made a node fail MAX_FAILURES times each."""
         if not samples or call.ledger is None or call.lease is None:
             return
         node, ledger = call.lease.node, call.ledger
@@ -380,14 +367,14 @@ class Failures:
     # Processes
 
     def _replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """Release the rows of a dead or silent rank. Start another process, or let it leave an
-        elastic group. Other ranks continue."""
+        """Release the rows of a dead or silent rank, and replace it or let it leave its group."""
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
         at = self._cluster.sample_at(group, rank)
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
+            # The noted sample probably ended the process; without a note, any row may have.
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         ended = f"the process of {group.name}[{rank}] ended"
@@ -426,7 +413,6 @@ class Failures:
             self._progress.say(f"worker {worker} did not start, and is retried later; {why}")
 
     def _join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Start an absent rank of an elastic group. It gets rows once it has the current weights."""
         group.absent.discard(rank)
 
         def tell(worker: str, seconds: float) -> None:
@@ -437,7 +423,7 @@ class Failures:
     def _start(
         self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
     ) -> list[CallRequest]:
-        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds taken."""
+        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds."""
         self._cluster.replace(group, rank)
         group.starting.add(rank)
 
@@ -460,11 +446,7 @@ class Failures:
         self, lost: Collection[str], under_way: Iterable[Call]
     ) -> list[CallRequest] | None:
         """Continue without some nodes. Call it again to drop rows that are published there later.
-
-        Returns:
-            Requests that start replacements, or None if a rank cannot be replaced, so that the run
-            has to go back to its last checkpoint.
-        """
+        Return None if a rank cannot be replaced, so that the run must go back to a checkpoint."""
         gone = [
             (group, rank, node)
             for group in self._groups.values()

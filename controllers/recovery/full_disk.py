@@ -36,12 +36,11 @@ class FullDisk:
         self._paused = False
         self._said = self._waited = -math.inf
         self._since = 0.0
-        """Start of the current pause."""
         self._free = math.inf
         """[bytes] Free space when a pause was last reported or waited out."""
 
     def report_pause(self, why: str) -> None:
-        """Report, at most once in REPORT_AGAIN_S, that the run waits for free space."""
+        """Report the pause, at most once in REPORT_AGAIN_S."""
         self._free = self._free_bytes()
         if time.monotonic() - self._said >= REPORT_AGAIN_S:
             self._said = time.monotonic()
@@ -76,7 +75,6 @@ class FullDisk:
         self._paused = True
 
     def take_paused(self) -> bool:
-        """Return whether the run was paused since the last call."""
         paused, self._paused = self._paused, False
         return paused
 
@@ -86,6 +84,7 @@ class FullDisk:
     def _wait(self, why: str) -> None:
         self.report_pause(why)
         now = time.monotonic()
+        # The last wait is long over, so this one begins another pause.
         if now - self._waited > 2 * TRY_AGAIN_S:
             self._since = now
         self._waited, waited = now, now - self._since

@@ -29,16 +29,15 @@ class ResumePoint:
     damage: Sequence[str] = ()
     """Reasons why later checkpoints could not be used, a line each."""
     with_rows: bool = True
-    """Whether to restore the rows in flight, or only the weights and the place in the data."""
+    """Whether to restore the rows in flight as well."""
     from_first_row: bool = False
-    """Whether training data or their order changed, so that training begins at their first row."""
+    """Whether training begins at the first row, because the data or their order changed."""
 
     @property
     def run(self) -> Path:
         return self.path.parent.parent
 
     def reopen(self, lock: RunLock) -> RunDirectory:
-        """Reopen the directory of the run as it was at the checkpoint, held by this process."""
         origin = f"goes on after step {self.state.step}, from {self.path}"
         if not self.with_rows:
             origin += f", with weights alone: {self.given_up}"
@@ -52,7 +51,7 @@ class ResumePoint:
 
     @property
     def given_up(self) -> str:
-        """The losses of a resume without the rows in flight, as text."""
+        """The losses of a resume without the rows in flight, in words."""
         if self.from_first_row:
             return (
                 "the log and the responses in flight are discarded; the training data or their order changed, so training begins with "
@@ -70,7 +69,6 @@ class ResumePoint:
 
     @property
     def groups(self) -> list[str]:
-        """Worker groups with a state in the checkpoint."""
         return sorted(p.name for p in self.path.iterdir() if p.is_dir())
 
 
@@ -83,6 +81,7 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     Raises:
         UserError: There are checkpoints, but none is intact.
     """
+    # The run may have been killed while it replaced a checkpoint.
     restore_replaced(run / CHECKPOINTS)
     damage: list[str] = []
     weights_are_sound = False
@@ -119,6 +118,7 @@ def _lost_rows(path: Path) -> str:
     buffer = path.parent.parent / BUFFER
     try:
         snapshot = checkpoint_path(buffer, position)
+        # A sound snapshot spares the replay of the log.
         if is_sound_checkpoint(snapshot, position) and has_position(buffer / LOG, position):
             described_graph(next(record for record in LogReader(snapshot) if record["do"] == "graph"))
             return ""
@@ -131,7 +131,7 @@ def _lost_rows(path: Path) -> str:
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
-    """Describe damage to the log before a position whose rows are still in a snapshot."""
+    """Describe damage to the log before a position. Its rows are in a snapshot."""
     damage = damage_before(log, position)
     known = "the rows in flight are not affected, but `weft buffer check` can no longer verify this run"
     return [f"{damage}; {known}"] if damage else []
@@ -177,15 +177,16 @@ def open_run(
                 directory.notes += [fetched] if fetched else []
                 return directory, point
         except BaseException:
+            # A refused driver leaves no trace: the state of the run stays as its last holder left it.
             lock.give_back()
             raise
         lock.give_back()
+    # Check before there is a directory.
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the path is the folder of a run's checkpoint."""
     return path.resolve().parent.name == CHECKPOINTS and path.is_dir()
 
 

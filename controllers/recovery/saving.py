@@ -45,12 +45,9 @@ class Phase(Enum):
 
 
 class Progressed(NamedTuple):
-    """Actions after an advance of the checkpoint."""
-
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """A checkpoint that the full disk had no room for: its position in the buffer's log, which need
-    not be kept any longer, and the error."""
+    """A checkpoint without room on the disk: its position in the log, which may go, and the error."""
 
 
 class Saving:
@@ -59,7 +56,6 @@ class Saving:
     Args:
         groups: The worker groups with state.
         patience_s: [s] Longest time without growth of a checkpoint.
-        clock: [s] A monotonic clock.
     """
 
     def __init__(
@@ -73,25 +69,22 @@ class Saving:
         self.folder = folder
         self._config = config
         self._begun = clock()
-        """Start of the latest checkpoint, or of the run if there is none yet."""
+        """Start of the latest checkpoint, or of the run."""
         self._groups = list(groups)
         self._patience_s = patience_s
         self._clock = clock
         self._state = RunState(-1, 0, 0.0, {}, Position())
-        """State of the driver at the start of the latest checkpoint."""
         self.phase = Phase.IDLE
         self.due = False
         """Whether a checkpoint starts as soon as none is being written."""
         self._last: int | None = None
         """The step that must be in a checkpoint, because the run is ending."""
         self._saved_step = -1
-        """Step of the latest checkpoint that was begun and not given up."""
+        """Step of the latest checkpoint, unless it was given up."""
         self._full_disk = ""
         """Error of the latest write on a full disk, or empty."""
         self._copying: set[str] = set()
-        """Groups that have not copied their states yet."""
         self._writing: dict[str, WorkerGroup] = {}
-        """Groups that have not confirmed that their parts are on the disk."""
         self._asked = 0.0
         self._naming: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -100,23 +93,17 @@ class Saving:
         self._extent: object = None
         """A value that changes whenever the checkpoint grows."""
         self._hashed = 0
-        """Pieces of files read for the manifest."""
         self._pause_s = 0.0
-        """Longest pause of a group's training for the latest checkpoint."""
 
     # When to save
 
     def resume(self, step: int) -> list[Path]:
-        """Resume after this step. Move later checkpoints to `checkpoints.later`; return their paths."""
+        """Resume after this step, and return the paths of later checkpoints, which are moved."""
         self._saved_step = step
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """Record a finished step. A checkpoint may be due.
-
-        Args:
-            for_best: Whether the metric that chooses the best checkpoint is evaluated at this step.
-        """
+        """Record a finished step. `for_best`: its evaluation decides on the best checkpoint."""
         if not self._config.writes or step <= 0:
             return
         every, every_s = self._config.every, self._config.every_s
@@ -125,22 +112,16 @@ class Saving:
         self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
     def require(self, step: int, *, anew: bool = False) -> None:
-        """Require a checkpoint of the latest finished step, because the run is ending.
-
-        Args:
-            anew: Require one even if there is a checkpoint of that step.
-        """
+        """Require a checkpoint of the last step of a run, with `anew` a new one."""
         self._last = step
         self.due |= anew or self._saved_step < step
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self.phase is not Phase.IDLE
 
     @property
     def may_begin(self) -> bool:
-        """Whether a checkpoint can start now."""
         return self.due and not self.under_way
 
     @property
@@ -151,8 +132,7 @@ class Saving:
     # How to save
 
     def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
-        """Begin a checkpoint, while no update is running. Return a request to each group to copy
-        its state.
+        """Begin a checkpoint, while no update is running. Return requests to copy the states.
 
         Raises:
             OSError: For example because the disk is full. The caller may try again.
@@ -181,15 +161,12 @@ class Saving:
         return ()
 
     def take_pause_s(self) -> float:
-        """Return the longest pause of a group's training for the latest checkpoint [s], once."""
+        """Return the longest pause of a group's training [s], once."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
     def advance(self, values: Values) -> Progressed:
-        """Advance the checkpoint that is being written.
-
-        Args:
-            values: Metric -> step -> value; called in another thread.
+        """Advance the checkpoint. Another thread calls `values`.
 
         Returns:
             Requests to idle groups, every ASK_S, whether their parts are on the disk; and the
@@ -247,7 +224,7 @@ class Saving:
         return self._state.position, self._full_disk
 
     def failed(self, event: Event) -> bool:
-        """Handle a rank that found the disk full while saving; return False for any other event."""
+        """Handle a full disk of a rank while saving; return False for any other event."""
         call, failure = event.call, event.reply.failure
         own = (
             call.method in ("save_checkpoint", "checkpoint_written") and call.group.name in self._writing
@@ -264,7 +241,9 @@ class Saving:
             self._looked = self._grew = now
         if now - self._looked < min(LOOK_S, self._patience_s / 2):
             return
+        # If the driver itself was paused, a checkpoint without growth proves nothing.
         driver_waited, self._looked = now - self._looked > self._patience_s, now
+        # A group that confirms its part is progress, even if no file grows.
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
         if extent != self._extent or driver_waited:
             self._extent, self._grew = extent, now

@@ -1,4 +1,4 @@
-"""What a display shows: the columns of a step, the score of an evaluation, the end of a run."""
+"""Contents of a display: the columns of a step, the score of an evaluation, the end of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ...dataflow.metric_names import SCORES, metric_of, score_label
 
 
 class _Column(NamedTuple):
-    """A number that a step may have."""
-
     label: str
     metric: str
     """Name of the metric, without the group."""
@@ -42,11 +40,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step."""
-
     number: int
     of: int
-    """Total steps of the run."""
     metrics: Mapping[str, float]
     left_s: float | None = None
     """Estimated seconds to the last step, at the pace so far."""
@@ -91,11 +86,10 @@ class EvaluationScore:
     interval: tuple[float, float] | None = None
     """95 % interval, if the spread of the value is known."""
     label: str = ""
-    """Name of the value, such as pass@1."""
     mean_reward: float | None = None
     """Mean reward, if it differs from the value."""
     lost: int = 0
-    """Prompts without a scored response, which the value excludes."""
+    """Prompts without a scored response, excluded from the value."""
     asked: int = 0
     """All prompts of the evaluation, if some are lost."""
     larger_is_better: bool = True
@@ -146,7 +140,7 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the measured interval of a metric, or for mean rewards one from their deviation."""
+    """Return the measured interval, or for mean rewards one from their deviation."""
     if f"{name}_low" in metrics and f"{name}_high" in metrics:
         return metrics[f"{name}_low"], metrics[f"{name}_high"]
     of = name.removesuffix("mean")
@@ -172,7 +166,6 @@ class Ending:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """(label, text) of each line."""
         several = len({score.evaluation for score in self.last}) > 1
         named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
         lines = [
@@ -190,7 +183,6 @@ def ending_of(
     seconds: float,
     places: Mapping[str, Path],
 ) -> Ending:
-    """Make the summary of a finished run."""
     rows = list(rows)
     scores = ([score_of(name, int(row["step"]), row) for row in rows] for name in evaluations)
     known = [found for of in scores if (found := [score for score in of if score is not None])]

@@ -37,6 +37,7 @@ def start_dashboard(run: Path) -> str:
     token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        # Listen here, so that the address works before the process is up.
         listening.listen(128)
         child = ChildProcess(
             PROGRAM,
@@ -50,7 +51,7 @@ def start_dashboard(run: Path) -> str:
             descriptors=[listening.fileno()],
         )
         child.close_input()
-        # If it ends before this process, it is no zombie.
+        # Wait for it, so that it leaves no zombie if it ends before this process.
         threading.Thread(target=child.wait, args=(None,), name="dashboard", daemon=True).start()
         return (
             f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"

@@ -11,7 +11,7 @@ from .columns import Ending, EvaluationScore, Step, clock
 from .sample import Sample
 
 LONGEST_MESSAGE = 20_000
-"""Most characters of a message to show."""
+"""[characters] Longest message to show."""
 
 
 class Display:

@@ -1,4 +1,4 @@
-"""Progress: decides which parts of a run to show, when, and on which display."""
+"""Progress: decides which parts of a run to show, when, and where."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
 
 
 def is_closed() -> bool:
-    """Return whether standard output is closed, by `>&-` or by a script, so writing would fail."""
+    """Whether standard output is closed, by `>&-` or a script."""
     return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
 
 
@@ -80,14 +80,12 @@ class Progress:
         self._show_every = show_every
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
-        """First finished step since the start, and its time. The pace excludes this step, which is
-        slow."""
+        """First step since the start, and its time. The pace excludes this step, which is slow."""
         self._shown_at = 0.0
         self._step: Step | None = None
         self._waits = False
         """Whether the last step still has to be shown."""
         self._sampled = 0
-        """Latest step with a shown sample."""
         self._sample: Sample | None = None
         """A sample to show after its step."""
         self._recorded: tuple[int, Sequence[Path]] | None = None
@@ -95,7 +93,6 @@ class Progress:
 
     @property
     def shows(self) -> bool:
-        """Whether anything is shown."""
         return type(self._display) is not Display
 
     def starting(self, groups: Iterable[str], backend: str) -> None:
@@ -105,6 +102,7 @@ class Progress:
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
         """Show how the rows of each source were understood, or only how many are left out."""
+        # Several graphs may share a source.
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
             if in_full and understood is not None:
@@ -122,7 +120,7 @@ class Progress:
         self.say(f"goes on after step {step}, from {checkpoint}")
 
     def alert(self, name: str, text: str, *, ends: bool = False) -> None:
-        """Add an alert, and show it as a warning unless the error that ends the run shows it."""
+        """Add an alert, and show it as a warning unless it ends the run with an error."""
         self.alerts.report(name, text, ends=ends)
         if not ends:
             self._show(lambda: self._display.say(redacted(text), warning=True))
@@ -216,7 +214,7 @@ class Progress:
             self._show(lambda: self._display.evaluated(score))
 
     def recorded(self, step: int, paths: Sequence[Path]) -> None:
-        """Record that samples of a training step were written to the first existing path."""
+        """Record that samples of a step were written to the first existing path."""
         self._recorded = step, paths
         if self.shows and step > self._sampled and self._show_every and step % self._show_every == 0:
             self._sample = read_sample(paths, step)
@@ -226,16 +224,11 @@ class Progress:
 
     @property
     def latest_sample(self) -> Sample | None:
-        """One of the latest recorded samples, or None if there is none or it cannot be read."""
+        """One of the latest recorded samples, if it can be read."""
         return read_sample(self._recorded[1], self._recorded[0]) if self._recorded else None
 
     def ended(self, ending: Callable[[float], Ending]) -> None:
-        """Show the summary of a finished run.
-
-        Args:
-            ending: makes the summary from the seconds since the last start. Called only if anything
-                is shown.
-        """
+        """Show the summary that `ending` makes from the seconds since the last start."""
         if self._waits:
             self._show_step()
         if self.shows:
@@ -256,6 +249,7 @@ class Progress:
         try:
             call()
         except (OSError, ValueError) as error:
+            # A closed stream raises ValueError; any other ValueError is a bug.
             if isinstance(error, ValueError) and not is_closed():
                 raise
             # The disk behind the output is full. There may be space for later output.

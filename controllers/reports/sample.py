@@ -26,10 +26,10 @@ from ...dataflow.column import (
 from ...dataflow.untrusted_text import cut, cut_lines, readable
 
 LONGEST = 1200
-"""Most characters of a text to show."""
+"""[characters] Longest text to show."""
 MOST_LINES = 16
 MOST_TOKENS = 40
-"""Most tokens to show if there is no text."""
+"""Most tokens to show without a text."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class Sample:
         return "; ".join(part for part in (values, truncated) if part)
 
     def __str__(self) -> str:
-        """Return several lines for an error message or a log."""
         lines = [f"sample of step {self.step}" + (f": {self.verdict}" if self.verdict else "")]
         for name, text in self.shown.items():
             first, *rest = text.split("\n")
@@ -86,7 +85,6 @@ def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
 
 
 def sample_of(row: pa.RecordBatch, step: int) -> Sample:
-    """Convert a row of a sample file, as a batch of one row."""
 
     def value(name: object) -> Any:
         return row.column(str(name))[0].as_py() if str(name) in row.schema.names else None

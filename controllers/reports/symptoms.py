@@ -34,17 +34,15 @@ FIRST_WITHOUT_SIGNAL = 2
 
 @dataclass(frozen=True)
 class _Symptom:
-    """A rule for metrics."""
-
     name: str
     """Name in alerts and in `Driver(stop_on=...)`."""
     shows: Callable[[Past], str | None]
     """Returns a description if the last step shows it, "" if not, and None if it was not measured."""
     advice: str
     steps: int = 1
-    """Report it after this many measured steps in a row; 0 for a rule that looks back on its own."""
+    """Report it after this many measured steps in a row; 0 if the rule itself looks back."""
     spoils: bool = False
-    """Whether the weights are spoiled, so that a run that ends because of it saves no checkpoint."""
+    """Whether the weights are spoiled, so that the run saves no checkpoint."""
 
 
 class Past:
@@ -52,13 +50,11 @@ class Past:
 
     def __init__(self) -> None:
         self.rows: deque[Row] = deque(maxlen=64)
-        """The last steps, newest last."""
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
         """Step -> whether it had signal, if measured."""
 
     def add_step(self, row: Row) -> None:
-        """Add a finished step. Step 0, the start of the run, is ignored."""
         if not row["step"]:
             return
         self.rows.append(row)
@@ -80,11 +76,7 @@ class Past:
 
 
 def check_group_sizes(graph: Graph) -> None:
-    """Refuse a graph that compares the responses to a prompt but samples only one response each.
-
-    Raises:
-        UserError: names the node.
-    """
+    """Raise a `UserError` if a node compares the responses to a prompt, but there is only one each."""
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
         compares = node.function in (drop_zero_variance, best_and_worst) or (
@@ -107,7 +99,7 @@ def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]
 
 
 def _rows_of_group(graph: Graph, node: Node) -> int | None:
-    """Return the rows of a group when it reaches a node, or None if the graph leaves this open."""
+    """Return the rows of a group at a node, or None if the graph leaves this open."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -153,7 +145,7 @@ MISTAKES = (
 
 
 def _has_signal(row: Row) -> bool | None:
-    """Return whether rewards differ within any group, or None if not measured."""
+    """Return whether rewards differ within any group; None if not measured."""
     shares = _without_signal(row)
     return any(share != 1 for share in shares) if shares else None
 
@@ -200,7 +192,7 @@ def _equal_rewards(past: Past) -> str | None:
 
 
 def _all_are(row: Row) -> str:
-    """Return the single value of all rewards as text, or an empty string if they differ."""
+    """Describe the single value of all rewards; empty if they differ."""
     means = [name.removesuffix("std") + "mean" for name, value in _training(row, "std") if value == 0]
     known = [row[mean] for mean in means if mean in row]
     return f" (all are {known[0]:g})" if known else ""
@@ -322,7 +314,6 @@ def _memory_grows(past: Past) -> str | None:
 
 
 def _resident(row: Row) -> dict[str, float]:
-    """Return group -> host memory of its processes."""
     return {name.partition("/")[0]: value for name, value in _training(row, "resident_bytes")}
 
 
@@ -415,11 +406,8 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
 
 
 class Seen(NamedTuple):
-    """A symptom that was found."""
-
     symptom: _Symptom
     text: str
-    """The observation, and advice."""
 
 
 GOES_ON = (
@@ -429,7 +417,7 @@ GOES_ON = (
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
-    """Return a line of advice for each setting that prevents learning, found before the run starts."""
+    """Return a line of advice for each setting that prevents learning."""
     return [f"{where}; {advice}" for found, advice in MISTAKES for where in found(graph, handles)]
 
 
@@ -442,20 +430,20 @@ class Watch:
         self._past = Past()
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Replace the history by the steps of the run that is being resumed."""
+        """Replace the history by the steps of a resumed run."""
         self._past = Past()
         self._in_a_row.clear()
         for row in rows:
             self._past.add_step(row)
 
     def see(self, row: Row) -> list[Seen]:
-        """Return the new symptoms of a finished step."""
         self._past.add_step(row)
         step = int(row["step"])
         judged = [self._judge(symptom, step) for symptom in SYMPTOMS if step]
         return [seen for seen in judged if seen is not None]
 
     def _judge(self, symptom: _Symptom, step: int) -> Seen | None:
+        # A step without the metric neither continues nor ends the steps in a row.
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
             return None
         self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0

@@ -15,10 +15,8 @@ from .displays import LONGEST_MESSAGE, Display
 from .sample import Sample
 
 ROWS_A_HEADER = 20
-"""Steps between two headers."""
 WIDEST_FRAME = 100
 APART = 2
-"""Most spaces between two columns."""
 STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
 """Label of a column -> its style; others have none."""
 NONE = "0%"

@@ -44,7 +44,7 @@ FINISH_S = 30.0
 LEAVE_S = 5.0
 """[s] How long a run that failed or was stopped waits for its trackers."""
 STUCK_S = 60.0
-"""[s] Report a tracker that has not responded for this long."""
+"""[s] Report a tracker that has been silent for this long."""
 FINISHED, FAILED = "finished", "failed"
 
 
@@ -52,8 +52,7 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
     """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
 
     Args:
-        sent: the latest sent step of each metric. A finished run has its metrics in a Parquet
-            file, and only later steps are read from it.
+        sent: Metric -> latest sent step. Of a finished run, only later steps are read.
     """
     try:
         news = table.news()
@@ -74,17 +73,15 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
 
 @dataclass
 class SentMetrics:
-    """The metrics that one tracker has received from a run, so that a resumed run sends nothing twice.
+    """The metrics that one tracker has received, so that a resumed run sends nothing twice.
 
     Trackers take the steps of a metric in order, so the latest sent step of each metric is enough.
     """
 
     id: str = ""
-    """The tracker's id of the run."""
     logged: int = 0
-    """Calls of `Tracker.log` so far."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Metric -> the latest step that was sent of it."""
+    """Metric -> latest sent step."""
 
     @classmethod
     def of_file(cls, path: Path) -> SentMetrics:
@@ -133,17 +130,13 @@ def path_of(run: Path, tracker: str) -> Path:
 
 
 class Follower(threading.Thread):
-    """Sends the metrics of a run to one tracker, on its own thread.
-
-    Args:
-        after: the step that the run resumes after, or None for a new run.
-    """
+    """Sends the metrics of a run to one tracker, on its own thread. The run resumes `after` a step."""
 
     def __init__(self, run: Path, tracker: str, after: int | None, samples: int = 0) -> None:
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.error = tracker, ""
         self.looks = 0
-        """Looks at the metrics so far: a sign of life."""
+        """Looks at the metrics so far, a sign of life."""
         self.is_left_behind = False
         """Whether the run ended before this tracker. It must not send anything any more, because
         the run may have been resumed, with another follower."""
@@ -200,6 +193,7 @@ class Follower(threading.Thread):
         sent |= self._send_samples(tracker, max(steps, default=-1))
         if sent:
             tracker.flush()
+        # Save after the flush: after a crash, values may come twice, but none is missing.
         self._sent.save(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
@@ -234,14 +228,13 @@ def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row(sample: Sample) -> dict[str, str | float]:
-    """Return a sample as a table row. Long texts are cut, and control characters escaped."""
+    """Return a sample as a table row, with cut and escaped texts."""
     texts = {name: sample.shown.get(name, "") for name in ("prompt", "response", "answer")}
     reward = sample.reward if sample.reward is not None else float("nan")
     return {**texts, "reward": reward, "verdict": sample.verdict}
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Return the configuration of a run without secrets, or nothing if it is unreadable."""
     try:
         return without_secrets(parse_object(read_file(path).decode(errors="replace"), path))
     except (OSError, ValueError):
@@ -252,9 +245,9 @@ class TrackerThreads:
     """The trackers of a run.
 
     Args:
-        report: sets the gauges of the cluster's endpoint, for the tracker `prometheus`, if there is one.
-        warn: shows an alert.
-        samples: recorded samples of each step to send.
+        report: Sets the gauges of the cluster's endpoint (`prometheus`), if there is one.
+        warn: Shows an alert.
+        samples: Recorded samples of each step to send.
     """
 
     def __init__(
@@ -276,14 +269,14 @@ class TrackerThreads:
         self._reported: set[str] = set()
 
     def start(self, after: int | None) -> None:
-        """Start the threads of a run that resumes after this step, or of a new run."""
+        """Start the threads of a run that resumes after this step, if any."""
         for name in self._names:
             self._seen[name] = 0, self._clock()
             self._threads.append(Follower(self._run, name, after, self._samples))
             self._threads[-1].start()
 
     def stepped(self, row: Mapping[str, float]) -> None:
-        """Report a finished step or evaluation to the endpoint, and check on the threads without waiting."""
+        """Report a step or evaluation to the endpoint, and check on the threads without waiting."""
         if self._report is not None:
             try:
                 self._report(self._run.name, row)
@@ -301,7 +294,7 @@ class TrackerThreads:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def end_all(self, *, finished: bool) -> None:
-        """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them."""
+        """Have the trackers send the rest, and wait FINISH_S or LEAVE_S for them."""
         threads, self._threads = self._threads, []
         for one in threads:
             one.say_ended(FINISHED if finished else FAILED)

@@ -55,11 +55,11 @@ class Tracker(Protocol):
     Otherwise these steps are not sent again."""
 
     def open(self, run: TrackedRun) -> str:
-        """Begin, or continue an earlier start of the run. Return the id for the next start."""
+        """Begin, or continue an earlier start. Return the id for the next start."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Steps may repeat with other metrics, and evaluations come late."""
+        """Log metrics of a step. Steps may repeat with others, and evaluations come late."""
         ...
 
     def flush(self) -> None:
@@ -122,7 +122,6 @@ def _plain(name: str) -> str:
 
 FOLDER = "tensorboard"
 WEFT = "weft"
-"""Default project or experiment."""
 
 
 class _TensorboardTracker(Tracker):
@@ -160,7 +159,7 @@ class _TensorboardTracker(Tracker):
 
 
 def _new_writer(folder: Path, purge_step: int | None) -> Any:
-    """Make a writer of event files. tensorboardX would import torch just to accept its tensors."""
+    """Make a writer of event files. tensorboardX would import torch for nothing."""
     had = "torch" in sys.modules
     if not had:
         # This makes `import torch` fail.
@@ -178,7 +177,7 @@ def _new_writer(folder: Path, purge_step: int | None) -> Any:
 class _WandbTracker(Tracker):
     """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its id.
 
-    W&B drops values for steps before its latest one, such as those of evaluations. So its own step
+    W&B drops values for steps before its latest one, such as values of evaluations. So its own step
     only counts calls, and the training step is a metric that is the x-axis of all curves. Logged
     values cannot be replaced, so repeated steps are not sent again.
     """
@@ -270,6 +269,7 @@ class _TrackioTracker(Tracker):
             project=os.environ.get("TRACKIO_PROJECT", WEFT),
             name=run.id or run.name,
             config=dict(run.config),
+            # A new run must not continue an earlier run that has its name.
             resume="allow" if run.id else "never",
             embed=False,
         )

@@ -199,7 +199,6 @@ class Simulated(Backend):
         self._submitted[-1][2].append((rank, task))
 
     def _begin(self) -> None:
-        """Hand the new calls to their replicas."""
         submitted, self._submitted = self._submitted, []
         for at, call, tasks in submitted:
             name = call.node.name if call.node is not None else f"{call.group.name}.{call.method}"
@@ -235,6 +234,7 @@ class Simulated(Backend):
         steps, key = OptimizerSteps.of_node(call.node), (self.costs.seed, call.group.version)
         done: dict[int, np.ndarray] = {}
         for _, task in tasks:
+            # Ranks with equal rows share one object, so compute their time once.
             if task.rows is not None and id(task.rows) not in done:
                 lengths = np.array([tokens_of[i] for i in task.rows.ids.tolist()], np.int64)
                 units = np.arange(len(lengths))
@@ -298,7 +298,6 @@ class Simulated(Backend):
         return Published(ids, np.zeros(len(ids), np.int64))
 
     def _passes(self, call: Call, cost: LinearCost, sample_id: int) -> bool:
-        """Return whether a filter passes a row, or its group."""
         assert call.ledger is not None and call.node is not None and call.lease is not None
         if cost.keep == 1:
             return True
@@ -340,7 +339,6 @@ class Simulated(Backend):
         heapq.heappush(self._replies, (time, next(self._order), Event(call, rank, reply)))
 
     def _invent(self, num_bytes: int) -> Segment:
-        """Return a reference to columns that do not exist."""
         self._offset += num_bytes
         return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
 
@@ -355,7 +353,6 @@ def _value(task: Task) -> Any:
 
 
 def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
-    """Return the staleness metrics of an update."""
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}

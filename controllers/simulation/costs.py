@@ -52,6 +52,7 @@ class LogNormal(Config):
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
+        # The mean of a log-normal is exp(mu + sigma^2 / 2).
         mean = math.log(self.mean) - self.sigma**2 / 2
         drawn = np.random.default_rng(key).lognormal(mean, self.sigma, n)
         return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
@@ -98,7 +99,7 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
 
-        Times of this class are for all optimizer steps of a call; those of subclasses, for one pass.
+        Times of this class are for all optimizer steps of a call; times of subclasses, for one pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
@@ -109,7 +110,7 @@ class LinearCost(Config):
             cuts: indexes of the rows of each optimizer step.
 
         Returns:
-            [optimizer steps], after each of which replicas wait for each other; or [1] if only the
+            [optimizer steps]; replicas wait for each other after each. Or [1] if only the
             time of the whole call is known.
         """
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
@@ -187,6 +188,7 @@ class PipelineCost(LinearCost):
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
         """Return the whole rows in a full microbatch."""
+        # A row that fits exactly must not be lost to rounding.
         fit = self.microbatch_tokens * rows / tokens + 1e-9 if tokens else math.ceil(rows)
         return max(1, math.floor(fit))
 
@@ -381,6 +383,7 @@ def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int
         turn: number of its group among those made of that source row.
         path: number of the row among its siblings, after the numbers of its ancestors.
     """
+    # Python's `hash` of a text differs between processes.
     return [seed, zlib.crc32(graph.encode()), position, turn, *path]
 
 
@@ -558,6 +561,7 @@ def _fit(calls: np.ndarray) -> LinearCost:
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
     # Fewer terms come first: a later line has to fit clearly better.
     for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
+        # If all calls had as many rows, for example, these terms have no unique weights.
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
             continue
         weights = np.linalg.lstsq(terms[:, chosen], seconds, rcond=None)[0]

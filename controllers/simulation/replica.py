@@ -86,7 +86,7 @@ class Replica:
 
     Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
     batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. Decode steps in which no response ends or joins form one event.
+    between two decode steps. Decode steps where no response ends or joins form one event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
     be ahead of the clock.
@@ -118,7 +118,6 @@ class Replica:
         self._due_s = math.inf
         """[s] Time when the first delayed responses are published."""
         self._gathering: dict[Generating, None] = {}
-        """Calls with delayed responses."""
         self._order = itertools.count()
         self._changes, self._versions = [0], [0]
         """Decode step when each version was received, and the versions."""
@@ -135,7 +134,6 @@ class Replica:
         return self._due_s
 
     def run(self, until: float) -> None:
-        """Process all events up to this time."""
         while (next_s := self.next_s) <= until:
             current = self._calls.next
             if next_s == self._due_s:
@@ -210,6 +208,7 @@ class Replica:
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
+            # Responses that end together stay in order, since calls cannot be compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
@@ -231,6 +230,7 @@ class Replica:
     def _publish(self, call: Generating, at: float | None = None) -> None:
         """Publish the finished responses, and finish the call with its last one."""
         responses, call.ended, call.due_s = call.ended, [], math.inf
+        # The values are None, so another default marks a missing call.
         if self._gathering.pop(call, self) is None:
             self._due_s = min((other.due_s for other in self._gathering), default=math.inf)
         if responses:

@@ -154,6 +154,7 @@ class _Table:
         self._ranks, self._rows = ranks, len(tokens)
         fits = tokens <= np.array(self.degrees)[:, None] * cost.memory_tokens
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
+        # Infinite time keeps a row away from groups without room for it.
         self._seconds = np.where(fits, seconds, math.inf)
         if len(tokens) and not fits[-1].all():
             raise UserError(
@@ -181,6 +182,7 @@ class _Table:
 
     def dealt(self, degrees: Sequence[int]) -> SequenceGroups:
         degrees = sorted(degrees, reverse=True)
+        # Groups of one size are alike, so only the least loaded one of each size competes.
         heaps: dict[int, list[tuple[float, int]]] = {}
         for group, degree in enumerate(degrees):
             heaps.setdefault(degree, []).append((0.0, group))
@@ -194,6 +196,7 @@ class _Table:
             for load, group in heap:
                 loads[group] = load
         self._relieve(degrees, members, loads)
+        # Moves have added up rounding errors, so sum again.
         loads = [
             math.fsum(self._of_degree[d][row] for row in own)
             for d, own in zip(degrees, members, strict=True)
