@@ -1,6 +1,7 @@
 """Advantages of responses, from their rewards relative to other responses to the same prompt.
 
-An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph node.
+An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph
+node.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
     std is the sample deviation (division by n - 1), as in the implementations that followed the
-    paper. `epsilon` keeps a group of nearly equal rewards from exploding. Returns [B] float32: exactly 0
-    for a group of one row or of equal rewards, never NaN.
+    paper. `epsilon` keeps a group of nearly equal rewards from exploding. Returns [B] float32:
+    exactly 0 for a group of one row or of equal rewards, never NaN.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]

@@ -37,8 +37,8 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3). Rows
-    without a trained token are not counted.
+    """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3).
+    Rows without a trained token are not counted.
 
     >>> rows = PackedRows.of([2, 1, 1], response_mask=[1, 1, 1, 0])
     >>> sequence_mean.weights(rows).tolist(), sequence_mean.count(rows)

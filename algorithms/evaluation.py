@@ -121,12 +121,14 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     """Return the 95 % interval of a mean over independent values, such as prompts; None for fewer
     than two.
 
-    For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide even
-    if all values are equal. For other values it is Student's t interval. The two cases are told apart by
-    the variance: values in [0, 1] are all 0 or 1 exactly if it equals mean (1 - mean).
+    For values that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which stays wide
+    even if all values are equal. For other values it is Student's t interval. The two cases are
+    told apart by the variance: values in [0, 1] are all 0 or 1 exactly if it equals mean (1 -
+    mean).
 
-    With several samples per prompt, pass the means of the prompts. An interval over all samples would be
-    too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard deviation.
+    With several samples per prompt, pass the means of the prompts. An interval over all samples
+    would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard
+    deviation.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])

@@ -96,8 +96,9 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including groups
-    of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped groups.
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
+    groups of one row; groups with a NaN reward are kept. `zero_variance_groups` counts the dropped
+    groups.
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.
@@ -114,12 +115,14 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
     """Measure whether trained responses are shorter than sampled ones.
 
-    Short responses finish first. A run that cancels the slowest responses, or drops stale ones, trains on
-    short ones more often than it samples them. The policy then learns to be short for no reason.
+    Short responses finish first. A run that cancels the slowest responses, or drops stale ones,
+    trains on short ones more often than it samples them. The policy then learns to be short for no
+    reason.
 
     `length_ratio` is the number of trained tokens over the number expected if as many responses
     were drawn evenly from the finished ones (1: no bias). It merges over windows and ranks. For an
-    empty window, each metric has weight 0 and value NaN. Raises a ValueError if a length is negative.
+    empty window, each metric has weight 0 and value NaN. Raises a ValueError if a length is
+    negative.
 
     Args:
         trained_lengths: [B] tokens of each response that was trained on in a window, such as a step.

@@ -45,7 +45,8 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k2 = d^2 / 2, with d = log p - log q (Schulman 2020). Never negative, low variance, biased by
-    O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p || q).
+    O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p
+    || q).
 
     >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.125, 0.5]
@@ -80,8 +81,9 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact, of logits [T, V] at any scale. Gradient flows
-    to `logits`; swap the two (and detach) for the other direction. Needs the whole vocabulary in memory.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact, of logits [T, V] at any scale. Gradient
+    flows to `logits`; swap the two (and detach) for the other direction. Needs the whole vocabulary
+    in memory.
 
     >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2 from 3/4, 1/4
     [0.1438...]
@@ -135,7 +137,8 @@ class AdaptiveCoefficient(Config):
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
-        Raises a UserError if the new coefficient would be below 0 (more than five horizons at once)."""
+        Raises a UserError if the new coefficient would be below 0 (more than five horizons at
+        once)."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_steps / self.horizon)
         return AdaptiveCoefficient(value=value, target=self.target, horizon=self.horizon)

@@ -117,8 +117,9 @@ class PackedRows:
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied. The
-    column `ragged` sets the lengths of rows; other columns have these lengths, or one value per row.
+    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
+    The column `ragged` sets the lengths of rows; other columns have these lengths, or one value per
+    row.
 
     >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()

@@ -199,8 +199,8 @@ class NegativeLogLikelihood(AggregatedLoss):
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
     """Add `old_logprobs`: the actor's log-probabilities before the update. For `@graph` functions.
 
-    It costs a forward pass. `grpo` and `ppo` include this node if their loss needs it. `entropies` also
-    adds the entropy of each token's distribution.
+    It costs a forward pass. `grpo` and `ppo` include this node if their loss needs it. `entropies`
+    also adds the entropy of each token's distribution.
     """
     # `entropies` is left out if False: a policy of the user's own may not take it.
     more: dict[str, Any] = {"entropies": True} if entropies else {}

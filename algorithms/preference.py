@@ -77,8 +77,8 @@ def pairs_with_reference(preferences: Batch) -> Batch:
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
-    """Keep the best and the worst sample of each group, and drop groups of equal rewards. `tied_groups`
-    counts groups without a best sample, including groups with a NaN reward.
+    """Keep the best and the worst sample of each group, and drop groups of equal rewards.
+    `tied_groups` counts groups without a best sample, including groups with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -112,10 +112,10 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
 def mismatched(rows: Batch) -> Batch:
     """Add to each row the response to another prompt, and its mask.
 
-    The rows of this call are ordered by group. A row gets the response m places further, cyclically,
-    where m is the size of the largest group. So it belongs to another group, and each is used once. A
-    group with more than half of the rows reuses the responses of the others; a single group keeps its
-    own.
+    The rows of this call are ordered by group. A row gets the response m places further,
+    cyclically, where m is the size of the largest group. So it belongs to another group, and each
+    is used once. A group with more than half of the rows reuses the responses of the others; a
+    single group keeps its own.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
@@ -247,8 +247,9 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response, by likelihood, or by implicit rewards
-    if there is a reference. Its metrics are `preference_accuracy` and `preference_margin` (nats)."""
+    """Evaluate how often the actor prefers the preferred response, by likelihood, or by implicit
+    rewards if there is a reference. Its metrics are `preference_accuracy` and `preference_margin`
+    (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")

@@ -14,7 +14,8 @@ DesirabilityLoss()                                                              
 A pair is a group of two rows, one of them `preferred`. s_w and s_l are the scores of the preferred
 and of the other response. Every loss on pairs is
 
-    weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the preferred one)
+    weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the
+    preferred one)
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ class PairLoss(FrozenLoss):
         """Return row indices of preferred and other responses, and whether they form pairs, [max(0,
         B - 1)].
 
-        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are not
-        pairs are masked. No shape depends on a value, which would make the host wait for the device.
+        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
+        not pairs are masked. No shape depends on a value, which would make the host wait for the
+        device.
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
@@ -257,7 +259,8 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs."""
+        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
+        pairs."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after

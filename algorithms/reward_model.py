@@ -6,8 +6,8 @@ process_reward_model(responses, model=critic, separator=13)   labels of steps, w
 reward_accuracy(preferences, model=critic)                    an evaluation
 
 A reward model's head outputs one number per response token: the reward of the sequence up to and
-including that token. The last one is the reward of the response. The outputs at the ends of steps are
-logits of the probability that the step is correct.
+including that token. The last one is the reward of the response. The outputs at the ends of steps
+are logits of the probability that the step is correct.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class StepLoss(FrozenLoss):
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """Place the labels of each response's steps at the last tokens of the steps. Raises UserError if the
-    numbers of labels and steps of a row differ.
+    """Place the labels of each response's steps at the last tokens of the steps. Raises UserError
+    if the numbers of labels and steps of a row differ.
 
     Args:
         separator: token id that ends a step. The last step ends with the response.

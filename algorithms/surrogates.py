@@ -205,7 +205,8 @@ MAX_LOG_RATIO = 20.0
 
 @runtime_checkable
 class Correction(Protocol):
-    """A rule from log-ratios to weights. Instances are values: equal settings give equal weights."""
+    """A rule from log-ratios to weights. Instances are values: equal settings give equal
+    weights."""
 
     weighs: ClassVar[bool]
     """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""

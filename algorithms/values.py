@@ -36,7 +36,8 @@ _PART = 2**18
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32 each.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32
+    each.
 
     A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
     trained token; after the last one, V and A are 0. The returns are A_t + V_t. Both are 0 at

@@ -1,7 +1,7 @@
 """The tree of commands: their arguments, answers and exit codes.
 
-A command is a function that returns an `Answer`; tyro makes options of its arguments, and their help
-from its docstring. Each also has the option `--json`.
+A command is a function that returns an `Answer`; tyro makes options of its arguments, and their
+help from its docstring. Each also has the option `--json`.
 
 Exit codes: 0 for success; 1 if the examined files are damaged or unreadable, or a check failed; 2
 for an error that the user can fix; 130 after Ctrl-C. With `--json`, standard output is one JSON
@@ -92,7 +92,8 @@ class Answer:
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """Make an answer whose notes name missing parts; exit code 1 if the run's log is damaged."""
+        """Make an answer whose notes name missing parts; exit code 1 if the run's log is
+        damaged."""
         from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]
@@ -151,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> ParsedCommand:
-    """Parse the words of a command line into a command. Raises UserError if there is no such command,
-    and SystemExit after help or a completion was printed (0), or if an argument is wrong (2)."""
+    """Parse the words of a command line into a command. Raises UserError if there is no such
+    command, and SystemExit after help or a completion was printed (0), or if an argument is wrong
+    (2)."""
     if words and words[0] == PRINT_COMPLETION:
         # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))
@@ -196,8 +198,8 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
 
 
 def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
-    """Put `--` before the script, whose arguments come after it. Raises UserError if an option before the
-    script does not belong to this command."""
+    """Put `--` before the script, whose arguments come after it. Raises UserError if an option
+    before the script does not belong to this command."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         return list(words)
@@ -227,7 +229,8 @@ def _command(place: str) -> Callable[..., Answer]:
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """Return the commands as a type for tyro; stubs lack their arguments, which take time to import."""
+    """Return the commands as a type for tyro; stubs lack their arguments, which take time to
+    import."""
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
 
@@ -336,8 +339,8 @@ def run_path(name: str) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """Return the directory of a run. Raises UserError if it does not exist or is not a run, and suggests
-    the nearest name."""
+    """Return the directory of a run. Raises UserError if it does not exist or is not a run, and
+    suggests the nearest name."""
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")

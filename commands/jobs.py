@@ -108,7 +108,8 @@ def follow(job: JobId, *, address: Address = None, json: Json = False) -> Answer
 
 
 def stop_job(job: JobId, *, address: Address = None) -> Answer:
-    """Stop a job after it has saved itself, and wait for its end. `weft submit --resume` continues it."""
+    """Stop a job after it has saved itself, and wait for its end. `weft submit --resume` continues
+    it."""
     from ..controllers.backends.jobs import Jobs
 
     return ended(Jobs(address).stop(job))

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> Answer:
-    """List the runs of a folder, or one run: status, step, time, reward, loss, last warning or error.
+    """List the runs of a folder, or one run: status, step, time, reward, loss, last warning or
+    error.
 
     Args:
         folder: The folder of all runs, or the directory of one.
@@ -176,7 +177,8 @@ class WatchedRun:
         return life_of(self.run)[0] is Life.ALIVE
 
     def show_news(self) -> None:
-        """Show new data. A step is shown once the next one begins or the run ends, with all metrics."""
+        """Show new data. A step is shown once the next one begins or the run ends, with all
+        metrics."""
         self._show_alerts()
         self._take_metrics()
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))

@@ -18,7 +18,8 @@ def samples(
     graph: str = "train",
     limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None,
 ) -> Answer:
-    """Show samples of a run with their rewards, by default of its last step; or query them with SQL.
+    """Show samples of a run with their rewards, by default of its last step; or query them with
+    SQL.
 
     Args:
         sql: Query the table samples, such as 'select step, avg(reward) from samples group by step

@@ -1,4 +1,5 @@
-"""The driver, its schedules, worker groups and placement. It moves row ids and references, never token tensors.
+"""The driver, its schedules, worker groups and placement. It moves row ids and references, never
+token tensors.
 
 loop/         the loop of a run: admit, dispatch, settle, close
 ranks/        the work on a rank

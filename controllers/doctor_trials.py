@@ -216,7 +216,8 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
 
 
 def weight_sync(folder: Path, gpu: bool) -> Figures:
-    """Publish bfloat16 weights to a generation engine, and compare log-probabilities of its samples."""
+    """Publish bfloat16 weights to a generation engine, and compare log-probabilities of its
+    samples."""
     import numpy as np
 
     actor, rollout = _pair(folder, gpu)

@@ -308,7 +308,8 @@ class Driver:
         self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
-        """End every process of the run and release its directory. Another driver can then resume it."""
+        """End every process of the run and release its directory. Another driver can then resume
+        it."""
         try:
             self._end()
         finally:

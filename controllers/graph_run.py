@@ -66,7 +66,8 @@ class GraphRun(ABC):
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether a node only reads rows: it writes no column, drops no rows and updates nothing."""
+        """Whether a node only reads rows: it writes no column, drops no rows and updates
+        nothing."""
         operation = node.operation
         return _writes_nothing(node) and not operation.updates and not operation.behind
 
@@ -170,8 +171,8 @@ class TrainingRun(GraphRun):
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """Close the step and return its metrics. If generation `overlaps` training, the trained and the
-        generated responses differ."""
+        """Close the step and return its metrics. If generation `overlaps` training, the trained and
+        the generated responses differ."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
@@ -245,8 +246,9 @@ class EvaluationRun(GraphRun):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
-        """Close the evaluation of a step and return its metrics, with the oldest and newest version if
-        weights may change (`overlaps`) or did, because a replaced rank could not get the old ones."""
+        """Close the evaluation of a step and return its metrics, with the oldest and newest version
+        if weights may change (`overlaps`) or did, because a replaced rank could not get the old
+        ones."""
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))

@@ -31,8 +31,9 @@ from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`) and on
-the driver (`loop/dispatcher.py`). The driver also rests between two turns (`loop/calls.py`)."""
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
+and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
+(`loop/calls.py`)."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -382,7 +383,8 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Replica -> number of rows, so that all have about equally many unfinished ones; no zeros."""
+        """Replica -> number of rows, so that all have about equally many unfinished ones; no
+        zeros."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(

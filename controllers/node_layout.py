@@ -1,4 +1,5 @@
-"""Node layout: the devices of a machine or cluster, and which nodes and devices pools and ranks get.
+"""Node layout: the devices of a machine or cluster, and which nodes and devices pools and ranks
+get.
 
     pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
@@ -152,8 +153,8 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
 def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
-    """Return the placement with a number of nodes for every pool, or raise a `UserError` that has the
-    requested and the available devices."""
+    """Return the placement with a number of nodes for every pool, or raise a `UserError` that has
+    the requested and the available devices."""
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
@@ -225,7 +226,8 @@ def _with_nodes(
     blocks: Sequence[tuple[Place, int]],
     nodes: Nodes,
 ) -> list[ResourcePool]:
-    """Fill in the numbers of nodes of pools that share nodes: as few as can hold them, unless given."""
+    """Fill in the numbers of nodes of pools that share nodes: as few as can hold them, unless
+    given."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
     # A number of nodes must divide devices and ranks of all pools that take the root's number.

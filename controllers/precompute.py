@@ -40,7 +40,8 @@ def precompute(
     rows_per_step: int = 4096,
     progress: bool = True,
 ) -> TableSource:
-    """Run a graph once over its source, and return the source with the columns that its nodes write.
+    """Run a graph once over its source, and return the source with the columns that its nodes
+    write.
 
         known = weft.precompute(reference_of_pairs(pairs, reference=reference))
         training = dpo(known, actor=actor)    # any number of epochs, without a reference model

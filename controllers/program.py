@@ -79,7 +79,8 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Statements that define these names, and their dependencies, in the order of the script."""
+        """Statements that define these names, and their dependencies, in the order of the
+        script."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -101,7 +102,8 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call with a dropped result may change one of these names, as `fill(table)` does."""
+        """Whether a call with a dropped result may change one of these names, as `fill(table)`
+        does."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -121,7 +123,8 @@ class _Script:
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the current one. A block that contains it is replaced by its statements."""
+        """Statements before the current one. A block that contains it is replaced by its
+        statements."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -186,7 +189,8 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
-    """Return the text of a function (of a lambda, an expression), and the names that it encloses."""
+    """Return the text of a function (of a lambda, an expression), and the names that it
+    encloses."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):

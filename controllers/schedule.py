@@ -1,4 +1,5 @@
-"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in `loop/run.py`.
+"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in
+`loop/run.py`.
 
 The loop asks the schedule of the training graph three questions: how many groups to issue
 (`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
@@ -49,7 +50,8 @@ class Stepwise(Config):
     """Settings of all training schedules: the number of steps and the groups per step."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] Number of updates that the run makes. Raise it while the evaluation still improves."""
+    """[updates] Number of updates that the run makes. Raise it while the evaluation still
+    improves."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
     """[groups] Groups in a training batch. Raise it if the gradient is noisy or devices are idle,
     lower it if steps take too long."""
@@ -59,8 +61,9 @@ class Stepwise(Config):
 
     short_steps: Literal["train", "stop"] = "train"
     """What to do if a step has issued more prompts 10 times and filters still leave fewer than
-    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends the
-    run. If no group passes, the run always ends. Set it to "stop" if small batches would do harm."""
+    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends
+    the run. If no group passes, the run always ends. Set it to "stop" if small batches would do
+    harm."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -141,7 +144,8 @@ class Stepwise(Config):
 
 
 class Synchronous(Stepwise):
-    """Each step generates all responses, scores all, then updates. Training is exactly on-policy."""
+    """Each step generates all responses, scores all, then updates. Training is exactly
+    on-policy."""
 
     @property
     def max_staleness(self) -> int:
@@ -162,8 +166,9 @@ class InParts(Stepwise):
 
 
 class Pipelined(InParts):
-    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it. Rewards,
-    references, advantages and gradients are computed while other responses are still generated."""
+    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it.
+    Rewards, references, advantages and gradients are computed while other responses are still
+    generated."""
 
     @property
     def max_staleness(self) -> int:
@@ -237,8 +242,8 @@ Training = Synchronous | Pipelined | Asynchronous
 def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool) -> Share | None:
     """Return what a node of an evaluation may claim now, or None.
 
-    All rows of a call belong to the evaluation of one step. Unless the evaluation `overlaps` training
-    and other evaluations, each node gets all rows of a step at once.
+    All rows of a call belong to the evaluation of one step. Unless the evaluation `overlaps`
+    training and other evaluations, each node gets all rows of a step at once.
     """
     if not overlaps:
         return Share() if evaluation.ledger.readiness.settled(node) else None

@@ -1,4 +1,5 @@
-"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones win."""
+"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones
+win."""
 
 from __future__ import annotations
 

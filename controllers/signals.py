@@ -1,8 +1,9 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
 the keyboard.
 
-A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends. `launch`
-sets handlers for a whole script. Otherwise each run sets them, unless the script has handlers.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
+`launch` sets handlers for a whole script. Otherwise each run sets them, unless the script has
+handlers.
 
 Signals are deferred while a cluster starts, because an interrupted start leaves processes behind
 and libraries install handlers.
@@ -47,7 +48,8 @@ class StopOnSignal:
 
 
 def ask_to_end(number: int) -> bool:
-    """Ask the current run to save itself and end. Return False if none can, or it was asked already."""
+    """Ask the current run to save itself and end. Return False if none can, or it was asked
+    already."""
     if _Ending.asked or not _Ending.runs:
         return False
     _Ending.asked = number
@@ -77,7 +79,8 @@ def write_line(line: str) -> None:
 
 
 def hold_streams() -> None:
-    """Open the null device for closed standard streams, which the next opened files would replace."""
+    """Open the null device for closed standard streams, which the next opened files would
+    replace."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -182,14 +185,16 @@ def _handled(
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether no handler is set, apart from Ray's, which would end a later run without a checkpoint."""
+    """Whether no handler is set, apart from Ray's, which would end a later run without a
+    checkpoint."""
     handler = signal.getsignal(number)
     unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
 
 
 def _end_run(number: int, terminal: list[int]) -> None:
-    """Ask the current run to save itself and end, or raise an exception, so that `with` blocks clean up.
+    """Ask the current run to save itself and end, or raise an exception, so that `with` blocks
+    clean up.
 
     Args:
         terminal: Standard streams that are terminals, which are gone after SIGHUP.

@@ -86,8 +86,9 @@ def train(
     everything runs in this process. In a Ray job, or if `RAY_ADDRESS` is set, the groups share the
     nodes of that cluster.
 
-    Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second signal
-    ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end the run.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
+    signal ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end
+    the run.
 
     Args:
         model: Folder or Hugging Face id of the model.
@@ -281,7 +282,8 @@ class _SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this machine."""
+    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this
+    machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()

@@ -22,8 +22,9 @@ INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 def draw_curve(
     metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
 ) -> Path:
-    """Draw metrics over the steps of a run, and save the picture. `metrics` has one mapping per step, as
-    `Driver.run` returns them; a step may lack a metric. `curves` maps metric names to labels."""
+    """Draw metrics over the steps of a run, and save the picture. `metrics` has one mapping per
+    step, as `Driver.run` returns them; a step may lack a metric. `curves` maps metric names to
+    labels."""
     import matplotlib
 
     # Machines that train have no display.
@@ -60,13 +61,15 @@ OTHER = "#9aa1ad"
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
-"""Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are drawn."""
+"""Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are
+drawn."""
 NUM_BINS = 400
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
-    """Draw a lane per group, coloured by node, with the ends of steps. Save the picture in the format of
-    the path's suffix. Raises UserError if the file cannot be written, or the format is unknown.
+    """Draw a lane per group, coloured by node, with the ends of steps. Save the picture in the
+    format of the path's suffix. Raises UserError if the file cannot be written, or the format is
+    unknown.
 
     Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
     """

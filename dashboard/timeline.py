@@ -1,7 +1,8 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
 `CallLog` reads the calls and follows a running run. A `Timeline` is a window of them, with a `Lane`
-for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show these.
+for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show
+these.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class CallLog:
     def of_steps(self, first: float, last: float) -> Timeline | None:
         """Return the timeline of some steps, inclusive, or None if the run has none of them.
 
-        It begins when the step before the first one closes. A step closes when its last call has ended.
+        It begins when the step before the first one closes. A step closes when its last call has
+        ended.
         """
         steps = self.steps
         own = [(step, end) for step, end in steps if first <= step <= last]
@@ -280,7 +282,8 @@ class Lane:
         return [(start, end, now) for (start, end), now in busy if now] + moments
 
     def shares(self, nodes: Sequence[int], num_bins: int) -> np.ndarray:
-        """Return the share of each bin spent on each node: [nodes, bins]. Overlapping calls share a bin.
+        """Return the share of each bin spent on each node: [nodes, bins]. Overlapping calls share a
+        bin.
 
         >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("n", 0.0, 1.5), ("m", 1.0, 2.0))]
         >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].shares([0, 1], 4).tolist()
@@ -380,9 +383,9 @@ class Timeline:
 
 
 def load_timeline(run: Path, steps: str = ":") -> Timeline:
-    """Load the timeline of a run, or of some steps: a number, or a range like a Python slice, such as
-    10:20, 10: or :20. Raises UserError if the run, its timeline or these steps do not exist, or the
-    timeline is unreadable."""
+    """Load the timeline of a run, or of some steps: a number, or a range like a Python slice, such
+    as 10:20, 10: or :20. Raises UserError if the run, its timeline or these steps do not exist, or
+    the timeline is unreadable."""
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
@@ -398,8 +401,8 @@ def load_timeline(run: Path, steps: str = ":") -> Timeline:
 
 
 def select_steps(log: CallLog, text: str = ":") -> Timeline:
-    """Return the timeline of some steps, as the user names them (see `load_timeline`). Raises UserError
-    if the text has another form, or the run has none of these steps."""
+    """Return the timeline of some steps, as the user names them (see `load_timeline`). Raises
+    UserError if the text has another form, or the run has none of these steps."""
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or not text:
         raise UserError(f"steps are given as 10:20 (10 to 19), 10:, :20 or 10, not {text!r}")
@@ -419,8 +422,8 @@ def select_steps(log: CallLog, text: str = ":") -> Timeline:
 def node_times(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the calls, rows, seconds and share of the window of each node, longest first.
 
-    `worker_s` is the time inside the slowest rank. The rest is spent in the driver and the transport.
-    Calls that overlap count in full.
+    `worker_s` is the time inside the slowest rank. The rest is spent in the driver and the
+    transport. Calls that overlap count in full.
     """
     totals = timeline.log.totals("group", timeline.ended)
     found = [
@@ -482,11 +485,12 @@ def seconds_text(value: float) -> str:
 
 
 def write_trace(timeline: Timeline, path: Path) -> Path:
-    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing. Raises
-    UserError if the file cannot be written.
+    """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+    Raises UserError if the file cannot be written.
 
     Each group is a process with a track for its calls, and one for each rank of calls on several
-    ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are instants.
+    ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are
+    instants.
     """
     log = timeline.log
     events = [

@@ -163,7 +163,8 @@ class Batch:
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """Return a fixed-width column as a torch tensor `[rows]`, without a copy: do not write to it.
+        """Return a fixed-width column as a torch tensor `[rows]`, without a copy: do not write to
+        it.
 
         Raises:
             UserError: the column does not hold one number per row.

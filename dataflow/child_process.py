@@ -77,7 +77,8 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or minus the number of the signal that ended the process. None while it runs."""
+        """Exit code, or minus the number of the signal that ended the process. None while it
+        runs."""
         return self._process.poll()
 
     @property
@@ -148,7 +149,8 @@ class ChildProcess:
         return found[0]
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for the end of the process, without a limit for None; return whether it has ended."""
+        """Wait for the end of the process, without a limit for None; return whether it has
+        ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is not None

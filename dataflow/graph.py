@@ -71,7 +71,8 @@ W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """Make folders of models and tokenizers absolute: a reward function may change the directory."""
+    """Make folders of models and tokenizers absolute: a reward function may change the
+    directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -491,7 +492,8 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph from an outline, for a ledger. It cannot run, and its source has no rows."""
+        """Create a graph from an outline, for a ledger. It cannot run, and its source has no
+        rows."""
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             # JSON has no tuples, so restore them.

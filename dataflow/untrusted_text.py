@@ -92,8 +92,8 @@ _SUSPICIOUS = (
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Replace the secrets in a text: values of environment variables, by default of this process, by
-    the variable's name, and texts that look like a secret by `[hidden]`.
+    """Replace the secrets in a text: values of environment variables, by default of this process,
+    by the variable's name, and texts that look like a secret by `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'

@@ -244,8 +244,8 @@ def _aligned(offset: int) -> int:
 
 
 class BucketMemory:
-    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing is
-    pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
+    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing
+    is pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
     /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
     memory by its IPC handle."""
 
@@ -413,8 +413,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
 
-    torch would split the copy over all cores and wait for each, including cores that the other side of
-    the transfer occupies.
+    torch would split the copy over all cores and wait for each, including cores that the other side
+    of the transfer occupies.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.
@@ -433,7 +433,8 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch in this thread, so that each of `others` processes on this machine keeps a core."""
+    """Limit torch in this thread, so that each of `others` processes on this machine keeps a
+    core."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:

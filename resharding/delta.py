@@ -60,7 +60,8 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
 
 def apply_delta(bits: np.ndarray, delta: Delta) -> None:
     """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
-    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay unchanged."""
+    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay
+    unchanged."""
     ends = np.flatnonzero(delta.gaps != _ESCAPE)
     positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(delta.values) or (

@@ -66,10 +66,10 @@ class PipelineStages:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the sum
-        of squared costs (the classic linear partition, by dynamic programming). Costs are [layers], at
-        least 0; add the cost of the embedding to the first layer, and the cost of the head to the last.
-        Raises UserError if there are more pieces than layers.
+        """Cut the model into nonempty pieces: minimize the cost of the most expensive one, then the
+        sum of squared costs (the classic linear partition, by dynamic programming). Costs are
+        [layers], at least 0; add the cost of the embedding to the first layer, and the cost of the
+        head to the last. Raises UserError if there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
         PipelineStages(stages=3, layers=(2, 3, 1))
@@ -131,7 +131,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards, replicas."""
+    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards,
+    replicas."""
 
     pp: int = 1
     tp: int = 1
@@ -175,8 +176,9 @@ def three_dimensional(
     stages: PipelineStages | None = None,
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
-    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`; for `order`, see
-    `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a layer."""
+    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`; for `order`,
+    see `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a
+    layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]
@@ -193,9 +195,10 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that divide
-    those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard contains its
-    training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its table 2."""
+    """Return the layout of the same ranks in generation, with `pp` stages and `tp` shards that
+    divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation shard
+    contains its training shard; otherwise groups are consecutive ranks, as in "HybridFlow-V" of its
+    table 2."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:

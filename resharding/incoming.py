@@ -119,8 +119,8 @@ PATIENCE_S = 2 * SILENCE_S + GRACE_S
 
 class IncomingWeights:
     """A version in transfer to process `part` of the `parts` of a receiver. Closing it tells the
-    publishers that this receiver takes no more. Raises WeightSyncError if a publisher has ended or has
-    another version, or the ranks' parts do not make up each tensor."""
+    publishers that this receiver takes no more. Raises WeightSyncError if a publisher has ended or
+    has another version, or the ranks' parts do not make up each tensor."""
 
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
         self.version = weights.version
@@ -151,9 +151,9 @@ class IncomingWeights:
         return sum(source.memory is not None for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Yield the copies and their elements on arrival, for tensor names and copies from a plan whose
-        source is this layout. A tensor is valid until the next one. Raises WeightSyncError if a
-        publisher has ended, has given up, or was silent for too long."""
+        """Yield the copies and their elements on arrival, for tensor names and copies from a plan
+        whose source is this layout. A tensor is valid until the next one. Raises WeightSyncError if
+        a publisher has ended, has given up, or was silent for too long."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]

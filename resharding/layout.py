@@ -189,7 +189,8 @@ class TensorLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Distribution of a model's tensors over the ranks of one side of a transfer, or over one rank."""
+    """Distribution of a model's tensors over the ranks of one side of a transfer, or over one
+    rank."""
 
     tensors: Mapping[str, TensorLayout]
     """By name in the checkpoint, in the order of the transfer."""

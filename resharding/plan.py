@@ -33,8 +33,8 @@ class Copy:
 
 class ReshardPlan:
     """The copies of boxes from source ranks to destination ranks, in the destination's dtypes. The
-    source may contain tensors that the destination does not need. Raises WeightSyncError if the source
-    lacks a tensor or a box that the destination needs, or has it in another shape."""
+    source may contain tensors that the destination does not need. Raises WeightSyncError if the
+    source lacks a tensor or a box that the destination needs, or has it in another shape."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
@@ -64,8 +64,9 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout. 0 for HybridFlow's
-        layouts, whose training shards are parts of the generation shards (arXiv:2409.19256, table 2)."""
+        """Bytes that a destination rank's device holds only for the source layout. 0 for
+        HybridFlow's layouts, whose training shards are parts of the generation shards
+        (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 

@@ -126,9 +126,9 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts and return at once. Do not change them before `finish`. Return the
-        record that receivers need; records of several ranks add up. Raises WeightSyncError if a part
-        occurs twice, or this publisher is closed.
+        """Offer this rank's parts and return at once. Do not change them before `finish`. Return
+        the record that receivers need; records of several ranks add up. Raises WeightSyncError if a
+        part occurs twice, or this publisher is closed.
 
         Args:
             parts: parts on any device, of any dtype.
@@ -165,9 +165,10 @@ class WeightPublisher:
         return Weights(version, (self._listener.endpoint,))
 
     def finish(self) -> str | None:
-        """End the current transfer. Receivers that are not done get an error. Return the checksum of the
-        published elements (checksums of ranks add up); None if no receiver took everything, or no
-        version was published. Raises WeightSyncError if parts were unreadable or changed during it."""
+        """End the current transfer. Receivers that are not done get an error. Return the checksum
+        of the published elements (checksums of ranks add up); None if no receiver took everything,
+        or no version was published. Raises WeightSyncError if parts were unreadable or changed
+        during it."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
@@ -283,10 +284,11 @@ class _Session:
 
 
 class _Transfer:
-    """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with their
-    elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS buckets,
-    on any device. Receivers in `expected` start together if they connect within GRACE_S of each other;
-    others are served as well. Receivers on other machines that hold `shadow`'s version get deltas."""
+    """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with
+    their elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS
+    buckets, on any device. Receivers in `expected` start together if they connect within GRACE_S of
+    each other; others are served as well. Receivers on other machines that hold `shadow`'s version
+    get deltas."""
 
     def __init__(
         self,
@@ -434,8 +436,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on the thread of its connection. `answer` describes the version to it, and
-        returns its requests."""
+        """Serve a receiver on the thread of its connection. `answer` describes the version to it,
+        and returns its requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -525,8 +527,8 @@ class _Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds, and its requests; None if it maps the memory. Refuses
-        boxes of other ranks, and more than MOST_TIMES the bytes of this rank."""
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
+        Refuses boxes of other ranks, and more than MOST_TIMES the bytes of this rank."""
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}

@@ -149,8 +149,9 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at `host`
-    (see `Listener`). If the engines share one collective (`together`), the loss of one stops all."""
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
+    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
+    all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
@@ -167,9 +168,9 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of a
-        version of `num_bytes` begins without engines that are late. Return names and identities of the
-        connected engines, in the expected order, which is also the order of their ranks."""
+        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
+        a version of `num_bytes` begins without engines that are late. Return names and identities
+        of the connected engines, in the expected order, which is also the order of their ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
@@ -291,11 +292,12 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Receive a version as the trainer's rank 0 directs, compare it with the published sums, and return
-    its checksum. `engine` distinguishes this engine from predecessors of the same name. `call` calls one
-    of `METHODS` with its payload (or None) on all ranks. `loaded` returns for each rank the sums of the
-    tensors that its loaders got. Raises WeightSyncError if the trainer has ended, has given up or was
-    silent, a rank has failed, or a tensor differs from the published one."""
+    """Receive a version as the trainer's rank 0 directs, compare it with the published sums, and
+    return its checksum. `engine` distinguishes this engine from predecessors of the same name.
+    `call` calls one of `METHODS` with its payload (or None) on all ranks. `loaded` returns for each
+    rank the sums of the tensors that its loaders got. Raises WeightSyncError if the trainer has
+    ended, has given up or was silent, a rank has failed, or a tensor differs from the published
+    one."""
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"

@@ -41,8 +41,9 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, b
 @dataclass(frozen=True)
 class _VllmBackend:
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank 0,
-    the number of ranks of all engines, and the bytes of one buffer (at least the largest tensor)."""
+    """Initialization parameters, from the rank of this process in the trainer, the address of rank
+    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
+    tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -74,13 +75,14 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer, which is
-    the default group of `torch.distributed`, call each method together. `host` is the address of rank 0
-    for engines on other machines; empty if there are none. `advance` is called after each tensor. Raises
-    WeightSyncError if torch finds no GPU for the backend, or this machine does not have that address.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer,
+    which is the default group of `torch.distributed`, call each method together. `host` is the
+    address of rank 0 for engines on other machines; empty if there are none. `advance` is called
+    after each tensor. Raises WeightSyncError if torch finds no GPU for the backend, or this machine
+    does not have that address.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the size of
-    the largest tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
+    size of the largest tensor.
     """
 
     def __init__(
@@ -118,9 +120,10 @@ class VllmPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines of these
-        names. Do not change them before `finish`. Return the record that receivers need; the records of
-        all ranks add up. Raises WeightSyncError if the ranks do not hold each element exactly once."""
+        """Offer the parts of all ranks, which together hold each element once, to the engines of
+        these names. Do not change them before `finish`. Return the record that receivers need; the
+        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
+        exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -169,7 +172,8 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without
+        engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -212,7 +216,8 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version. Each element of each tensor must be on exactly one rank."""
+        """Set the parts of the next version. Each element of each tensor must be on exactly one
+        rank."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)

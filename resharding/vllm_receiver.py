@@ -1,4 +1,5 @@
-"""BucketReceiver: receives weights inside vLLM. Importing this module registers it as a transfer engine."""
+"""BucketReceiver: receives weights inside vLLM. Importing this module registers it as a transfer
+engine."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ class _Staging(NamedTuple):
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
-    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError if
-    the boxes of a tensor do not add up to the published tensor."""
+    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError
+    if the boxes of a tensor do not add up to the published tensor."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
         published = next(held[name].published for held in ranks if name in held)
@@ -161,7 +162,8 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived. Raises an error if it is damaged or incomplete."""
+        """Whether the staged version has arrived. Raises an error if it is damaged or
+        incomplete."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -282,7 +284,8 @@ class VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums the tensors that a model's loaders get, until `load_weights` is deleted from the model."""
+    """Sums the tensors that a model's loaders get, until `load_weights` is deleted from the
+    model."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
@@ -318,9 +321,9 @@ def adapter_request() -> LoRARequest:
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
     """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
-    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora". Return its checksum. Raises
-    WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it; the slot then keeps its
-    adapter."""
+    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora". Return its checksum.
+    Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it; the slot then
+    keeps its adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()

@@ -1,8 +1,8 @@
 """vLLM's model as a destination: where each box of a checkpoint tensor lands, and writing it there.
 
-`record_layout` runs the model's own `load_weights` once, on tensors without memory, while a dispatch
-mode records each copy instead of executing it. So Weft maintains no table of fused projections,
-grouped heads, padding or experts.
+`record_layout` runs the model's own `load_weights` once, on tensors without memory, while a
+dispatch mode records each copy instead of executing it. So Weft maintains no table of fused
+projections, grouped heads, padding or experts.
 
     checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
     layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
@@ -93,7 +93,8 @@ def record_layout(
     """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
     not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
     loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
-    an element twice, or leaves one without a value. The message names the tensor and the parameter."""
+    an element twice, or leaves one without a value. The message names the tensor and the
+    parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

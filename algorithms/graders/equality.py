@@ -59,8 +59,9 @@ _reports = itertools.count(1)
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends with
-    it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to compare.
+    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
+    with it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to
+    compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)

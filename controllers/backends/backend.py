@@ -149,7 +149,8 @@ class Backend(Protocol):
         ...
 
     def rest(self, seconds: float) -> None:
-        """Sleep, so that the next `wait` returns more replies, unless nothing runs in the meantime."""
+        """Sleep, so that the next `wait` returns more replies, unless nothing runs in the
+        meantime."""
 
     def clock(self) -> float:
         """[s] Monotonic time, for deadlines and timelines."""
@@ -191,7 +192,8 @@ class Backend(Protocol):
 
     @property
     def cluster(self) -> Cluster | None:
-        """The operations of a cluster, whose ranks can die or hang alone; None for a single process."""
+        """The operations of a cluster, whose ranks can die or hang alone; None for a single
+        process."""
         return None
 
 
@@ -202,8 +204,8 @@ class Cluster(Protocol):
     """[s] Longest wait for room for ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process and start another, without waiting. Calls to the new one wait until it
-        is up; calls to the old one are never answered."""
+        """End a rank's process and start another, without waiting. Calls to the new one wait until
+        it is up; calls to the old one are never answered."""
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
@@ -215,7 +217,8 @@ class Cluster(Protocol):
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """Id of the last sample that a rank recorded (`Context.at`), also after its death, or None."""
+        """Id of the last sample that a rank recorded (`Context.at`), also after its death, or
+        None."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:

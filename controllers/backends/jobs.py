@@ -418,7 +418,8 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Convert errors of Ray's client: a wrong or missing token to `UserError`, others to `RunError`."""
+    """Convert errors of Ray's client: a wrong or missing token to `UserError`, others to
+    `RunError`."""
     from ray.exceptions import AuthenticationError
 
     try:

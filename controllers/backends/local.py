@@ -128,7 +128,8 @@ class SilenceWatch:
         return False
 
     def _arm(self, seconds: float) -> None:
-        """End the process after this time, even if Python cannot run, unless `_disarm` comes first."""
+        """End the process after this time, even if Python cannot run, unless `_disarm` comes
+        first."""
         self._armed = True
         # An interactive session (with sys.ps1) must not lose its variables.
         faulthandler.dump_traceback_later(
@@ -174,7 +175,8 @@ class Local(Backend):
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` for too little memory, or a transport whose sides must work at once."""
+        """Raise a `UserError` for too little memory, or a transport whose sides must work at
+        once."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader

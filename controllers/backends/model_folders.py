@@ -1,8 +1,8 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
 A setting names a folder, or a Hugging Face id that is cached on the driver's node. If a rank's node
-has the same files at the same path or in its cache, the rank uses them. Otherwise one process of the
-node fetches the folder into its cache (`workers/models/node_folder.py`).
+has the same files at the same path or in its cache, the rank uses them. Otherwise one process of
+the node fetches the folder into its cache (`workers/models/node_folder.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class ModelFolders:
     """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """Return the group's settings with paths of this `node` (Ray's id), copying folders if needed.
+        """Return the group's settings with paths of this `node` (Ray's id), copying folders if
+        needed.
 
         Args:
             advance: Called as copies grow.
@@ -149,7 +150,8 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """Return setting -> folder for the models and tokenizers of a group, also from this node's cache.
+    """Return setting -> folder for the models and tokenizers of a group, also from this node's
+    cache.
 
     Raises:
         UserError: The weight index of a cached model is damaged.

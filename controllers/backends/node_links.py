@@ -217,7 +217,8 @@ class SegmentServers:
         return sorted(self._asked.values())
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each new node (Ray's id -> name). Call `advance` until none is `awaited`."""
+        """Start a server on each new node (Ray's id -> name). Call `advance` until none is
+        `awaited`."""
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -308,8 +309,8 @@ class SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return Ray's id -> name, for this node, known nodes, and nodes that are alive. Names come from
-    host names, so that they are the same in the next run.
+    """Return Ray's id -> name, for this node, known nodes, and nodes that are alive. Names come
+    from host names, so that they are the same in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
@@ -441,7 +442,8 @@ class NodeLinks:
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take_events(self) -> list[Event]:
-        """Restart dead servers, and return the answers of new ranks that can work, or their failures.
+        """Restart dead servers, and return the answers of new ranks that can work, or their
+        failures.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.
@@ -532,7 +534,8 @@ class NodeLinks:
         return not self._connecting
 
     def _turn_away(self, arrival: _Arrival) -> str:
-        """Reason that a rank cannot work. If its node cannot be reached, continue without the node."""
+        """Reason that a rank cannot work. If its node cannot be reached, continue without the
+        node."""
         node = self.stands_on.get(arrival.at)
         if node is None or node not in self.servers.awaited:
             return f"it did not connect to the other nodes within {CONNECT_TIMEOUT_S:.0f} s"

@@ -77,8 +77,8 @@ class Reservations:
     def reserve(self, setup: Setup) -> None:
         """Reserve the pools of a placement. Wait for pools that the user sized.
 
-        A group without a place gets a free CPU, near the group that it follows. If there is none, it is
-        a guest on another pool's node, and works while that pool's groups are idle.
+        A group without a place gets a free CPU, near the group that it follows. If there is none,
+        it is a guest on another pool's node, and works while that pool's groups are idle.
 
         Raises:
             UserError: A pool that the user sized was not free in time.
@@ -147,7 +147,8 @@ class Reservations:
             ray.util.remove_placement_group(group)
 
     def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
-        """Request each rank separately, so that Ray's autoscaler sees all, and wait for `min_ranks`."""
+        """Request each rank separately, so that Ray's autoscaler sees all, and wait for
+        `min_ranks`."""
         import ray
 
         pool, least = place.pool, place.min_ranks or 0

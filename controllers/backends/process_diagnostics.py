@@ -128,7 +128,8 @@ class _HeldProcess:
         return False
 
     def exit_code(self, wait_s: float) -> int | None:
-        """Return the exit code, or minus the signal; None if it is alive after `wait_s`, or unknown."""
+        """Return the exit code, or minus the signal; None if it is alive after `wait_s`, or
+        unknown."""
         deadline = time.monotonic() + wait_s
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -130,8 +130,8 @@ OF_A_NODE = (
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get from the driver. They may contain tokens and keys, so they
-    are sent with a rank's arguments and never written to disk.
+    """Return the variables that ranks get from the driver. They may contain tokens and keys, so
+    they are sent with a rank's arguments and never written to disk.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
@@ -255,8 +255,8 @@ class Rank:
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
             └───────────────────────────────┘
 
-    Only rank 0 of a group whose ranks meet takes a port. Ray runs each call on a separate thread; the
-    executor's thread does the work.
+    Only rank 0 of a group whose ranks meet takes a port. Ray runs each call on a separate thread;
+    the executor's thread does the work.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class Rank:
 def start_rank(
     handle: Handle, place: Place, context: Context, pool: ReservedPool, sharing: int, files: RankFiles
 ) -> Any:
-    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` counts the
-    groups on the pool."""
+    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` counts
+    the groups on the pool."""
     import ray
     from ray import cloudpickle
 

@@ -408,7 +408,8 @@ class RayBackend(Backend, Cluster):
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Describe a process that died, with the end of its log, which says more than Ray's error."""
+        """Describe a process that died, with the end of its log, which says more than Ray's
+        error."""
         # The process may have written its log on a machine that does not see the run's directory.
         self._links.bring_logs()
         log = self._setup.run_dir / LOGS / log_name(who)
@@ -453,7 +454,8 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Error message if a process died because its node lacks a module of this process, else None."""
+    """Error message if a process died because its node lacks a module of this process, else
+    None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

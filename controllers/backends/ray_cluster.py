@@ -40,14 +40,16 @@ PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
 
 def address_of(given: str | None) -> str | None:
-    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local one.
+    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local
+    one.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
     >>> address_of("http://ray-head:8265")
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: RayBackend('http://ray-head:8265') is the address of a dashboard or a job server; a driver \
-joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
+joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265
+-- python SCRIPT` runs it there)
 
     Raises:
         UserError: The text is not the address of a cluster.
@@ -210,7 +212,8 @@ class UserCode:
         return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the folders."""
+        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the
+        folders."""
         job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
         told: dict[str, Any] = {}
         if self.working_dir is not None and "working_dir" not in job:

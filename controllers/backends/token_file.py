@@ -1,4 +1,5 @@
-"""Ray's authentication token. It lets programs run on the cluster, so only its owner may read it."""
+"""Ray's authentication token. It lets programs run on the cluster, so only its owner may read
+it."""
 
 from __future__ import annotations
 

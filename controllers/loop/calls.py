@@ -4,7 +4,8 @@
       ^                                                                               │
       └────────────────────── requests that follow from replies ──────────────────────┘
 
-A reply never makes a call: the requests that follow from it are queued for a later turn of the loop.
+A reply never makes a call: the requests that follow from it are queued for a later turn of the
+loop.
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ class Calls:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def withdraw_rows(self) -> None:
-        """Tell calls which rows a quorum gave up, and cancel generating calls with an expired lease."""
+        """Tell calls which rows a quorum gave up, and cancel generating calls with an expired
+        lease."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():

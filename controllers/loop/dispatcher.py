@@ -210,7 +210,8 @@ class Dispatcher:
         self._calls.make_calls()
 
     def _record(self, graph_run: GraphRun, node: Node, recorder: WorkerGroup | None) -> bool:
-        """Claim rows and request a call that writes them. Return False if none need to be written."""
+        """Claim rows and request a call that writes them. Return False if none need to be
+        written."""
         ledger = graph_run.ledger
         deadline_s = self._buffer.config.lease_deadline_s if recorder else None
         lease = ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
@@ -276,7 +277,8 @@ class Dispatcher:
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call, on the least loaded replicas if other calls are running."""
+        """Claim rows and request a call, on the least loaded replicas if other calls are
+        running."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,

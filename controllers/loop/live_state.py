@@ -65,7 +65,8 @@ class LiveState:
         """Kind of thing -> its number -> time when it was first seen."""
         self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
         self._past = defaultdict(deque)
-        """Graph -> past times, each with the number of rows that had arrived at and left each node."""
+        """Graph -> past times, each with the number of rows that had arrived at and left each
+        node."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None

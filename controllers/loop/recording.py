@@ -1,4 +1,5 @@
-"""Recording: add a node to every graph that writes its samples to the run directory in the background.
+"""Recording: add a node to every graph that writes its samples to the run directory in the
+background.
 
 A group is recorded when all other nodes are done with it. Its rows are stored under the step that
 trained on them; without updates, under the step that issued them, and for an evaluation under the

@@ -254,7 +254,8 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """[s] Longest wait for replies: until a lease, a quorum or a delay ends, at most a second."""
+        """[s] Longest wait for replies: until a lease, a quorum or a delay ends, at most a
+        second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
@@ -304,7 +305,8 @@ class Run:
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Save the current step, and wait until it is on disk; `anew` even if it has a checkpoint."""
+        """Save the current step, and wait until it is on disk; `anew` even if it has a
+        checkpoint."""
 
         def is_saved() -> bool:
             self._save()

@@ -34,7 +34,8 @@ from .run import Run
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
-    """Start a run, or resume it from a checkpoint. On return, followers have their leaders' weights.
+    """Start a run, or resume it from a checkpoint. On return, followers have their leaders'
+    weights.
 
     Raises:
         UserError: A worker cannot be made, or the buffer belongs to other graphs.
@@ -99,7 +100,8 @@ cycles; with the defaults, collecting took a third of the driver's time."""
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Collect garbage less often, unless workers share the process: their garbage may hold tensors."""
+    """Collect garbage less often, unless workers share the process: their garbage may hold
+    tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)

@@ -203,7 +203,8 @@ def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | 
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Check that the group which generates samples for a policy gradient gets each version in time."""
+    """Check that the group which generates samples for a policy gradient gets each version in
+    time."""
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
@@ -293,7 +294,8 @@ def _generated_tokens(graph: Graph) -> int | None:
 
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
-    """Return the group with the smallest row limit and that limit [tokens], or None without limits."""
+    """Return the group with the smallest row limit and that limit [tokens], or None without
+    limits."""
     found = ((name, one.worker_class.longest_row(one.config)) for name, one in graph.handles.items())
     limits = [(name, tokens) for name, tokens in found if tokens is not None]
     return min(limits, key=lambda limit: limit[1], default=None)

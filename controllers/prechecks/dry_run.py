@@ -44,7 +44,8 @@ class _Present:
 
 @contextmanager
 def planning() -> Iterator[Planning]:
-    """Plan a script: its first driver ends it with `Planned`, and writing before that is an error."""
+    """Plan a script: its first driver ends it with `Planned`, and writing before that is an
+    error."""
     with tempfile.TemporaryDirectory(prefix="weft-plan-") as scratch:
         _Present.planning = made = Planning(Path(scratch))
         if not _Present.listens:
@@ -58,9 +59,11 @@ def planning() -> Iterator[Planning]:
 
 
 def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
-    """Make something that a script needs before its run, such as data, on first use; return its path.
+    """Make something that a script needs before its run, such as data, on first use; return its
+    path.
 
-        model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path: make_model(path))
+        model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path:
+        make_model(path))
 
     `weft plan` does not call `make`. If the path does not exist, it calls `sketch` in a folder that
     is removed afterwards. A sketch has the same sizes (a model with random weights, data of the

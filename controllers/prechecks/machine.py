@@ -246,7 +246,8 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def pids_left(root: Path) -> int | None:
-    """Return the processes and threads that the container may still start, or None without a limit."""
+    """Return the processes and threads that the container may still start, or None without a
+    limit."""
     most, now = (_words(root / f"sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     return int(most[0]) - int(now[0]) if most and now and most[0] != "max" else None
 
@@ -390,7 +391,8 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
 
 
 def hidden_modules(folders: Sequence[Path]) -> Finding:
-    """Check whether a user's file in these folders hides a package or a module of Python's library."""
+    """Check whether a user's file in these folders hides a package or a module of Python's
+    library."""
     ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
     for folder in (folder for folder in folders if folder.resolve() not in ours):
         for name in (*LIBRARIES, *sorted(sys.stdlib_module_names)):
@@ -550,7 +552,8 @@ def _extras(weft: Package) -> Iterator[tuple[str, Finding]]:
 
 
 def _is_met(need: Requirement) -> bool:
-    """Return whether a package is installed, with everything that its extras require: ray[default]."""
+    """Return whether a package is installed, with everything that its extras require:
+    ray[default]."""
     package = installed(need.name)
     if package is None or not fits(need, package.version):
         return False
@@ -636,7 +639,8 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, "" for a CPU build, or None without torch."""
+    """Return the CUDA version that torch is built for, "" for a CPU build, or None without
+    torch."""
     # Importing torch takes seconds, so read the file with its version.
     found = find_spec("torch")
     if found is None or found.origin is None:

@@ -57,8 +57,8 @@ class _SequencePlan:
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
 ) -> _SequencePlan | None:
-    """Choose the groups of each optimizer step, of the replica with the longest row. Return None if the
-    cost is not a `SequenceParallelCost`.
+    """Choose the groups of each optimizer step, of the replica with the longest row. Return None if
+    the cost is not a `SequenceParallelCost`.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.
@@ -87,7 +87,8 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
-    """Return the tokens of each row, drawn as in a simulation, or all equal to the expected ones."""
+    """Return the tokens of each row, drawn as in a simulation, or all equal to the expected
+    ones."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))

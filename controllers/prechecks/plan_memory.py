@@ -1,4 +1,5 @@
-"""Memory of each group and rank of a run, from settings, model files, and a pass with fake tensors."""
+"""Memory of each group and rank of a run, from settings, model files, and a pass with fake
+tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one uses torch, as advantages do."""
 PLAIN = 200 * MIB
-"""A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with rows."""
+"""A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with
+rows."""
 DRIVER = 240 * MIB
 """The driver, with Ray."""
 TORCH = 405 * MIB
@@ -142,7 +144,8 @@ class GroupMemory:
     libraries: int
     """Host memory of a rank before it holds a tensor, or 0 if it is not a separate process."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Phase ("at rest", "generate", ...) -> name -> bytes. Other phases add to the memory at rest."""
+    """Phase ("at rest", "generate", ...) -> name -> bytes. Other phases add to the memory at
+    rest."""
     on_host: Mapping[str, int] = field(default_factory=dict)
     """Name -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0

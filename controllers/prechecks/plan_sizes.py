@@ -1,4 +1,5 @@
-"""Sizes of a step: rows, tokens, microbatches, bytes of its samples, and the pipelines of updates."""
+"""Sizes of a step: rows, tokens, microbatches, bytes of its samples, and the pipelines of
+updates."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Return the mean length of a source column: tokens of a list, bytes of a text; 0 without it."""
+    """Return the mean length of a source column: tokens of a list, bytes of a text; 0 without
+    it."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])
@@ -172,7 +174,8 @@ class PipelinePlan:
     bubble: float
     """Idle time of a stage, divided by its compute time."""
     played: bool
-    """Whether the costs are known. Otherwise all passes cost the same, and transfers cost nothing."""
+    """Whether the costs are known. Otherwise all passes cost the same, and transfers cost
+    nothing."""
 
 
 def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> PipelineSchedule:

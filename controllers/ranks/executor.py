@@ -109,8 +109,8 @@ OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call, and yield its replies: the last has `done` or `failure`; None lets others take a
-    turn. `given_up` receives sample ids of the call that are no longer needed."""
+    """Execute a call, and yield its replies: the last has `done` or `failure`; None lets others
+    take a turn. `given_up` receives sample ids of the call that are no longer needed."""
     started = time.perf_counter()
     try:
         if task.rows is None:
@@ -172,7 +172,8 @@ def _publish_parts(
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
-    """Parts of a method's result. A generator receives the sample ids given up since its last part."""
+    """Parts of a method's result. A generator receives the sample ids given up since its last
+    part."""
     if not isinstance(result, Generator):
         yield from result
         return

@@ -111,7 +111,8 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
 
 
 class Gathered:
-    """A batching delay for rows that an expansion yields one by one, so that a reply carries several.
+    """A batching delay for rows that an expansion yields one by one, so that a reply carries
+    several.
 
     The rows are published however the call ends; if the process dies, they are made again.
     """
@@ -175,8 +176,8 @@ class Publisher:
         self._made: set[tuple[int, int]] = set()
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write a result to a segment, and return the reply for the driver. Yield a paused one while
-        the disk is full.
+        """Write a result to a segment, and return the reply for the driver. Yield a paused one
+        while the disk is full.
 
         Raises:
             TypeError: The result is not a batch or metrics, or lacks a column.
@@ -273,7 +274,8 @@ class Publisher:
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """New rows with their [rows] int64 sample ids and parents, and [parents] that are finished."""
+        """New rows with their [rows] int64 sample ids and parents, and [parents] that are
+        finished."""
         if isinstance(rows, Children):
             batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
             parents = batch.numpy(PARENT_ID).astype(np.int64)

@@ -106,7 +106,8 @@ def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
 
 
 def _identity(graph: Graph) -> str:
-    """Return a checksum of a source's rows, without floats, whose last bits may vary between machines."""
+    """Return a checksum of a source's rows, without floats, whose last bits may vary between
+    machines."""
     source: Source = graph.source
     kept = [field.name for field in source.table.schema if not _has_floats(field.type)]
     return fingerprint(TableSource(source.name, source.table.select(kept)))

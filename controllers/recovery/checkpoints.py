@@ -60,7 +60,8 @@ class RunState:
     stopped: bool = False
     """Whether the run is over, whatever its schedule says."""
     cursor: Cursor = field(default_factory=Cursor)
-    """Place in the training data. This and the next two fields are enough to resume without the log."""
+    """Place in the training data. This and the next two fields are enough to resume without the
+    log."""
     next_id: int = 0
     """First free sample id."""
     next_group: int = 0
@@ -142,7 +143,8 @@ def has_state(handle: Handle) -> bool:
 
 
 class CheckpointFolder:
-    """The folder `checkpoints/` of one run. A thread calls `on_complete` with each complete step."""
+    """The folder `checkpoints/` of one run. A thread calls `on_complete` with each complete
+    step."""
 
     def __init__(
         self,
@@ -220,11 +222,11 @@ class CheckpointFolder:
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Move checkpoints of later steps to `checkpoints.later`, remove unfinished ones, and return the
-        new paths.
+        """Move checkpoints of later steps to `checkpoints.later`, remove unfinished ones, and
+        return the new paths.
 
-        A moved checkpoint stays until the run has written its step again, so that a resume by mistake
-        loses nothing.
+        A moved checkpoint stays until the run has written its step again, so that a resume by
+        mistake loses nothing.
         """
         for path in [*self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
             _remove(path)

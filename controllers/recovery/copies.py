@@ -277,7 +277,8 @@ def _name(run: Path, path: Path) -> str:
 
 
 def check_address(address: str) -> None:
-    """Refuse an invalid address, or one with a password, with a `UserError` that does not show it."""
+    """Refuse an invalid address, or one with a password, with a `UserError` that does not show
+    it."""
     if not address.strip():
         raise UserError(
             "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
@@ -322,7 +323,8 @@ class Copies:
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._went_back_to: int | None = None
-        """Step that the run resumed after, until the first copy. Copies of later steps are outdated."""
+        """Step that the run resumed after, until the first copy. Copies of later steps are
+        outdated."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
@@ -362,7 +364,8 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait up to `timeout_s` for pending copies, with a line every `say_s`, and end the thread."""
+        """Wait up to `timeout_s` for pending copies, with a line every `say_s`, and end the
+        thread."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()

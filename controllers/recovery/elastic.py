@@ -54,7 +54,8 @@ class Elastic:
         return any(_is_short(group) for group in self._groups)
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Once a second, yield absent ranks with room. The caller starts each before it takes the next.
+        """Once a second, yield absent ranks with room. The caller starts each before it takes the
+        next.
 
         Raises:
             DeadlineError: A group has had too few ranks for too long; names the missing ranks.

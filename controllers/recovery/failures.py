@@ -1,4 +1,5 @@
-"""Failure handling: requeue, replace, or restart when a rank fails, stops responding or loses its node.
+"""Failure handling: requeue, replace, or restart when a rank fails, stops responding or loses its
+node.
 
 - Stateless groups (`replaceable`): unfinished rows go back to the ledger. A dead or silent process
   is replaced, and receives the current weights. A sample that fails for the third time is dropped
@@ -140,7 +141,8 @@ class Failures:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group has too few ranks: then a run without progress is not stalled."""
+        """Whether an elastic group has too few ranks: then a run without progress is not
+        stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:

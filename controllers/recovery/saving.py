@@ -47,7 +47,8 @@ class Phase(Enum):
 class Progressed(NamedTuple):
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """A checkpoint without room on the disk: its position in the log, which may go, and the error."""
+    """A checkpoint without room on the disk: its position in the log, which may go, and the
+    error."""
 
 
 class Saving:

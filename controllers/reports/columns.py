@@ -192,7 +192,8 @@ def ending_of(
 
 
 def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
-    """Return a sort key: prefer scores without lost prompts, then larger values and mean rewards."""
+    """Return a sort key: prefer scores without lost prompts, then larger values and mean
+    rewards."""
     value = -math.inf if math.isnan(score.value) else score.value
     return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
 

@@ -1,7 +1,7 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A mistake is found in the graph before anything starts, and a symptom in the metrics of steps. To add
-a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
+A mistake is found in the graph before anything starts, and a symptom in the metrics of steps. To
+add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _Symptom:
     name: str
     """Name in alerts and in `Driver(stop_on=...)`."""
     shows: Callable[[Past], str | None]
-    """Returns a description if the last step shows it, "" if not, and None if it was not measured."""
+    """Returns a description if the last step shows it, "" if not, and None if it was not
+    measured."""
     advice: str
     steps: int = 1
     """Report it after this many measured steps in a row; 0 if the rule itself looks back."""
@@ -76,7 +77,8 @@ class Past:
 
 
 def check_group_sizes(graph: Graph) -> None:
-    """Raise a `UserError` if a node compares the responses to a prompt, but there is only one each."""
+    """Raise a `UserError` if a node compares the responses to a prompt, but there is only one
+    each."""
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
         compares = node.function in (drop_zero_variance, best_and_worst) or (
@@ -199,8 +201,8 @@ def _all_are(row: Row) -> str:
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """Return a message for a first step that cannot end, because a filter drops every group as one of
-    equal rewards. Return an empty string if it is too early to tell.
+    """Return a message for a first step that cannot end, because a filter drops every group as one
+    of equal rewards. Return an empty string if it is too early to tell.
 
     Args:
         row: the metrics of the step so far.
@@ -387,7 +389,8 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
+are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift,
+memory_low, memory_grows
 
     Raises:
         UserError: a name is not a symptom.

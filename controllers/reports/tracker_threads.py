@@ -130,7 +130,8 @@ def path_of(run: Path, tracker: str) -> Path:
 
 
 class Follower(threading.Thread):
-    """Sends the metrics of a run to one tracker, on its own thread. The run resumes `after` a step."""
+    """Sends the metrics of a run to one tracker, on its own thread. The run resumes `after` a
+    step."""
 
     def __init__(self, run: Path, tracker: str, after: int | None, samples: int = 0) -> None:
         super().__init__(name=f"tracker {tracker}", daemon=True)

@@ -42,7 +42,8 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, on its own thread. An exception in a method ends only the tracker.
+    """Takes the metrics of one run, on its own thread. An exception in a method ends only the
+    tracker.
 
     A tracker may also have `log_samples(step, rows)` for samples of a step. Each row has the texts
     `prompt`, `response`, `answer` and `verdict`, and the number `reward`. It counts as a call of
@@ -104,7 +105,8 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
 
 
 def new_tracker(name: str) -> Tracker:
-    """Make a tracker from its name or `module:Class`. Its package is imported here or on opening."""
+    """Make a tracker from its name or `module:Class`. Its package is imported here or on
+    opening."""
     if name in NAMED:
         return NAMED[name][0]()
     module, _, tracker = name.partition(":")
@@ -125,7 +127,8 @@ WEFT = "weft"
 
 
 class _TensorboardTracker(Tracker):
-    """Writes event files in `tensorboard/` of the run with `tensorboardX`, without TensorFlow or torch.
+    """Writes event files in `tensorboard/` of the run with `tensorboardX`, without TensorFlow or
+    torch.
 
     After a resume, new steps replace earlier ones: the new file begins with a `purge_step`, from
     which TensorBoard ignores other files.
@@ -175,7 +178,8 @@ def _new_writer(folder: Path, purge_step: int | None) -> Any:
 
 
 class _WandbTracker(Tracker):
-    """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its id.
+    """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its
+    id.
 
     W&B drops values for steps before its latest one, such as values of evaluations. So its own step
     only counts calls, and the training step is a metric that is the x-axis of all curves. Logged
@@ -215,7 +219,8 @@ class _WandbTracker(Tracker):
 
 
 class _MlflowTracker(Tracker):
-    """MLflow: a run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`.
+    """MLflow: a run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at
+    `MLFLOW_TRACKING_URI`.
 
     A resumed run continues under its id. MLflow keeps all values that it was ever sent for a step,
     so repeated steps are not sent again.

@@ -99,7 +99,8 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
 
-        Times of this class are for all optimizer steps of a call; times of subclasses, for one pass.
+        Times of this class are for all optimizer steps of a call; times of subclasses, for one
+        pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
@@ -116,7 +117,8 @@ class LinearCost(Config):
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """Return a lower bound on the seconds of a call for any row lengths, without the constant."""
+        """Return a lower bound on the seconds of a call for any row lengths, without the
+        constant."""
         return self.per_row_s * rows + self.per_token_s * tokens
 
 
@@ -255,7 +257,8 @@ class SequenceParallelCost(LinearCost):
         )
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """See `LinearCost`. Rows of equal length need the least attention; no rank exchanges any."""
+        """See `LinearCost`. Rows of equal length need the least attention; no rank exchanges
+        any."""
         linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 

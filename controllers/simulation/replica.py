@@ -112,7 +112,8 @@ class Replica:
         self._steps = 0
         """Decode steps made until `at`."""
         self._running: list[tuple[int, int, int, Generating, int, int]] = []
-        """Heap of (last step, order, steps made before the first, call, prompt, response number)."""
+        """Heap of (last step, order, steps made before the first, call, prompt, response
+        number)."""
         self._waiting: deque[tuple[Generating, int, int]] = deque()
         """(call, prompt, response number) of responses that queue for the batch."""
         self._due_s = math.inf

@@ -1,8 +1,8 @@
 """Groups of ranks that share the tokens of rows: large for a few long rows, small for short rows.
 
 Ulysses with one degree for all rows makes short rows pay for the exchange that only long rows need.
-FlexSP (arXiv:2412.01523) chooses groups so that all finish at about the same time. This planner does
-the same without an integer program:
+FlexSP (arXiv:2412.01523) chooses groups so that all finish at about the same time. This planner
+does the same without an integer program:
 
 - It tries all partitions of up to 8 ranks. For more ranks it tries groups of equal size and groups
   of powers of two, with a descent if there are too many.
@@ -79,7 +79,8 @@ class SequenceGroups:
 
     @property
     def gap(self) -> float:
-        """Excess over the lower bound, as a share of it; the best plan is at most this much faster."""
+        """Excess over the lower bound, as a share of it; the best plan is at most this much
+        faster."""
         return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
 
 
@@ -205,7 +206,8 @@ class _Table:
         return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
-        """Move rows away from the slowest group, or swap them, while that lowers the larger load."""
+        """Move rows away from the slowest group, or swap them, while that lowers the larger
+        load."""
         swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
             # The factor below ignores gains that are only rounding.

@@ -1,4 +1,5 @@
-"""Catalogue: the runs below a folder, by name. Requested names are looked up, never used as paths."""
+"""Catalogue: the runs below a folder, by name. Requested names are looked up, never used as
+paths."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """Return the reader of a run. Raises NoSuchRunError, with the nearest name, if there is none."""
+        """Return the reader of a run. Raises NoSuchRunError, with the nearest name, if there is
+        none."""
         readers = self.readers
         if name not in readers:
             raise NoSuchRunError(f"there is no run {name!r}{nearest(name, list(readers))}")

@@ -27,8 +27,8 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations in settings, versions and data: name -> both
-    values."""
+    """Return the differences between two configurations in settings, versions and data: name ->
+    both values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -150,12 +150,13 @@ class SampleDifference:
     step: int
     sample_id: int
     what: str
-    """The first difference: prompt_ids, response_ids, response_logprobs, reward, or a missing sample."""
+    """The first difference: prompt_ids, response_ids, response_logprobs, reward, or a missing
+    sample."""
     place: int | None = None
     """Index of the first different token, from 0."""
     tokens: tuple[dict[str, Any], ...] = ()
-    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of a
-    response."""
+    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of
+    a response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
@@ -185,8 +186,8 @@ def _side(token: int | None, logprob: float | None) -> str:
 
 
 def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
-    """Return the first recorded sample that differs between two runs, in the order of steps, or None.
-    `notes` receives a line for each unreadable file, and for each log with lost records."""
+    """Return the first recorded sample that differs between two runs, in the order of steps, or
+    None. `notes` receives a line for each unreadable file, and for each log with lost records."""
     from ...dataflow.runs.samples import SampleFile, recorded, tables
 
     def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:
@@ -218,7 +219,8 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the first difference of two rows as fields of `SampleDifference`; empty if there is none."""
+    """Return the first difference of two rows as fields of `SampleDifference`; empty if there is
+    none."""
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
         one, two = a.get(what) or [], b.get(what) or []

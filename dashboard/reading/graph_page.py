@@ -31,8 +31,8 @@ def graph_page(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json` and
-    `live.json`. `goes_on` tells whether its driver is alive."""
+    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json`
+    and `live.json`. `goes_on` tells whether its driver is alive."""
     worked = calls.totals("graph")
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
@@ -66,7 +66,8 @@ def _node(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return a node with its rows `now`, its group in `live.json`, and the totals of its `own` calls."""
+    """Return a node with its rows `now`, its group in `live.json`, and the totals of its `own`
+    calls."""
     busy = any(call.get("what") == node["name"] for call in group.get("calls", ()))
     return {
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
@@ -220,8 +221,8 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """Count trained samples by the lag of their oldest token, in versions behind the trained weights,
-    for ranges of steps.
+    """Count trained samples by the lag of their oldest token, in versions behind the trained
+    weights, for ranges of steps.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))

@@ -32,8 +32,8 @@ LATE = 0.1
 
 
 class Lanes:
-    """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the ranks and
-    pools of groups."""
+    """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the
+    ranks and pools of groups."""
 
     def __init__(self, log: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.log = log
@@ -61,10 +61,10 @@ class Lanes:
         unfolded: Collection[str] = (),
         steps: tuple[float, float] | None = None,
     ) -> dict[str, Any]:
-        """Return lanes, ends of steps, and the critical path of the last step in a window. `start` and
-        `end` are seconds since the start of the run; None for its beginning and end. `width` is the
-        width of the screen in pixels. Groups in `unfolded` get a lane for each rank. If the run has any
-        of `steps`, their window is shown instead."""
+        """Return lanes, ends of steps, and the critical path of the last step in a window. `start`
+        and `end` are seconds since the start of the run; None for its beginning and end. `width` is
+        the width of the screen in pixels. Groups in `unfolded` get a lane for each rank. If the run
+        has any of `steps`, their window is shown instead."""
         total = self.total_s
         if steps is not None:
             chosen = self.log.of_steps(*steps)
@@ -120,8 +120,8 @@ class Lanes:
 
     @cached_property
     def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each: from the copy of the state until it is on
-        disk."""
+        """[checkpoints] first call, start and end of each: from the copy of the state until it is
+        on disk."""
         c = self._columns
         begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
         begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
@@ -164,7 +164,8 @@ class Lanes:
         return _part(gap.start_s, gap.end_s, reason=reason, text=text)
 
     def _rank_gap(self, group: str, gap: Gap, lane: Lane) -> dict[str, Any]:
-        """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to do."""
+        """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to
+        do."""
         if gap.before >= 0:
             call = int(lane.calls[gap.before])
             waited = float(self._columns["end_s"][call]) - gap.start_s
@@ -274,8 +275,8 @@ class Lanes:
         return [*path, *self._unexplained(begin, at)][::-1]
 
     def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
-        """Return the latest upstream call that was still streaming rows at this time; None if there is
-        none, or if another upstream call had just ended."""
+        """Return the latest upstream call that was still streaming rows at this time; None if there
+        is none, or if another upstream call had just ended."""
         c, upstream = self._columns, self._upstream.get(self._node(row), ())
         near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
         near = [other for other in near.tolist() if self._node(other) in upstream]
@@ -284,7 +285,8 @@ class Lanes:
         return max(near, key=lambda other: c["start_s"][other], default=None)
 
     def _unexplained(self, start: float, end: float) -> list[dict[str, Any]]:
-        """Return the part of the critical path without any call that the step waited for, if any."""
+        """Return the part of the critical path without any call that the step waited for, if
+        any."""
         if end - start <= 1e-4:
             return []
         _, begun, written = self._checkpoints

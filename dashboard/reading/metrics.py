@@ -97,8 +97,8 @@ class MetricLog:
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric by step; the last written value counts. Unknown metrics have
-        none."""
+        """Return the values of a metric by step; the last written value counts. Unknown metrics
+        have none."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -143,8 +143,9 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve over increasing `x` [n] to about this many points, at least 4. Keep the extremes of
-    each stretch, so no peak is lost. Values that are not finite are dropped if others are near them.
+    """Thin a curve over increasing `x` [n] to about this many points, at least 4. Keep the extremes
+    of each stretch, so no peak is lost. Values that are not finite are dropped if others are near
+    them.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)
@@ -167,8 +168,8 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Return the positions of steps ([points]) on an axis: [points], nan if unknown. The axis is the
-    step number, seconds since the start of the run, or samples trained on so far."""
+    """Return the positions of steps ([points]) on an axis: [points], nan if unknown. The axis is
+    the step number, seconds since the start of the run, or samples trained on so far."""
     if axis == "step":
         return steps
     known, values = metrics.series(axis)
@@ -190,8 +191,8 @@ def curve(
     points: int = 800,
     window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric over an axis, thinned. `window` has the first and last x; one more point is kept
-    on either side."""
+    """Return a metric over an axis, thinned. `window` has the first and last x; one more point is
+    kept on either side."""
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)

@@ -63,7 +63,8 @@ def workers(run: RunReader) -> dict[str, Any]:
 
 
 def weights(run: RunReader) -> dict[str, Any]:
-    """Return the versions that followers received: transfer time, bytes, and the pause of generation."""
+    """Return the versions that followers received: transfer time, bytes, and the pause of
+    generation."""
     live, edges = read_live(run.path), graph(run)["weights"]
     began_at = live["at"] - live["time_s"] if live else None
     with run.parts() as (metrics, calls):
@@ -109,8 +110,8 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def why(run: RunReader, number: int) -> dict[str, Any]:
-    """Return what a group waits for, from the driver's last report or from the log. Raises UserError if
-    there is no such group, or the log is larger than MOST_LOG."""
+    """Return what a group waits for, from the driver's last report or from the log. Raises
+    UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
@@ -124,8 +125,8 @@ def why(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
-    """Answer a SQL query in the locked DuckDB of `weft buffer sql`. Raises UserError if DuckDB is not
-    installed, cannot answer, or takes too long."""
+    """Answer a SQL query in the locked DuckDB of `weft buffer sql`. Raises UserError if DuckDB is
+    not installed, cannot answer, or takes too long."""
     notes: list[str] = []
 
     def light_samples() -> pa.Table | None:

@@ -30,7 +30,8 @@ from .sample_pages import SamplePages
 # followers): the fields that pages rely on. Other fields are allowed. A damaged file counts as missing.
 
 MOST_BYTES = 32 << 20
-"""[bytes] Largest file to read. Drivers write far less, and pages request these files again and again."""
+"""[bytes] Largest file to read. Drivers write far less, and pages request these files again and
+again."""
 
 
 class _Lease(TypedDict):

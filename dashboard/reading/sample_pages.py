@@ -1,4 +1,5 @@
-"""The sample pages: lists of samples and groups, one sample or group, and one prompt over training."""
+"""The sample pages: lists of samples and groups, one sample or group, and one prompt over
+training."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ OPERATORS = {
 
 
 def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
-    """Return the indexes of the matching rows, without copying texts. `filters` are conditions joined by
-    `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~ for text that contains the value.
-    `search` is text to find in the prompt or response, ignoring case. Raises UserError if a filter has
-    no operator, an unknown column, or a value of the wrong type."""
+    """Return the indexes of the matching rows, without copying texts. `filters` are conditions
+    joined by `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~ for text that contains
+    the value. `search` is text to find in the prompt or response, ignoring case. Raises UserError
+    if a filter has no operator, an unknown column, or a value of the wrong type."""
     passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
         passes &= _condition(table, one).to_numpy()
@@ -154,8 +155,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses. They are sorted
-        by step, mean, spread, length or group; a leading minus sorts descending."""
+        """Return a part of the list of groups, each with the rewards of its responses. They are
+        sorted by step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -173,8 +174,8 @@ class SamplePages:
         return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
 
     def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one sample, with the text and all columns of its tokens. Raises UserError if there is
-        no such sample."""
+        """Return one sample, with the text and all columns of its tokens. Raises UserError if there
+        is no such sample."""
         row = self._index.row(id)
         if row is None:
             raise UserError(f"the run has recorded no sample {id}{self._hint}")
@@ -374,7 +375,8 @@ def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, A
 
 
 def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return gap and ratio between trainer and generator, if trainer log-probabilities were recorded."""
+    """Return gap and ratio between trainer and generator, if trainer log-probabilities were
+    recorded."""
     own, generated = row.get("old_logprobs"), row.get("response_logprobs")
     if not own or not generated or not len(own) == len(generated) == len(ids):
         return {}

@@ -130,8 +130,8 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Split a response, given as the text of each token, into turns with token ranges, or return None
-    for a single plain turn."""
+    """Split a response, given as the text of each token, into turns with token ranges, or return
+    None for a single plain turn."""
     turns = turns_of_text("".join(tokens), "assistant")
     if turns is None:
         return None
@@ -248,8 +248,8 @@ def _load(where: str) -> Tokenizer | None:
 
 
 def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, including special ones, or its id without a tokenizer. If several
-    tokens form a character, the first one gets all of it."""
+    """Return the text of each token, including special ones, or its id without a tokenizer. If
+    several tokens form a character, the first one gets all of it."""
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]
     backend = tokenizer.backend

@@ -1,4 +1,5 @@
-"""The workers page: where each rank is, its call, its memory over time, restarts, last error and log."""
+"""The workers page: where each rank is, its call, its memory over time, restarts, last error and
+log."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ def _logs(run: Path) -> dict[str, int]:
 
 
 def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
-    """Return the log after a byte offset, or its end for 0. The name of a log or worker is looked up
-    among the logs, never used as a path. Raises UserError if there is no such log."""
+    """Return the log after a byte offset, or its end for 0. The name of a log or worker is looked
+    up among the logs, never used as a path. Raises UserError if there is no such log."""
     logs = _logs(run)
     file = name if name in logs else f"{name.removesuffix(']').replace('[', '_')}.log"
     if file not in logs:

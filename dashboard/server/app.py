@@ -108,8 +108,8 @@ class _EventStream:
         queue.put_nowait(message)
 
     def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """Return (event, run) for each change since the last look, and the CPU seconds of this look. A
-        run of None means all pages."""
+        """Return (event, run) for each change since the last look, and the CPU seconds of this
+        look. A run of None means all pages."""
         began = time.thread_time()
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers

@@ -40,8 +40,9 @@ _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +(
 
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
-    """Write one run as a single HTML file. Return the file, its bytes, and the number of exported sample
-    groups and of all groups. Raises UserError if there is no such run, or the file cannot be written."""
+    """Write one run as a single HTML file. Return the file, its bytes, and the number of exported
+    sample groups and of all groups. Raises UserError if there is no such run, or the file cannot be
+    written."""
     catalogue = Catalogue(run)
     if not catalogue.single:
         raise UserError(f"{run} is not the directory of a run; an export takes one run")
@@ -64,7 +65,8 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
 
 
 async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
-    """Return address -> answer for a run's pages, and the exported and total number of sample groups."""
+    """Return address -> answer for a run's pages, and the exported and total number of sample
+    groups."""
     answers: dict[str, Any] = {}
 
     async def add(page: str, **values: Any) -> Any:
@@ -131,7 +133,8 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to an address. Raises UserError with its text if that is an error."""
+    """Return the dashboard's answer to an address. Raises UserError with its text if that is an
+    error."""
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://localhost"
     ) as client:
@@ -193,8 +196,8 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path, entry: str = ENTRY) -> str:
-    """Return a module and its imports as one script. Raises UserError if a module imports or exports in
-    another way.
+    """Return a module and its imports as one script. Raises UserError if a module imports or
+    exports in another way.
 
     Each module becomes a function that returns its exports. Imports must have the form
     `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,

@@ -43,9 +43,9 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules. The token is in the address; empty for none. `names` are host names of this address,
-    besides localhost. With `any_address`, requests may use any IP address as their host, because the
-    server listens on more than loopback."""
+    """Access rules. The token is in the address; empty for none. `names` are host names of this
+    address, besides localhost. With `any_address`, requests may use any IP address as their host,
+    because the server listens on more than loopback."""
 
     token: str
     names: frozenset[str] = field(default_factory=frozenset)
@@ -53,7 +53,8 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie, unique to each dashboard, since browsers share cookies among ports."""
+        """Name of the cookie, unique to each dashboard, since browsers share cookies among
+        ports."""
         return f"weft_{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
 
     def knows_host(self, host: str) -> bool:

@@ -1,4 +1,5 @@
-"""Serving: the process of a dashboard. As a program, it serves one run, on a socket that the run opened."""
+"""Serving: the process of a dashboard. As a program, it serves one run, on a socket that the run
+opened."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ class Serving:
     def at(
         cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> Serving:
-        """Listen on an address; port 0 takes a free port. Requests must have the token: None makes a new
-        one, and an empty one (loopback only) turns the check off. Raises UserError if listening fails,
-        or the address would show the runs without a token."""
+        """Listen on an address; port 0 takes a free port. Requests must have the token: None makes
+        a new one, and an empty one (loopback only) turns the check off. Raises UserError if
+        listening fails, or the address would show the runs without a token."""
         if not 0 <= port <= 65535:
             raise UserError(f"--port {port} is not a port: choose 1 to 65535, or 0 for a free one")
         loopback = _is_loopback(host)

@@ -1,5 +1,5 @@
-"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples with
-it.
+"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples
+with it.
 
 This is `weft buffer check`. It changes nothing, and also works during the run.
 """
@@ -98,8 +98,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed the log in the folder of a buffer to a checker, for its rows only. `notes` gets a line for
-    each gap in the log. Raises the errors of `check_log`."""
+    """Feed the log in the folder of a buffer to a checker, for its rows only. `notes` gets a line
+    for each gap in the log. Raises the errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 

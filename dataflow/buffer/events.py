@@ -1,5 +1,5 @@
-"""Events of the rows of a graph, as JSON records of the log. A ledger logs each event before applying
-it; `replay` (`recovery.py`) applies them again.
+"""Events of the rows of a graph, as JSON records of the log. A ledger logs each event before
+applying it; `replay` (`recovery.py`) applies them again.
 
     issue   first, group, step, positions, tokens    rows of the source get ids from `first` on
     source  segment                                  where the rows of the source are
@@ -12,9 +12,9 @@ it; `replay` (`recovery.py`) applies them again.
     offer   node, group                              a group is offered to a quorum after its deadline
 
 `rows`, `groups`, `stale` (version, bound and fate of a `Staleness`), `version` and `holder` are the
-request of a claim. `too_old` has the groups that it set aside; logs of format 5 and earlier lack it.
-Published columns are in one `segment`, or in `segments`: [number of rows, *segment] for each rank,
-in row order. Fields without a value are left out.
+request of a claim. `too_old` has the groups that it set aside; logs of format 5 and earlier lack
+it. Published columns are in one `segment`, or in `segments`: [number of rows, *segment] for each
+rank, in row order. Fields without a value are left out.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ EARLIER = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class _Certificate:
-    """A certificate for one server of one run, with its private key, both in PEM form. The key never
-    leaves the process."""
+    """A certificate for one server of one run, with its private key, both in PEM form. The key
+    never leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -244,8 +244,8 @@ class SegmentClient:
             )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify messages of its node, at least one. Return the problem of each; empty
-        if it is intact."""
+        """Let the server verify messages of its node, at least one. Return the problem of each;
+        empty if it is intact."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
         what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
         with self._deadline(what):
@@ -343,8 +343,8 @@ class Peers:
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file exists.
-        A lock lets one process of the node fetch it for all.
+        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file
+        exists. A lock lets one process of the node fetch it for all.
 
         Raises:
             UserError: the node is not a peer.

@@ -1,7 +1,8 @@
 """Leases: the rows that nodes hold, and the results that they publish.
 
 claim ──> open ──finish──> finished
-           └──release, or its deadline passes──> void: its rows are ready again, and its holder is refused
+           └──release, or its deadline passes──> void: its rows are ready again, and its holder is
+           refused
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ NONE = np.empty(0, np.int64)
 PublishedLists: TypeAlias = tuple[
     list[int], list[int], list[int] | None, list[int] | None, list[int] | None
 ]
-"""Columns of `Published` as lists of Python numbers: ids, num_tokens, versions, parents, finished."""
+"""Columns of `Published` as lists of Python numbers: ids, num_tokens, versions, parents,
+finished."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ class Lease:
     masked: frozenset[int] = frozenset()
     """Rows that are too old to train on and must be masked."""
     open: dict[int, None] = field(default_factory=dict)
-    """Sample ids of rows that are not published yet; for an EXPAND, parents that are not finished."""
+    """Sample ids of rows that are not published yet; for an EXPAND, parents that are not
+    finished."""
     given_up: set[int] = field(default_factory=set)
     """Parents that a quorum finished early. New rows of them are discarded."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
@@ -339,7 +342,8 @@ class Leases:
         return self._open.get(lease.token) is lease
 
     def is_void(self, token: int) -> bool:
-        """Return whether a lease with this token was released, or never granted after a rollback."""
+        """Return whether a lease with this token was released, or never granted after a
+        rollback."""
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:

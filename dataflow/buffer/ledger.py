@@ -416,7 +416,8 @@ class Ledger:
         *,
         at_once: bool,
     ) -> None:
-        """Add new rows, and mark the rows `through` as done; `at_once` if they are all of the lease."""
+        """Add new rows, and mark the rows `through` as done; `at_once` if they are all of the
+        lease."""
         node, i = lease.node, self._index[lease.node.name]
         ids, tokens, versions, parents, _ = published
         parts = self._parts_of(node, written, len(ids))

@@ -21,7 +21,8 @@ from .segments import Segment
 # Readiness
 
 YOUNGEST = 1 << 62
-"""Sort key for rows that no policy generated: after all others, because they never become too old."""
+"""Sort key for rows that no policy generated: after all others, because they never become too
+old."""
 
 
 class Readiness:
@@ -40,8 +41,9 @@ class Readiness:
         first."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of (age, group id). An update takes the groups with the oldest tokens first, because
-        they become too old first. Ids do not tell the age, because a group may be generated again."""
+        """Heaps of (age, group id). An update takes the groups with the oldest tokens first,
+        because they become too old first. Ids do not tell the age, because a group may be generated
+        again."""
         self.num_rows = [0] * number
         """Ready rows; for a node that takes groups, rows of ready groups."""
         self.num_groups = [0] * number
@@ -124,7 +126,8 @@ class Readiness:
     def take_rows(
         self, i: int, number: int | None, known: Mapping[int, Group]
     ) -> list[tuple[Group, int]]:
-        """Take up to `number` ready rows for node i, in order of group and id, as masks by group."""
+        """Take up to `number` ready rows for node i, in order of group and id, as masks by
+        group."""
         queue, queued, level = self.row_queues[i], self.in_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
         # Taking everything needs no heap.

@@ -102,8 +102,8 @@ class LoggedNode:
         self.held_back: set[int] = set()
         """Groups that are too old for it and wait for a larger bound."""
         self.needs: list[tuple[int, list[LoggedNode]]] = []
-        """Level -> nodes that must be done with a row, or with its ancestor on that level, before it
-        is ready."""
+        """Level -> nodes that must be done with a row, or with its ancestor on that level, before
+        it is ready."""
         self.needs_above: list[tuple[int, list[LoggedNode]]] = []
         """The part of `needs` on other levels."""
         self.downstream: list[LoggedNode] = []
@@ -113,8 +113,8 @@ class LoggedNode:
         self.serves: list[LoggedNode] = []
         """Quorums that this node is upstream-only of."""
         self.own_maker: LoggedNode | None = None
-        """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
-        its downstream nodes use them."""
+        """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes
+        and its downstream nodes use them."""
 
     def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
         """Return whether all nodes before this one are done with these rows or their ancestors."""
@@ -375,7 +375,8 @@ class LoggedRows:
         self._see_arrivals(groups, node.quorums_after)
 
     def _see_arrivals(self, groups: Iterable[LoggedGroup], nodes: Iterable[LoggedNode]) -> None:
-        """For nodes with a quorum, note which rows of these groups became ready with this record."""
+        """For nodes with a quorum, note which rows of these groups became ready with this
+        record."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
             # Rows that become ready with the same record arrive together.

@@ -33,7 +33,8 @@ ROW_COLUMNS = ("ids", "parents", "tokens", "versions")
 
 
 def save(ledger: Ledger) -> Iterator[Record]:
-    """Yield records that `load` restores the ledger from: totals, each group in flight, each lease."""
+    """Yield records that `load` restores the ledger from: totals, each group in flight, each
+    lease."""
     live, parts = ledger.live, ledger.parts
     yield {
         "do": "ledger",

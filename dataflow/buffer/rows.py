@@ -1,5 +1,5 @@
-"""Rows and groups as the ledger keeps them: ids, states, locations, and the nodes that they wait for,
-but no tokens."""
+"""Rows and groups as the ledger keeps them: ids, states, locations, and the nodes that they wait
+for, but no tokens."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class LevelRows:
     """The rows of one level of a group, as columns.
 
     A row's place is its number in order of arrival; bit k of a mask is the row at place k. One
-    integer operation thus updates any set of rows. At each node of its level, a row is in one state:
+    integer operation thus updates any set of rows. At each node of its level, a row is in one
+    state:
 
     blocked ──offer──> ready ──claim──> leased ──publish──> done
        │                │ ^───release─────┘
@@ -137,7 +138,8 @@ class LevelRows:
         """Oldest policy version in each row; None if no policy made it."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
-        """Node -> mask of the rows that are done, were offered, are leased, or are dropped there."""
+        """Node -> mask of the rows that are done, were offered, are leased, or are dropped
+        there."""
         self.cancelled = none.copy()
         """Node with a quorum -> mask of the rows that it cancelled, a subset of `skipped`."""
         self.lost = 0
@@ -369,7 +371,8 @@ class StoredParts:
         self.num_bytes = 0
         self.published_bytes = 0
         self.finished_bytes = 0.0
-        """Published bytes of finished groups. Groups that share a segment have their share by rows."""
+        """Published bytes of finished groups. Groups that share a segment have their share by
+        rows."""
         self.largest_group_bytes = 0
 
     @property
@@ -475,7 +478,8 @@ class Wiring:
         self.upstream_only = [
             self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))
         ]
-        """Quorum -> nodes of its level whose results only the quorum and its downstream nodes use."""
+        """Quorum -> nodes of its level whose results only the quorum and its downstream nodes
+        use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
         ]
@@ -485,7 +489,8 @@ class Wiring:
         its downstream nodes use them."""
 
     def ends_in_quorum(self, i: int) -> bool:
-        """Return whether rows that node i finishes may go to a quorum, so that their order matters."""
+        """Return whether rows that node i finishes may go to a quorum, so that their order
+        matters."""
         return any(self.quorum[j] for j in self.then[i])
 
     def through_above(self, group: Group, i: int, mask: int) -> int:
@@ -534,7 +539,8 @@ class Wiring:
         )
 
     def _makes_ancestor(self, node: Node, level: int) -> bool:
-        """Return whether a row of this level exists only because the node is done with an ancestor."""
+        """Return whether a row of this level exists only because the node is done with an
+        ancestor."""
         while level != SOURCE:
             if node.makes_level == level:
                 return True

@@ -1,5 +1,5 @@
-"""Rules for rows, and the checker that finds the events of a log which break them. It shares only the
-record format with the ledger.
+"""Rules for rows, and the checker that finds the events of a log which break them. It shares only
+the record format with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
@@ -135,8 +135,8 @@ class Checker:
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Process the next event, and return the rules that it breaks. `at` is the byte offset of the
-        record in the log, for messages."""
+        """Process the next event, and return the rules that it breaks. `at` is the byte offset of
+        the record in the log, for messages."""
         self.at, self._violations = at, []
         try:
             released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED

@@ -107,7 +107,8 @@ class SampleBuffer:
     def __post_init__(self) -> None:
         self.cutting = LogCutting(self.log, CUT_BYTES)
         self._saved_at = self.log.position.offset
-        """Byte offset in the log of the latest checkpoint, or where this process started to write."""
+        """Byte offset in the log of the latest checkpoint, or where this process started to
+        write."""
 
     @property
     def segments(self) -> Path:
@@ -304,7 +305,8 @@ class SampleBuffer:
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
         """Requeue the groups that have columns in lost segments, given with the reason. Call it at
-        recovery, before any worker call. Return a line for each group, saying how it was handled."""
+        recovery, before any worker call. Return a line for each group, saying how it was
+        handled."""
         said: list[str] = []
         for ledger in self.ledgers.values():
             for group, segment in ledger.live.groups_in({s for s in ledger.parts.segments if s in lost}):
@@ -314,8 +316,8 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight that have columns on nodes other than the given ones: graph ->
-        group -> its first segment that cannot be read.
+        """Return the groups in flight that have columns on nodes other than the given ones: graph
+        -> group -> its first segment that cannot be read.
 
         Args:
             live: skip groups that an update has begun to train on, because training on them twice
@@ -352,7 +354,8 @@ class SampleBuffer:
             self.store.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
-        """Publish rows as `Ledger.publish` does, and keep their segment files while rows need them."""
+        """Publish rows as `Ledger.publish` does, and keep their segment files while rows need
+        them."""
         ledger.publish(lease, published, written)
         for segment in written.segments if isinstance(written, Spread) else (written,):
             if segment is not None:
@@ -495,7 +498,8 @@ class Capacity:
 
 
 def expected_rows(graph: Graph) -> int:
-    """Estimate the rows of a group on all levels together, from the argument `n` of its expansions."""
+    """Estimate the rows of a group on all levels together, from the argument `n` of its
+    expansions."""
     sizes = {0: 1}
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

@@ -5,9 +5,9 @@ several machines.
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until it ends
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
 
-A daemon (`watch`) removes the folder once no process has held it for GRACE_S, however the run ended.
-A run that is restarted within that time finds its rows; a later restart makes them again. This
-module is also the daemon's program, so it imports little.
+A daemon (`watch`) removes the folder once no process has held it for GRACE_S, however the run
+ended. A run that is restarted within that time finds its rows; a later restart makes them again.
+This module is also the daemon's program, so it imports little.
 """
 
 from __future__ import annotations

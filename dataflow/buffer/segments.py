@@ -126,8 +126,8 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
 
 
 def _new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of `capacity` bytes that begins with `start`: a free file that no process maps, or
-    a new one. Return its descriptor, which holds a shared lock.
+    """Open a file of `capacity` bytes that begins with `start`: a free file that no process maps,
+    or a new one. Return its descriptor, which holds a shared lock.
 
     The file gets its name after `start` is written, so that readers never see the contents of
     another file under it.
@@ -207,9 +207,9 @@ def delete_local(folder: Path, here: str, node: str, file: str) -> None:
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`, and
-    return their bytes. All stay readable. Pages that a process has mapped stay in memory, and so do
-    files on tmpfs."""
+    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`,
+    and return their bytes. All stay readable. Pages that a process has mapped stay in memory, and
+    so do files on tmpfs."""
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
         if found := with_file(path, _resident_since):

@@ -1,5 +1,5 @@
-"""Program of the process that answers one SQL query. `queries.py` runs this file as a subprocess and
-kills it when the query ends.
+"""Program of the process that answers one SQL query. `queries.py` runs this file as a subprocess
+and kills it when the query ends.
 
 DuckDB can only be interrupted between two pieces of work, not in a function, the parser or the
 binder. A process can always be killed: this one has an unhandled alarm, so that the kernel ends it

@@ -243,7 +243,8 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of text as plain strings. Large strings stay large, because they may not fit."""
+    """Return a column of text as plain strings. Large strings stay large, because they may not
+    fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 

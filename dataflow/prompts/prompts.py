@@ -453,7 +453,8 @@ class Prompts:
     too_long: TooLong = field(default="error", repr=False)
     """Whether to refuse or drop prompts that exceed the context of the model that answers them."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
-    """Columns of the file that were kept unchanged. They belong to the user, whatever their names."""
+    """Columns of the file that were kept unchanged. They belong to the user, whatever their
+    names."""
     understood: Understanding | None = field(default=None, repr=False)
     """How the rows were read; None if the table was not read here."""
 
@@ -675,8 +676,8 @@ class Prompts:
         return self if kept.all() else self._keeping(kept, f"filter({name})")
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
-        """Sort the rows by a key, which gets each row as a dictionary. The sort is stable. A schedule
-        with `shuffle=False` issues rows in this order.
+        """Sort the rows by a key, which gets each row as a dictionary. The sort is stable. A
+        schedule with `shuffle=False` issues rows in this order.
 
         Raises:
             UserError: two keys cannot be compared, or a key is nan.

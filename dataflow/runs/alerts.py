@@ -25,7 +25,8 @@ from ..untrusted_text import redacted
 from .files import ALERTS
 
 MOST_BYTES = 32 << 20
-"""Read at most this many bytes from the end of the file, because a damaged file may have any size."""
+"""Read at most this many bytes from the end of the file, because a damaged file may have any
+size."""
 MAX_PENDING = 1000
 """Most alerts to keep while the file cannot be written; the oldest are dropped."""
 

@@ -132,8 +132,8 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes after a step, at this position of the log. Damaged
-        files are set aside and named in `notes`; none of them is needed.
+        """Open the directory of a run that resumes after a step, at this position of the log.
+        Damaged files are set aside and named in `notes`; none of them is needed.
 
         Args:
             step: last step to keep; metrics and calls of later steps are dropped.
@@ -197,7 +197,8 @@ class RunDirectory:
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table with these columns. If it is damaged or missing, add a note and return None."""
+        """Read a table with these columns. If it is damaged or missing, add a note and return
+        None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -212,8 +213,8 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and samples of leases (graph and number) that do not count, because the
-        run was restored to an earlier step."""
+        """Remove unfinished files, and samples of leases (graph and number) that do not count,
+        because the run was restored to an earlier step."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -221,8 +222,8 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets. Values
-        without a JSON form are written as text.
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
+        Values without a JSON form are written as text.
 
         Raises:
             TakenOverError: another driver took over the run.
@@ -239,8 +240,8 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, with its number under "step", and return all of that step so far. The
-        next `flush` writes them to disk."""
+        """Add metrics of a step, with its number under "step", and return all of that step so far.
+        The next `flush` writes them to disk."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -268,8 +269,8 @@ class RunDirectory:
         return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and timeline entries to their files, with `when_due` only if the files are
-        older than `flush_interval_s`.
+        """Append new metrics and timeline entries to their files, with `when_due` only if the files
+        are older than `flush_interval_s`.
 
         Raises:
             TakenOverError: another driver took over the run.
@@ -318,8 +319,8 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError if
-    naming the first such folder."""
+    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError
+    if naming the first such folder."""
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
@@ -339,8 +340,8 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises UserError if
-    its driver is alive."""
+    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises
+    UserError if its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -355,7 +356,8 @@ def make_aside(run: Path) -> Path:
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Make the first of these folders that does not exist. Concurrent calls get different folders."""
+    """Make the first of these folders that does not exist. Concurrent calls get different
+    folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)

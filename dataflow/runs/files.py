@@ -47,11 +47,13 @@ LEFT = (
     f"{SAMPLES}/*.arrow",
     f"{CHECKPOINTS}/step_*",
 )
-"""Files that identify a run directory. `config.json` does not, because model folders also have one."""
+"""Files that identify a run directory. `config.json` does not, because model folders also have
+one."""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has a run or a part of one; False if it is missing or not readable."""
+    """Return whether a folder has a run or a part of one; False if it is missing or not
+    readable."""
     with suppress(OSError):
         return any(list(folder.glob(name)) for name in LEFT)
     return False
@@ -94,7 +96,8 @@ def make_private(path: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new path."""
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new
+    path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
@@ -175,8 +178,8 @@ class Disk:
             self.close(descriptor)
 
     def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
-        """Replace the contents of a file atomically, and sync them. Raises OSError if, for example, the
-        disk is full. The file keeps its previous contents."""
+        """Replace the contents of a file atomically, and sync them. Raises OSError if, for example,
+        the disk is full. The file keeps its previous contents."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.write_new(partial, [data] if isinstance(data, bytes) else data)

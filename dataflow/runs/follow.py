@@ -1,4 +1,5 @@
-"""Follow a run while another process writes it: each look reads only what was added since the last one."""
+"""Follow a run while another process writes it: each look reads only what was added since the last
+one."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ class RunLock:
 
 @dataclass
 class _Claim:
-    """A holder's file. It stays open while the run is held, so that its inode number is not reused."""
+    """A holder's file. It stays open while the run is held, so that its inode number is not
+    reused."""
 
     path: Path
     holder: Holder
@@ -229,7 +230,8 @@ class _Claim:
 
 
 def _take(folder: Path, after: int, own: Path | None) -> _Claim:
-    """Take the lock in a folder, with an epoch larger than `after`. `own` is this process's file."""
+    """Take the lock in a folder, with an epoch larger than `after`. `own` is this process's
+    file."""
     try:
         return _try_to_take(folder, after, own)
     except OSError as error:

@@ -95,7 +95,8 @@ class Fence(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCut:
-    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is dropped."""
+    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is
+    dropped."""
 
     path: Path
     descriptor: int
@@ -263,8 +264,8 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position of the file to the archive. All records must
-        be committed.
+        """Prepare to move the records before a position of the file to the archive. All records
+        must be committed.
 
         Returns:
             A function to call in any thread. It returns the file to pass to `cut`. If it raises
@@ -388,7 +389,8 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the end of the valid part of a log; empty if there are none.
+    """Describe the complete lines after the end of the valid part of a log; empty if there are
+    none.
 
     A killed process leaves at most one incomplete line. Complete lines mean that the log was
     changed, or that the disk lost a part of it.
@@ -583,8 +585,8 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Start to archive the records before the oldest kept checkpoint, if there are enough and no
-        archiving is running. All records must be committed."""
+        """Start to archive the records before the oldest kept checkpoint, if there are enough and
+        no archiving is running. All records must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 

@@ -49,8 +49,8 @@ class _Part:
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the file is
-        damaged."""
+        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the
+        file is damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -60,7 +60,8 @@ class _Part:
 
 
 def header(start: Position) -> bytes:
-    """Return the first line of a file that begins at this position of its log; empty at offset 0."""
+    """Return the first line of a file that begins at this position of its log; empty at offset
+    0."""
     if not start.offset:
         return b""
     fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
@@ -95,8 +96,8 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts between an offset of a log and the start of its file, in order. Raises UserError
-    if a part is missing."""
+    """Return the parts between an offset of a log and the start of its file, in order. Raises
+    UserError if a part is missing."""
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
@@ -123,8 +124,8 @@ def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Di
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return the records of a log's file before a position as a part, to store elsewhere: its name and
-    its compressed bytes. None if the file begins there or later."""
+    """Return the records of a log's file before a position as a part, to store elsewhere: its name
+    and its compressed bytes. None if the file begins there or later."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
@@ -161,7 +162,8 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, both in its file that begins at `start`, in chunks."""
+    """Yield the records between two offsets of a log, both in its file that begins at `start`, in
+    chunks."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)

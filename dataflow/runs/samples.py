@@ -85,8 +85,8 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with `step`
-    and, if the log has it, the number of `samples`."""
+    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with
+    `step` and, if the log has it, the number of `samples`."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -116,12 +116,14 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Files in the folder of samples, one for each rank, with a line for each file that the rank wrote."""
+"""Files in the folder of samples, one for each rank, with a line for each file that the rank
+wrote."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Write down the checksum of a sample file, written by a rank, before it gets its final path."""
+    """Write down the checksum of a sample file, written by a rank, before it gets its final
+    path."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     notes = path.with_name(f"checksums.{rank}.txt")
     with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -150,8 +152,8 @@ class SampleFile:
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows of the file, with their graph and step. Raises OSError, pyarrow.ArrowException
-        if the file is damaged."""
+        """Read the rows of the file, with their graph and step. Raises OSError,
+        pyarrow.ArrowException if the file is damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could lead to reads out of bounds
@@ -205,16 +207,16 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all samples that a run recorded, with their graph and step; None if there are none. `notes`
-    gets a line for each file that cannot be read, and for each gap in the log."""
+    """Return all samples that a run recorded, with their graph and step; None if there are none.
+    `notes` gets a line for each file that cannot be read, and for each gap in the log."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
 def archive(run: Path) -> Path:
-    """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path. Keeps
-    the folder of samples.
+    """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path.
+    Keeps the folder of samples.
 
     Raises:
         UserError: the run recorded no samples, or some of them cannot be read.

@@ -83,8 +83,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A partly
-        written message is cut off, and the next flush tries again."""
+        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A
+        partly written message is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -165,8 +165,8 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """Return the metrics of a run so far, a row per step and a column per metric; None without metrics.
-    Raises OSError or pyarrow.ArrowException if the Parquet file is damaged."""
+    """Return the metrics of a run so far, a row per step and a column per metric; None without
+    metrics. Raises OSError or pyarrow.ArrowException if the Parquet file is damaged."""
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
     return read_parquet(run / f"{METRICS}{PARQUET}")
@@ -247,7 +247,8 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the stream."""
+    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the
+    stream."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]

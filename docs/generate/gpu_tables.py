@@ -2,8 +2,8 @@
 
     python docs/generate/gpu_tables.py
 
-prints them. The bytes are computed, not measured, from the model sizes below. Nothing is downloaded,
-because the modules are made without weights.
+prints them. The bytes are computed, not measured, from the model sizes below. Nothing is
+downloaded, because the modules are made without weights.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
 
 
 def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected | None:
-    """Return the fastest way of training a model or its adapter that fits on these GPUs, or None."""
+    """Return the fastest way of training a model or its adapter that fits on these GPUs, or
+    None."""
     for way in WAYS:
         found = expected(model, machine, way if lora is None else {**way, "lora": lora})
         if found.device <= USABLE * machine.gib * GIB:

@@ -1,8 +1,8 @@
 """The settings page, generated from the settings classes and their docstrings.
 
-`python docs/generate/settings_page.py > docs/settings.md` writes the page. The docstring of a setting
-begins with its unit in brackets, if it is a number, explains it, and says when to change it. Ranges
-and defaults come from the class.
+`python docs/generate/settings_page.py > docs/settings.md` writes the page. The docstring of a
+setting begins with its unit in brackets, if it is a number, explains it, and says when to change
+it. Ranges and defaults come from the class.
 """
 
 from __future__ import annotations

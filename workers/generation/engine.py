@@ -64,8 +64,8 @@ class GenerationEngine(Protocol):
     """Policy version of the weights for the next step; 0 for the weights in the model's folder."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Sample one response to each request. Return after each step the responses that finished in
-        it, or an empty list.
+        """Sample one response to each request. Return after each step the responses that finished
+        in it, or an empty list.
 
         All requests are admitted before the first step. `update_weights` may be called between two
         items: requests continue under the new version. Closing the generator aborts unfinished

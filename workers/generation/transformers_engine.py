@@ -1,7 +1,8 @@
 """TransformersEngine: samples from a `transformers` model with Weft's own decoding loop, for
 `Local()` runs, machines without vLLM, and debuggers.
 
-    distinct prompts --prefill--> rows (one per request) --[forward, sample, drop finished]--> responses
+    distinct prompts --prefill--> rows (one per request) --[forward, sample, drop finished]-->
+    responses
 
 Each random number is a hash of its request's seed and its position. So a request's tokens depend on
 the rest of the batch only through the rounding of matrix products.

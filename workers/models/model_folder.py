@@ -1,4 +1,5 @@
-"""A model's folder: read its config.json without torch, so that a wrong path is reported at once."""
+"""A model's folder: read its config.json without torch, so that a wrong path is reported at
+once."""
 
 from __future__ import annotations
 

@@ -236,7 +236,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with an adapter is trained: adapter and scalar head are.
+    """Return whether a parameter of a model with an adapter is trained: adapter and scalar head
+    are.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)

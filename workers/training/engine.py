@@ -279,7 +279,8 @@ class OptimizerConfig(Config):
 
 
 class TrainingConfig(OptimizerConfig):
-    """How to train a model: optimizer, adapter, recomputation of activations, and router balancing."""
+    """How to train a model: optimizer, adapter, recomputation of activations, and router
+    balancing."""
 
     activation_checkpointing: Recomputed = False
     """Recompute activations in the backward pass instead of keeping them. True recomputes those of

@@ -303,7 +303,8 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of range."""
+    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of
+    range."""
     return targets if shards is None else targets - shards.first
 
 

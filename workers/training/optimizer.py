@@ -262,7 +262,8 @@ def _load_library(
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return the block size of a parameter, or None if its moments are float32. Equal on all ranks."""
+    """Return the block size of a parameter, or None if its moments are float32. Equal on all
+    ranks."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 

@@ -163,7 +163,8 @@ class _Attend:
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """Compute attention within each row: [T, heads, head size], like queries, keys and values."""
+        """Compute attention within each row: [T, heads, head size], like queries, keys and
+        values."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
             return self._by_kernel(kernel, query, key, value, rows, rows)

@@ -110,7 +110,8 @@ class _Tally:
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
 
     def add_up(self, over_ranks: Callable[[Tensor], None]) -> None:
-        """Sum the statistics over ranks: `over_ranks` sums a tensor [n] over all ranks, in place."""
+        """Sum the statistics over ranks: `over_ranks` sums a tensor [n] over all ranks, in
+        place."""
         sums = (self.loads, self.probabilities, self.entropy, self.tokens, self.moved)
         together = torch.cat([one.flatten() for one in sums])
         over_ranks(together)
@@ -359,7 +360,8 @@ class Routers:
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Answers each `torch.topk` call over all experts, given its number, its scores, and the call."""
+    """Answers each `torch.topk` call over all experts, given its number, its scores, and the
+    call."""
 
     def __init__(self, experts: int, answer: Callable[[int, Tensor, Callable[[], Any]], Any]) -> None:
         super().__init__()
