@@ -159,6 +159,7 @@ class Batch:
         if is_json(array.type):
             values = array.to_pylist()
             numbers = all(isinstance(value, int | float) for value in values)
+            # `np.array` would make a matrix of lists of equal length.
             return np.array(values, np.float64) if numbers else np.fromiter(values, object, len(values))
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
@@ -220,6 +221,7 @@ class Batch:
     def select(self, columns: Iterable[object]) -> Batch:
         """Return only these columns, in this order."""
         chosen = {str(c): self[c] for c in columns}
+        # Without columns, only `select` keeps the number of rows.
         return _batch(chosen) if chosen else Batch(self.record.select([]))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:

@@ -140,6 +140,7 @@ class ChildProcess:
                     found = (json.loads(line),)
         finally:
             timer.cancel()
+            # The timer may be killing the process at this moment; `late` is final once it has ended.
             timer.join()
         if late.is_set():  # also if the line came at the same moment: the process is dead
             raise TimeoutError(f"no reply within {deadline_s:g} s")
@@ -163,6 +164,7 @@ class ChildProcess:
         self.wait(EXIT_S)
         self._process.kill()
         self._process.wait()
+        # Closing also flushes, which fails if the process did not read everything.
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if pipe is not None:

@@ -278,6 +278,7 @@ def _every(every: int) -> str:
 
 def _column_problems(graph: Graph) -> Iterable[str]:
     source, identity = graph.source, {str(c) for c in IDENTITY}
+    # A node may replace a column of the user's file, but not one that Weft made.
     made = [column for column in source.columns if column not in file_columns(source)]
     written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
     for position, node in enumerate(graph.nodes):
@@ -506,6 +507,7 @@ class Graph:
 
 
 def _place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+    # Show the user's function, not the wrapper that `node` puts around it.
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 

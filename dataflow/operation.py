@@ -317,6 +317,7 @@ class Declaration:
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
         """Check the declaration's rules, and return it. The first `skip` parameters of the function
         are no arguments of a call: the rows (1), or self and the rows (2)."""
+        # Only methods of workers have a configuration; pure functions have none.
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
             value = getattr(self, part)
@@ -425,9 +426,8 @@ def node(
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
-            add_node = (
-                getattr(args[0], "__trace__", None) if args else None
-            )  # only symbolic rows have it
+            # Only symbolic rows have it. (Not `isinstance`, because `tracing` imports this module.)
+            add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 return function(*args, **kwargs)
             return add_node(None, compute_or_trace, declaration, args[1:], kwargs)

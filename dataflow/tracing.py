@@ -39,6 +39,7 @@ def refusing_rows(part: type) -> None:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, SymbolicRows) for arg in args):
+            # A user's subclass is in the user's module, so search the modules of its bases as well.
             kind = type(args[0])
             raise UserError(_no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
         return call(*args, **kwargs)
@@ -178,6 +179,7 @@ class Trace:
         optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
         reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in reached))
         expands = operation.shape is Shape.EXPAND
+        # Only an EXPAND gets a draw path, because the path seeds its new rows.
         identity = {str(c) for c in IDENTITY if expands or c is not DRAW_PATH}
         node = Node(
             name=name,
@@ -243,6 +245,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         source = bound.arguments[first]
         outer = source.trace if isinstance(source, SymbolicRows) else None
         inner = outer or Trace(function.__name__, _checked_source(function.__name__, source))
+        # Name the groups first: a node would name an unnamed group after its class.
         for name, handle in _handles(bound.arguments):
             inner.name_handle(handle, name)
         if outer is not None:

@@ -168,6 +168,7 @@ class SegmentServer(pf.FlightServerBase):
         return b""
 
     def _delete(self, files: Sequence[tuple[str, str]]) -> None:
+        # Check all names first, so that a bad request deletes nothing.
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
@@ -239,6 +240,7 @@ class SegmentClient:
         least one (node, file)."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
+            # Read the results, because the server's errors come with them.
             list(
                 self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options())
             )
@@ -285,6 +287,7 @@ class _TokenGate(pf.ServerMiddlewareFactory):
 
 
 def _check(node: object, file: object) -> None:
+    # Names become parts of paths, so that a request must not name other folders.
     if not isinstance(file, str) or not FILE.fullmatch(file):
         raise pf.FlightServerError(
             f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"

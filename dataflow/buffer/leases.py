@@ -327,6 +327,7 @@ class Leases:
         self.next_token = 1
 
     def __iter__(self) -> Iterator[Lease]:
+        # A copy, because callers release leases while they iterate.
         return iter(list(self._open.values()))
 
     def __len__(self) -> int:

@@ -155,6 +155,7 @@ class Ledger:
             version: for a node that generates: its policy version, noted for new groups.
         """
         choice = self._choose(self._index[node.name], max_rows, max_groups, staleness)
+        # Setting groups aside or offering them again changes the state, so it must be logged as well.
         if not (choice.taken or choice.too_old or choice.offered):
             return None
         deadline = None if deadline_s is None else self._clock() + deadline_s
@@ -241,6 +242,7 @@ class Ledger:
         offered = staleness is not None and self._offer_again(i, staleness)
         too_old: list[int] = []
         while staleness is not None and (group := readiness.first_group(i, groups)) is not None:
+            # The oldest groups come first, so the first one within the bound ends the search.
             if staleness.fate == "mask" or not self._is_too_old(group, i, staleness):
                 break
             too_old.append(group.id)
@@ -362,6 +364,7 @@ class Ledger:
         left = rows.awaiting(maker)
         for place in places_in(left & rows.leased[maker]):
             self.leases.give_up_parent(nodes[maker], rows.ids[place])
+        # Ready rows leave the maker's queue without a claim, which would have counted them.
         self.readiness.num_rows[maker] -= rows.ready(maker).bit_count()
         if left:
             self.live.finish_rows({group: left}, maker)
@@ -385,6 +388,7 @@ class Ledger:
             published = published.without(lease.given_up)
         lists = published.lists
         ids, tokens, versions, parents, finished = lists
+        # The common case, all rows of the lease at once, needs no check of each row.
         if not (lease.is_whole(published) and len(tokens) == lease.num_rows and versions is None):
             lease.check(lists, self.live.group_of)
         if parents is not None and finished is None:
@@ -422,6 +426,7 @@ class Ledger:
         parts = self._parts_of(node, written, len(ids))
         if parents is not None:
             self.live.add_children(i, ids, parents, tokens, versions, parts)
+            # They belong to the children. The rows below are the parents.
             tokens, parts = [], []
         elif not any(tokens):
             tokens = []
@@ -549,6 +554,7 @@ class Ledger:
             rows.leased[i] &= ~mask
             if node.makes_level is not None and node.level == SOURCE and not any(group.levels[1:]):
                 self.readiness.set_version(group, None)  # its generation begins again
+            # Also rows that are skipped below: `skip` subtracts them again.
             self.readiness.offer_rows(group, mask.bit_count(), i)
             self.live.note_if_whole(group, i)
             # Rows that a quorum cancelled while they were leased.

@@ -387,6 +387,7 @@ class LiveRows:
         for k, id in enumerate(ids):
             group = group_of[parents[k]]
             source, rows = group.levels[above], group.levels[level]
+            # A group has a single row of the source.
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
             bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
@@ -488,6 +489,7 @@ class LiveRows:
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self.wiring.takes_groups[i] or group.offered >> i & 1:
             return
+        # A recorder only gets groups that all other nodes are done with.
         if self.wiring.behind[i] and not group.rested:
             return
         level = self.wiring.level[i]

@@ -467,6 +467,7 @@ class LoggedRows:
                     self._skip(other, below)
 
     def _skip(self, row: LoggedRow, node: LoggedNode) -> None:
+        # A leased row stays leased until its holder publishes it or gives it back.
         if row.id in node.waiting:
             node.waiting.remove(row.id)
             node.dropped.add(row.id)

@@ -167,6 +167,7 @@ def _why(
         raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
     if group is None:
         return ended[0][1]
+    # The checker does not know why rows wait, so ask a restored ledger.
     waits = restore(folder).ledgers[of].live.waits_for(group_id)
     return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
 
@@ -207,6 +208,7 @@ class QueryProcess(ChildProcess):
     """A process that answers one query, then ends."""
 
     def __init__(self) -> None:
+        # Each arena reserves address space, which the program limits (`SPARE_BYTES`).
         environment = {"MALLOC_ARENA_MAX": "2"}
         super().__init__(_PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment=environment)
 
@@ -254,6 +256,7 @@ def ask(
     """Send a query to the prepared process, or to a new one (see `QueryProcess.run_query`)."""
     waiting = _take_prepared()
     answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
+    # The prepared process may have ended by itself, after PREPARED_S.
     if answered is None:
         answered = QueryProcess().run_query(asked, tables, timeout_s)
     if answered is None:
@@ -274,6 +277,7 @@ def prepare() -> None:
     if find_spec("duckdb") is None:
         return
     with _lock:
+        # It ended by itself: release its pipes.
         if _prepared and _prepared[0].exit_code is not None:
             _prepared.pop().kill()
         if not _prepared:
@@ -345,6 +349,7 @@ def query(
     try:
         notes = [] if notes is None else notes
         readers = {**_tables(run, notes), **known}
+        # A name in a text or a comment also matches, which only costs a read.
         named = {
             name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)
         }

@@ -403,6 +403,7 @@ def restore(
         match record["do"]:
             case "graph":
                 name = record["graph"]
+                # The checkpoint and the log after it may both describe the graph.
                 if name not in restored.ledgers:
                     graph = _same_graph(name, record, graphs)
                     restored.ledgers[name] = Ledger(graph, ids=restored.ids, name=name, clock=clock)
@@ -419,6 +420,7 @@ def restore(
         take(record)
     for name, ledger in restored.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
+    # Before the replay, which may free some of them.
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
     if start != at:  # else the checkpoint is the complete state
@@ -465,6 +467,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
+    # Through JSON, as in the log, which has lists instead of tuples.
     now = json.loads(json.dumps(graphs[name].outline()))
     if now != outline:
         earlier, nodes = {n["name"] for n in outline["nodes"]}, now["nodes"]

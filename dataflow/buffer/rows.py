@@ -205,6 +205,7 @@ class LevelRows:
         """Return the places of some rows, in the order of their sample ids."""
         if not mask & (mask - 1):
             return (mask.bit_length() - 1,) if mask else ()
+        # Children arrive in any order, so places do not follow ids.
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
@@ -464,7 +465,9 @@ class Wiring:
         self.users = [[j for j, m in enumerate(nodes) if n.name in m.after] for n in nodes]
         """Node -> nodes that come after it."""
         self.then = [
-            [j for j in self.users[i] if n.makes_level != nodes[j].level] for i, n in enumerate(nodes)
+            # New rows are offered when they arrive, not when their parent is done.
+            [j for j in self.users[i] if n.makes_level != nodes[j].level]
+            for i, n in enumerate(nodes)
         ]
         """Node -> nodes that may become ready when it finishes a row, on the same level or deeper
         ones."""

@@ -139,6 +139,7 @@ class Checker:
         record in the log, for messages."""
         self.at, self._violations = at, []
         try:
+            # A restart writes its epoch, releases leases and loses groups; other records end it.
             released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED
             if self._restarting and not released:
                 self._end_restart()
@@ -151,6 +152,7 @@ class Checker:
         except BrokenRule as broken:
             assert isinstance(broken.rule, Rule)
             self._break(broken.rule, f"{record['do']}: {broken}")
+        # A record of another version must not end the check.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
@@ -291,6 +293,7 @@ class Checker:
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
+        # Continue after the gap, so that it is reported once.
         rows.next_id, rows.next_group = max(rows.next_id, first), max(rows.next_group, group)
         for position, number in zip(positions, tokens, strict=True):
             rows.issue_row(graph, record["step"], position, number)
@@ -471,6 +474,7 @@ class Checker:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
         verb = "publishes" if parents is None else "finishes"
+        # `foreign` rows are reported above.
         self._check_own(finished - lease.open - foreign, f"publish: {who} {verb}")
         # Continue with the valid rows only, after reporting the others.
         finished &= lease.open
@@ -547,6 +551,7 @@ class Checker:
         lease, why = self._lease_of(record), record["why"]
         node, who = lease.node, lease.node.describe_lease(record["lease"])
         if "ids" not in record:
+            # A log without epochs shows a restart only by its releases.
             if why == RESTARTED:
                 self.restarts += not self._restarting
                 self._restarting = True

@@ -223,6 +223,7 @@ class SampleBuffer:
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, RESTARTED)
+        # After the releases, because a group with leased rows cannot be lost.
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         # The releases above must be on disk before any worker starts.
@@ -265,6 +266,7 @@ class SampleBuffer:
         self.damage += self.drop_lost(lost)
 
     def _verify(self, segment: Segment) -> None:
+        # Scratch folders of other nodes are on other machines; see `elsewhere`.
         folder = self.segments.parent / segment.node
         if self.scratch is None or segment.node == self.node or folder.is_dir():
             verify_segment(folder, segment)
@@ -277,6 +279,7 @@ class SampleBuffer:
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
+        # `freed` below refuses segments that were never published.
         for segment in live | pinned:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
@@ -369,6 +372,7 @@ class SampleBuffer:
         self.log.commit(sync=sync)
         self.cutting.finish()
         for ledger in self.ledgers.values():
+            # After the write: the log on disk must not need segments that are already free.
             self.store.freed(ledger.parts.take_freed())
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:

@@ -101,6 +101,7 @@ class Scratch:
         while path not in _held:
             try:
                 make_folder(path)
+                # The parent may be shared, so another user may have made a folder or link of this name.
                 if path.stat().st_uid != os.geteuid() or path.is_symlink():
                     raise UserError(
                         f"the scratch folder {path} belongs to another user; choose another place: {_SETTING}"
@@ -258,6 +259,7 @@ def watch(folder: Path, grace_s: float) -> None:
             folder.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
             return
+        # Let go between two looks, so that a restarted process can hold the folder.
         fcntl.flock(in_use, fcntl.LOCK_UN)
 
 

@@ -266,11 +266,13 @@ def is_resident(descriptor: int) -> bool:
         failed = _libc.mincore(
             ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
         )
+        # A map cannot be closed while a view of it exists.
         del view
     return bool(failed or found.value & 1)
 
 
 def _evict(descriptor: int) -> None:
+    # The kernel only drops pages that are on disk.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -431,6 +433,7 @@ class _Mapping:
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
+                # A writer may have recycled the file before this process had its lock.
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
                 # mmap duplicates the descriptor, and with it the lock.
@@ -672,6 +675,7 @@ class SegmentStore:
             self._pins.pop(checkpoint, None)
         self.pinned = set().union(*self._pins.values())
         waiting, self._waiting = self._waiting, []
+        # `freed` puts the segments that are still pinned back.
         self.freed(waiting)
 
     def writer_ended(self, writer_name: str, node: str) -> None:

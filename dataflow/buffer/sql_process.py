@@ -24,6 +24,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+# In this order: the last setting locks the others.
 LOCKED = (
     "python_enable_replacements = false",  # else the query could read variables of this program
     "enable_external_access = false",  # files, other databases, extensions
@@ -36,6 +37,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Answer the query on standard input."""
+    # The kernel's defaults end the process inside DuckDB, where Python's handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
@@ -56,6 +58,7 @@ def main() -> None:
     try:
         with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
             if asked["memory_bytes"] is not None:
+                # After the tables are read, because the limit is relative to the current size.
                 _bound(asked["memory_bytes"] + SPARE_BYTES)
             for name, table in tables.items():
                 connection.register(name, table)

@@ -51,6 +51,7 @@ class Rows:
         row += self.start
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if _kind(Path(file)) == ".jsonl":
+            # Blank lines are not rows, so count lines again.
             for line, _ in itertools.islice(_lines(Path(file)), row - first, None):
                 return f"{file}, line {line}"
         return f"{file}, row {row - first + 1}"
@@ -154,6 +155,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
     """
     if isinstance(rows, pa.Table | pa.RecordBatch):
         table = pa.table(rows).slice(0, limit)
+    # A `datasets.Dataset`, known by its method, because the library need not be installed.
     elif hasattr(rows, "with_format"):
         table = rows.with_format("arrow")[:limit]
     elif _is_frame(rows):
@@ -178,6 +180,7 @@ def is_rows(value: object) -> bool:
 
 def _is_frame(value: object) -> bool:
     kind = type(value)
+    # By name, so that pandas need not be installed.
     return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
 
 
@@ -434,6 +437,7 @@ def _check_reachable(name: str, cache: Path) -> None:
             f"{name!r} is not a file or folder, and not a data set on the Hugging Face hub"
         ) from None
     except Exception as error:  # no network, offline mode, or a timeout; the class depends on the client
+        # `datasets` can read its own cache without the network.
         if (cache / name.replace("/", "___")).is_dir():
             return
         raise UserError(
@@ -572,6 +576,7 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
         keys = dict.fromkeys(key for _, row in part for key in row)
+        # Rows without keys still count as rows.
         without_columns = pa.table({"": pa.nulls(len(part))}).select([])
         parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else without_columns)
     if not parts:
@@ -651,6 +656,7 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
+    # A file with semicolons would otherwise be read as a single column.
     if len(header) == 1 and ";" in header[0]:
         raise UserError(
             f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
@@ -833,6 +839,7 @@ def refuse_mixed(name: str, rows: Rows) -> None:
 def short(value: Any) -> str:
     """Return a value as JSON, in at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
+    # A lone surrogate cannot be printed.
     return beginning(_SURROGATE.sub(lambda half: ascii(half[0])[1:-1], text), 60)
 
 

@@ -103,6 +103,7 @@ def find_format(rows: Rows, how: ReadSettings) -> Format:
     """Return the format that the settings describe, or the first known format whose columns the
     rows have, with their column of system prompts. Raises a `UserError` that names the nearest."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
+    # A column with another role cannot be the system prompt, whatever its name.
     used = {*format.columns, how.answer} - {format.system}
     found = [name for name in _SYSTEM_COLUMNS if name in table.column_names and name not in used]
     system = next((name for name in found if is_text(table.schema.field(name).type)), None)
@@ -194,6 +195,7 @@ def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
 
     def likeness(name: str) -> float:
         part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is similar to `chosen`
+        # Only the wanted name itself may reach 1.
         alike = min(0.9, difflib.SequenceMatcher(None, wanted, name).ratio())
         return 1.0 if name == wanted else max(part, alike)
 

@@ -85,6 +85,7 @@ class Lengths:
         >>> Lengths.of(range(1, 101))
         Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
         """
+        # `higher` chooses a length that occurs in the data.
         quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
         return cls(*(int(value) for value in quantiles))
 

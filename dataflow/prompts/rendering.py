@@ -187,6 +187,7 @@ def _repeat_prompts(rows: Rows, format: Format, kinds: Mapping[str, Kind]) -> bo
     if not format.prompt or len(paths) < 2 or format.context or {*map(kinds.get, paths)} != {"text"}:
         return False
     columns = [as_text(rows.column(path)) for path in paths]
+    # In parts, because texts take more memory in Python than in Arrow.
     for start in range(0, len(rows.table), 8192):
         prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
         for texts in responses:
@@ -250,6 +251,7 @@ def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: 
     """Refuse settings and columns of the chat template, which would be ignored."""
     for name in ("system", "thinking", "chat_template_kwargs"):
         value = getattr(how, name)
+        # Without the template, a model is not asked to think, so thinking=False holds.
         if value is not None and value != {} and not (name == "thinking" and value is False):
             raise UserError(
                 f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})"

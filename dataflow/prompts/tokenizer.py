@@ -313,6 +313,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # old models have a separate file of special tokens
             config |= _json(folder / _SPECIAL)
         named = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
+        # `AutoTokenizer` adds them as well, and the ids must be equal.
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
@@ -336,6 +337,7 @@ class Tokenizer:
         """Token ids that the tokenizer adds before and after a text, such as beginning-of-sequence
         tokens and separators."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
+        # A vocabulary may lack a probe, which then has no tokens of its text.
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
             ids = encoding.ids
@@ -354,6 +356,7 @@ class Tokenizer:
         if self.chat:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
+                # Templates often add a newline after the end of a turn.
                 text = self.chat.render(turns).rstrip()
             except UserError:  # the template needs other messages
                 return ends
@@ -381,6 +384,7 @@ class Tokenizer:
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):
+            # The fast variant leaves out character offsets, which are not needed.
             encodings = self.backend.encode_batch_fast(
                 texts[start : start + _CHUNK], add_special_tokens=add_special_tokens
             )

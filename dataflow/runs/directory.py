@@ -229,6 +229,7 @@ class RunDirectory:
         """
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
+        # Through JSON first, so that secrets in nested models are fields that can be hidden.
         plain = without_secrets(json.loads(json.dumps(started, default=_plain)))
         structure = {name: graph.structure() for name, graph in graphs.items()}
         for name, text in (
@@ -255,6 +256,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
+        # After `close`, the stream is a Parquet file.
         table = None if (rows := by_step(self._metrics.read())) else read_metrics(self.path)
         return rows if table is None else [present(row) for row in table.to_pylist()]
 
@@ -298,6 +300,7 @@ def check_name(name: object, what: str) -> None:
     leads_on = leads_on or bool({*text} & {"/", "\\"})
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
+    # A character has up to four bytes.
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
     raise UserError(
         f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
@@ -320,6 +323,7 @@ def check_run_name(name: object, what: str) -> None:
 def check_rights(run: Path) -> None:
     """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError if
     naming the first such folder."""
+    # `os.access` checks the real user by default, and files are opened by the effective one.
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):

@@ -112,6 +112,7 @@ class RunLock:
         self.check(sure=True)
         before = self._claim
         claim = _take(self.run / LOCK, before.holder.epoch, own=before.path)
+        # The run continues, so the old claim must not note its end.
         self._release.detach()
         self._hold(claim)
         before.let_go()
@@ -186,6 +187,7 @@ class _Claim:
             if self._lost or self.descriptor < 0:
                 return not self._lost
             try:
+                # Opening the file makes an NFS client ask the server.
                 if sure:
                     again = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
                     try:
@@ -317,6 +319,7 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
     if holder is not None and (len(lines) > 1 or holder.has_ended_here):
         return
     silent = now - touched
+    # A process of this machine that has not ended is alive, however old its heartbeat.
     if holder is not None and holder.is_here:
         own = holder.pid == os.getpid()
         end = "close the other driver of this process" if own else f"end it (kill {holder.pid})"
@@ -356,6 +359,7 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
+    # `abs`, because the file system's clock may be ahead of this machine's.
     recent = holder.is_here or abs(time.time() - touched) < DEAD_AFTER_S
     lives = recent and not holder.has_ended_here
     return (Life.ALIVE if lives else Life.DEAD), holder
@@ -416,6 +420,7 @@ def _started(pid: int) -> str | None:
     except PermissionError:  # it belongs to another user
         pass
     try:
+        # The program's name comes before, and may contain spaces and parentheses.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:  # hidden, or not on Linux
         return ""

@@ -152,6 +152,7 @@ class Log:
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
         self._descriptor = self._begin_file(at.offset)
+        # After the new file is in place: until then, the old one may need these parts.
         drop_parts_behind(path, self.start)
         self._synced = clock()
         if fence is not None:
@@ -179,6 +180,7 @@ class Log:
                 with open_file(self.path) as before:
                     for data in records(before.fileno(), self.start, self.start.offset, end):
                         self._disk.write(descriptor, data)
+            # Sync before the rename, because the name must never refer to incomplete records.
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -601,6 +603,7 @@ class LogCutting:
             return
         work, self._work = self._work, None
         if not self._ends_in_time(work):
+            # The thread may end later; its file is then useless.
             work.add_done_callback(_drop)
             return
         try:

@@ -75,6 +75,7 @@ def place(start: Position, offset: int) -> int:
 
 def file_start(file: BinaryIO) -> Position:
     """Read where the file of a log begins, and seek to its first record."""
+    # A header is short, but without one, the first line may be a long record.
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
     if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):

@@ -62,6 +62,7 @@ def write_manifest(
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
+    # `chmod` follows links, and their targets may be outside the folder.
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -52,6 +52,7 @@ class RunRequests:
         """Return a request that is new since the last call, or an empty mapping."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._path)
+            # The file stays, so remember the request.
             if asked.get("epoch") == self._epoch and asked != self._heeded:
                 self._heeded = asked
                 return asked

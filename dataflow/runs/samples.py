@@ -96,6 +96,7 @@ def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):
+        # Several nodes may train on the same rows, such as an actor and a critic.
         samples = {"samples": float(max(trained[step].values()))} if step in trained else {}
         rows.append({"step": float(step), **samples})
     return rows
@@ -222,6 +223,7 @@ def archive(run: Path) -> Path:
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
     found = recorded(run, wrong)
+    # Read the files twice, so that only one of them is in memory at a time.
     schemas = [table.schema for table in tables(found, wrong)]
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")
