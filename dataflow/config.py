@@ -99,8 +99,7 @@ class Config(pydantic.BaseModel):
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """Return the message of an error of a `ValidationError`, with the value and the nearest
-        allowed one."""
+        """Return the message of a validation error, with the value and the nearest allowed one."""
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
             case "missing":

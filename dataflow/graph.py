@@ -455,7 +455,6 @@ class Graph:
         return _text(self)
 
     def mermaid(self) -> str:
-        """Return the graph as a Mermaid flowchart."""
         return _mermaid(self)
 
     def structure(self) -> dict[str, Any]:

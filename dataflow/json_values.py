@@ -59,7 +59,6 @@ pa.register_extension_type(JsonType())
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds values as JSON text."""
     return isinstance(kind, JsonType)
 
 

@@ -33,10 +33,7 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a traced call by name, with defaults.
-
-    Raises the errors of `bind_signature`, and refuses arguments for `*args`.
-    """
+    """Return the arguments of a traced call by name, with defaults. Raises like `bind_signature`."""
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -315,8 +312,7 @@ class Declaration:
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """Check the declaration's rules, and return it. The first `skip` parameters of the function
-        are no arguments of a call: the rows (1), or self and the rows (2)."""
+        """Check the rules and return self. `skip` counts the parameters before the arguments."""
         # Only methods of workers have a configuration; pure functions have none.
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
@@ -379,7 +375,6 @@ class Declaration:
 
 
 def declaration_of(function: object) -> Declaration | None:
-    """Return the declaration attached to a method or function, or None."""
     return getattr(function, "__declaration__", None)
 
 

@@ -25,7 +25,7 @@ _NODES_OF_PARTS = {
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for a function called on symbolic rows, with the right node."""
+    """Return the error message for a function called on symbolic rows."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
@@ -83,8 +83,7 @@ class SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Join two branches over the same rows. Columns of nodes take precedence over the
-        source's."""
+        """Join two branches over the same rows. Columns of nodes replace the source's."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"

@@ -193,8 +193,7 @@ def readable(text: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text that may quote prompts, responses, paths or foreign errors, by default to
-    standard error."""
+    """Print a text of others (prompts, paths, errors), by default to standard error."""
     stream = sys.stderr if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)

@@ -88,8 +88,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`); complete
-    groups have such runs."""
+    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`)."""
     # A cheap test of the first ids rejects most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
@@ -112,7 +111,6 @@ def _values(values: list[int]) -> str:
 
 
 def _located(segment: Sequence[Any]) -> str:
-    """Write a segment, or a number of rows and their segment."""
     *rows, node, file, offset, num_bytes, checksum = segment
     start = f"{rows[0]}," if rows else ""
     return f"[{start}{_names(node, file)},{offset},{num_bytes},{checksum}]"

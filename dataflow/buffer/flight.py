@@ -51,8 +51,7 @@ EARLIER = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class _Certificate:
-    """A certificate for one server of one run, with its private key, both in PEM form. The key never
-    leaves the process."""
+    """A server's certificate and private key (PEM). The key never leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -236,8 +235,7 @@ class SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Let the server delete files, including its copies of other nodes' messages, given as at
-        least one (node, file)."""
+        """Delete (node, file) pairs, at least one, and the server's copies of their messages."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
             # Read the results, because the server's errors come with them.
@@ -246,8 +244,7 @@ class SegmentClient:
             )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify messages of its node, at least one. Return the problem of each; empty
-        if it is intact."""
+        """Let the server verify its messages, at least one. Return the problem of each, or ""."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
         what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
         with self._deadline(what):
@@ -297,7 +294,6 @@ def _check(node: object, file: object) -> None:
 
 
 def _row(piece: pa.Buffer) -> pa.RecordBatch:
-    """Return a one-row batch with these bytes, without a copy."""
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)
@@ -325,8 +321,7 @@ class Peers:
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
-        """Return the segments that cannot be read on their nodes, with the reason. Skips nodes that
-        are not peers."""
+        """Return the segments that their nodes cannot read, with the reason. Only asks peers."""
         by_node: dict[str, list[Segment]] = {}
         for segment in sorted(segments, key=lambda one: (one.file, one.offset)):
             by_node.setdefault(segment.node, []).append(segment)
@@ -457,8 +452,6 @@ class Deletions:
 
 
 class _PeerToTell:
-    """A peer, with the files that it has not deleted yet."""
-
     def __init__(self, peers: Peers, location: str, timeout_s: float, pause_s: float) -> None:
         self._peers, self._location, self._timeout_s = peers, location, timeout_s
         self.files: list[tuple[str, str]] = []

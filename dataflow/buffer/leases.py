@@ -37,8 +37,7 @@ class Staleness:
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of rows that are too old. Rows without a version come from no policy,
-        and never become too old."""
+        """Return the places of rows that are too old. Rows that no policy made never are."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
             place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
@@ -96,8 +95,7 @@ class Published:
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """Concatenate the reports of several ranks under one lease. Either all of them generate, or
-        expand, or none does."""
+        """Concatenate the reports of several ranks, all of the same kind, under one lease."""
         if len(parts) == 1:
             return parts[0]
         columns: list[Any] = []
@@ -112,7 +110,6 @@ class Published:
         return np.array([parent not in parents for parent in self.parents.tolist()], bool)
 
     def without(self, parents: Container[int]) -> Published:
-        """Return a copy without the rows of these parents."""
         kept, finished = self.not_of(parents), self.finished
         if finished is not None:
             finished = finished[[parent not in parents for parent in finished.tolist()]]
@@ -221,8 +218,7 @@ class Lease:
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first of the MAX_CHILDREN sample ids reserved for the children of each row
-        (EXPAND only)."""
+        """[rows] int64 first sample id reserved for the children of each row (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -238,7 +234,6 @@ class Lease:
 
     @property
     def step(self) -> int:
-        """Step that its first row was issued for."""
         return self.taken[0][0].issued_in
 
     @property
@@ -247,7 +242,7 @@ class Lease:
 
     @cached_property
     def group_ids(self) -> np.ndarray:
-        """[rows] int64 group of each row."""
+        """[rows] int64"""
         return self.of_groups([group.id for group in self.groups])
 
     @cached_property
@@ -273,8 +268,7 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Return whether these are all rows of the lease, in order, with none published or given
-        back before."""
+        """Return whether these are all rows of the lease, in order and none of them published."""
         ids = published.ids
         # Checks lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
@@ -400,8 +394,7 @@ class Leases:
         self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
-        """Return (lease token, parent) of rows that holders work on but that no node needs, each
-        once."""
+        """Return, once, (lease token, parent) of rows in work that no node needs."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -496,7 +489,6 @@ class ColumnPieces:
 
 
 def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:
-    """Map rows of level `at` to the places of their ancestors on `level`."""
     while at != level:
         rows = group.levels[at]
         places = [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]

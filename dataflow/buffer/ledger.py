@@ -184,8 +184,7 @@ class Ledger:
             raise ValueError(f"lease {token} of node {node.name!r} {what}")
 
     def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
-        """Set aside the ready groups that are too old for an update, so that it knows how many are
-        left. Return how many there were."""
+        """Set the ready groups aside that are too old for an update, and return their number."""
         before = self.stale.total()
         self.claim(node, max_groups=0, staleness=staleness)
         return self.stale.total() - before
@@ -215,8 +214,7 @@ class Ledger:
         return lease
 
     def _reserve_ids(self, lease: Lease, level: int) -> None:
-        """Reserve sample ids for the children of these rows. Rows with children keep the ids
-        reserved earlier."""
+        """Reserve sample ids for children. Rows with children keep their earlier ids."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in lease.taken:
             made = set(group.levels[level].parents)
@@ -297,7 +295,6 @@ class Ledger:
     def _too_old_by_id(
         self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
     ) -> list[int]:
-        """Return the groups that a claim of format 5 or earlier set aside."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
@@ -351,7 +348,6 @@ class Ledger:
         return group, mask
 
     def _close_quorum(self, group: Group, i: int, chosen: int) -> None:
-        """Choose the quorum's rows once, and cancel the others."""
         group.closed |= 1 << i
         wiring, nodes = self.live.wiring, self.live.graph.nodes
         if others := group.levels[wiring.level[i]].awaiting(i) & ~chosen:
@@ -462,8 +458,7 @@ class Ledger:
         self.live.finish_rows(masks, i, order if ordered else None)
 
     def _parts_of(self, node: Node, written: Written, rows: int) -> list[StoredPart]:
-        """Return the parts that published rows were written to: one per row, or a single one for
-        all of them. Empty if no later node reads them."""
+        """Return the parts of published rows: one per row, or one for all, or none if unread."""
         if written is None:
             return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
@@ -563,7 +558,7 @@ class Ledger:
                 self.live.retire_if_finished(group)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """Return the groups of rows of a node's level, each with the mask of these rows."""
+        """Return group -> mask of these rows of a node's level."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:
@@ -635,8 +630,7 @@ class Ledger:
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """Apply deadlines: release overdue leases and return them, and offer groups whose quorum is
-        late."""
+        """Release and return overdue leases, and offer the groups of late quorums."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)

@@ -27,8 +27,6 @@ from .rows import MAX_CHILDREN
 
 @dataclass(slots=True, eq=False)
 class LoggedRow:
-    """One row in flight."""
-
     id: int
     group: LoggedGroup
     parent: LoggedRow | None
@@ -161,15 +159,14 @@ class LoggedGraph:
                 self._find_upstream_only(node)
 
     def line(self, level: int) -> list[int]:
-        """Return this level and the levels above it."""
         return [SOURCE] if level == SOURCE else [level, *self.line(self.makers[level].level)]
 
     def _users(self, node: LoggedNode) -> set[LoggedNode]:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return the nodes that can keep a row of `maker` from reaching a node. `maker` itself is
-        not one: rows that it has made continue even if it makes no more."""
+        """Return the nodes, except `maker`, that can keep a row of `maker` from a node."""
+        # Rows that `maker` has made continue, even if it makes no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
@@ -206,7 +203,6 @@ class LoggedGraph:
         )
 
     def state(self, row: LoggedRow) -> str:
-        """Return the state of a row in flight: leased, dropped or waiting."""
         nodes = self.on_level[row.level]
         if any(row.id in node.leased for node in nodes):
             return "leased"
@@ -232,8 +228,7 @@ class LoggedGraph:
 
 @dataclass
 class GraphCounts:
-    """Counts of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and
-    `dropped`."""
+    """Row counts of a graph. `issued` = `waiting` + `leased` + `done` + `dropped`."""
 
     issued: int = 0
     waiting: int = 0
@@ -249,8 +244,6 @@ class GraphCounts:
 
 @dataclass(slots=True)
 class LoggedLease:
-    """A lease according to the log."""
-
     node: LoggedNode
     ids: set[int]
     """Rows that were granted and not given back one by one."""
@@ -391,7 +384,6 @@ class LoggedRows:
                 self._skip(self.in_flight[id], node)
 
     def lease(self, graph: LoggedGraph, number: int, node: LoggedNode, ids: list[int], at: int) -> None:
-        """Lease rows to a node, and reserve ids for their children."""
         taken = set(ids)
         node.waiting -= taken
         node.leased |= taken
@@ -411,8 +403,7 @@ class LoggedRows:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: LoggedGroup, *, again: bool) -> None:
-        """Drop all waiting rows of a group whose columns are lost, and issue its prompt again if
-        `again`."""
+        """Drop the waiting rows of a lost group. With `again`, issue its prompt again."""
         for node in group.graph.nodes:
             waiting = group.levels[node.level] & node.waiting
             node.waiting -= waiting
@@ -452,7 +443,6 @@ class LoggedRows:
         self.mark_done(maker, left)
 
     def drop_from(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
-        """Drop a row at a node and downstream of it."""
         row.reason = row.reason or reason
         self._skip(row, node)
         self.drop_below(row, node, reason)
@@ -497,8 +487,7 @@ class LoggedRows:
 
 
 def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
-    """Return why a new row never becomes ready for a node (an ancestor was dropped); empty if it
-    can."""
+    """Return why a new row never becomes ready for a node; empty if it can."""
     for level, before in node.needs_above:
         ancestor = row.ancestor(level)
         if any(ancestor.id in other.dropped for other in before):

@@ -94,8 +94,7 @@ def buffer_folder(run: Path) -> Path:
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return all rows that a run issued or made, including finished ones, from the log in a
-    buffer's folder (see `HISTORY`). `notes` gets a line for each gap in the log."""
+    """Return all rows of a run, also finished ones (see `HISTORY`). `notes` gets a line per gap."""
     columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
     def list_finished(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -272,8 +271,7 @@ _prepared: list[QueryProcess] = []
 
 
 def prepare() -> None:
-    """Start a process for the next query, if DuckDB is installed and none waits. It ends by itself
-    after PREPARED_S."""
+    """Start a process for the next query, if DuckDB is installed and none waits."""
     if find_spec("duckdb") is None:
         return
     with _lock:
@@ -290,7 +288,6 @@ def _take_prepared() -> QueryProcess | None:
 
 
 def end_prepared() -> None:
-    """End the prepared process, if there is one."""
     waiting = _take_prepared()
     if waiting is not None:
         waiting.kill()
@@ -372,7 +369,7 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Return name -> reader of each table. A reader returns None if the run has no such table."""
+    """Return name -> reader. A reader returns None if the run has no such table."""
     try:
         folder = buffer_folder(run)
     except UserError:
@@ -400,8 +397,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return the columns of rows in flight: graph, sample_id, and all readable columns of nodes and
-    sources. `notes` gets a line for each segment that could not be read."""
+    """Return the columns of rows in flight. `notes` gets a line per unreadable segment."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
@@ -423,8 +419,7 @@ class _Reader:
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[LoggedRow], source: Sequence[Any] | None) -> pa.Table:
-        """Return the columns of rows of one level, in this order; null if a node has not written
-        yet."""
+        """Return the columns of rows of one level; null if a node has not written yet."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -462,16 +457,14 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the recorded samples of a run, or its archived samples, with graph and step; None if
-    there are neither."""
+    """Return the recorded or archived samples of a run, with graph and step, or None."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Add the `length` of each response, as in the dashboard, unless there is a column of that
-    name."""
+    """Add the `length` of each response, as in the dashboard, unless there is one."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

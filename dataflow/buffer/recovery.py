@@ -72,8 +72,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
 
 
 def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
-    """Return the record of a group. `numbers` has the parts saved so far; new parts are added, and
-    saved with this group."""
+    """Return the record of a group. New parts are added to `numbers`, and saved with it."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -113,8 +112,7 @@ def _masks(rows: LevelRows) -> tuple[list[int], ...]:
 
 
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Restore a new ledger from records. Leases lose their deadlines, because their holders are
-    called again or gone."""
+    """Restore a new ledger from records. Leases lose their deadlines."""
     live, parts = ledger.live, list[StoredPart]()
     for record in records:
         match record["do"]:
@@ -144,6 +142,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_lease(ledger: Ledger, record: Record) -> None:
     node, groups = ledger.graph[record["node"]], ledger.live.groups
     held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
+    # Without a deadline: holders are called again, or gone.
     lease = Lease.of(record["token"], node, held, holder=record["holder"])
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])
@@ -277,7 +276,6 @@ def _start(position: Position) -> Record:
 
 
 def _position_of(path: Path, first: Record) -> Position:
-    """Return the position in the first record of a checkpoint."""
     if first.get("do") != "checkpoint":
         raise ValueError(f"{path} does not begin with a checkpoint record")
     found = first.get("format", 1)
@@ -303,7 +301,6 @@ def ledger_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_path(folder: Path, position: Position) -> Path:
-    """Return the path of the checkpoint at a log position, whether or not it exists."""
     return folder / f"ledger-{position.offset:012d}.checkpoint"
 
 
@@ -443,8 +440,7 @@ def restore(
 def _replay_log(
     restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
-    """Replay the log up to a position. Return whether it has records other than the beginning of a
-    run."""
+    """Replay the log up to a position. Return whether it has more than the start of a run."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -483,8 +479,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return the position and the records of the latest valid checkpoint up to `at`, and all valid
-    ones."""
+    """Return position and records of the latest valid checkpoint, and all valid paths."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):

@@ -88,7 +88,6 @@ def places_in(mask: int) -> Sequence[int]:
 
 
 def mask_of(places: Iterable[int]) -> int:
-    """Return the mask with these bits set."""
     mask = 0
     for place in places:
         mask |= 1 << place
@@ -96,7 +95,6 @@ def mask_of(places: Iterable[int]) -> int:
 
 
 def union(masks: Iterable[int], mask: int = 0) -> int:
-    """Return the bitwise or of these masks."""
     for one in masks:
         mask |= one
     return mask
@@ -166,7 +164,6 @@ class LevelRows:
         return known[id]
 
     def append(self, id: int, parent: int, tokens: int, version: int | None) -> int:
-        """Add a row and return the mask with its bit."""
         bit = 1 << len(self.ids)
         self.ids.append(id)
         self.parents.append(parent)
@@ -323,7 +320,6 @@ class Row(NamedTuple):
         return row
 
     def made(self, level: int) -> list[Row]:
-        """Return the children of this row on a level."""
         rows = self.group.levels[level]
         if rows.above != self.level:
             return []
@@ -335,8 +331,7 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Its index among its parent's children, independent of worker and time; 0 for a row of the
-        source."""
+        """Its index among its parent's children, for any worker; 0 for a row of the source."""
         if self.level == SOURCE:
             return 0
         rows = self._level
@@ -512,8 +507,7 @@ class Wiring:
         return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
     def below(self, group: Group, level: int, mask: int, made: int) -> int:
-        """Return the mask of the rows on level `made` that descend from these rows, or the rows
-        themselves."""
+        """Return the mask of the rows on level `made` that are, or descend from, these rows."""
         path: list[int] = []
         while made not in (SOURCE, level):
             path.append(made)

@@ -135,8 +135,7 @@ class Checker:
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Process the next event, and return the rules that it breaks. `at` is the byte offset of the
-        record in the log, for messages."""
+        """Process an event at this byte of the log, and return the rules that it breaks."""
         self.at, self._violations = at, []
         try:
             # A restart writes its epoch, releases leases and loses groups; other records end it.
@@ -161,7 +160,7 @@ class Checker:
         return self._violations
 
     def end_log(self) -> list[Violation]:
-        """Process the end of the log. Returns the violations that no single event causes."""
+        """Return the violations that no single event causes."""
         self._violations = []
         if self._restarting:
             self._end_restart()
@@ -384,8 +383,7 @@ class Checker:
     def _set_aside(
         self, graph: LoggedGraph, node: LoggedNode, record: Record, who: str
     ) -> list[LoggedGroup]:
-        """Return the ready groups that a claim sets aside as too old. Logs of format 5 and earlier
-        do not name them."""
+        """Return the ready groups that a claim sets aside as too old."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
 
@@ -437,8 +435,7 @@ class Checker:
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return the oldest version in the rows of a group that reach a node; infinity if no policy
-        made them."""
+        """Return the oldest version of a group at a node; infinity if no policy made it."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)

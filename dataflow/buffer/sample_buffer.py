@@ -272,8 +272,7 @@ class SampleBuffer:
             verify_segment(folder, segment)
 
     def _register_segments(self, pinned: set[Segment]) -> None:
-        """Register the segments that rows or the latest checkpoint need, and recycle all other
-        files."""
+        """Register the segments that are still needed, and recycle all other files."""
         for ledger in self.ledgers.values():
             # Replay freed these already; `sweep` removes their files.
             ledger.parts.take_freed()
@@ -293,8 +292,7 @@ class SampleBuffer:
     # Lost rows
 
     def elsewhere(self) -> list[Segment]:
-        """Return segments of rows in flight that are on other machines, so that recovery could not
-        check them."""
+        """Return segments of rows in flight that recovery could not check: on other machines."""
         if self.scratch is None:
             return []
         root = self.segments.parent
@@ -334,8 +332,7 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the `unreachable` groups, and return their (graph, group). No row of them may be
-        leased."""
+        """Requeue the `unreachable` groups, without leased rows. Return (graph, group)."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -410,13 +407,12 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint if the log has grown by CUT_BYTES since the last one. Runs without
-        model checkpoints call this, so that their log stays small."""
+        """Make a checkpoint if the log has grown by CUT_BYTES since the last one."""
+        # Runs without model checkpoints would otherwise keep their whole log.
         if self.log.position.offset - self._saved_at >= CUT_BYTES:
             self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:
-        """Delete the checkpoint of this position, if there is one."""
         path = checkpoint_path(self.folder, position)
         path.unlink(missing_ok=True)
         self.store.unpin([path.name])
@@ -478,7 +474,6 @@ class SampleBuffer:
 
 
 def _make_store(folder: Path, node: str, scratch: Scratch | None) -> SegmentStore:
-    """Make the folders of a buffer, with one subfolder of segments for each node."""
     root = folder / SEGMENTS if scratch is None else scratch.hold()
     for made in (folder, root, root / node):
         make_folder(made)

@@ -125,8 +125,7 @@ class Scratch:
         return path
 
     def let_go(self, *, over: bool) -> None:
-        """Release the folder. If the run is over, it is removed when its last process on this
-        machine ends."""
+        """Release the folder. A run that is over loses it when its last process here ends."""
         if (descriptor := _held.pop(self.path, None)) is None:
             return
         if over and self.path.is_dir():
@@ -134,8 +133,7 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove folders of earlier runs in this directory from this machine, unless a process
-        holds them."""
+        """Remove folders of earlier runs in this directory that no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
                 # its watcher may have removed it, or a process holds it
@@ -144,8 +142,7 @@ class Scratch:
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """Return the scratch folder on the machine where the run began; None if segments are in the
-    buffer's folder."""
+    """Return the scratch folder on the run's first machine; None if the buffer has the segments."""
     try:
         return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -153,8 +150,7 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Return warnings about a folder for segments, which need not exist yet: a network file system,
-    or fewer free bytes than may be needed."""
+    """Return warnings about a folder for segments: a network file system, or too little space."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)
@@ -171,8 +167,7 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the file system type of an existing path, such as "ext4" or "nfs4", from the list of
-    mounts; empty if unknown."""
+    """Return the file system type of an existing path, such as "nfs4"; empty if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:

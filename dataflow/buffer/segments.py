@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 
 class _StreamFile:
-    """The open file of one schema of a writer, with the Arrow writer that encodes its messages."""
-
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self.descriptor, self.path, self.sequence, self.end, self.capacity = -1, Path(), -1, 0, 0
@@ -69,8 +67,7 @@ class _StreamFile:
         self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """Encode a message as pieces: the buffers of its columns, not copied, with metadata and
-        padding between them."""
+        """Encode a message as pieces: the buffers of its columns, not copied, and padding."""
         self._writer.write_batch(record)
         pieces, self._sink.pieces = self._sink.pieces, []
         return pieces
@@ -100,8 +97,7 @@ class _Sink:
 
 
 def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split pieces into chunks for one system call each: at most `CHUNK_BYTES` bytes and 512
-    pieces."""
+    """Split pieces into chunks of at most CHUNK_BYTES, for one system call each."""
     chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
@@ -117,8 +113,7 @@ def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write a chunk at `position` and return the position after it. (`pwritev` may write less than
-    it was given.)"""
+    """Write a chunk, which `pwritev` may do in parts. Return the position after it."""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -256,13 +251,13 @@ def _resident_since(descriptor: int) -> tuple[int, int] | None:
 
 
 def is_resident(descriptor: int) -> bool:
-    """Return whether the first page of a file, which every reader needs, is in memory.
-    (`RWF_NOWAIT` would load it.)"""
+    """Return whether the first page of a file, which every reader needs, is in memory."""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
         view = np.frombuffer(page, np.uint8)
         found = ctypes.c_ubyte()
+        # `RWF_NOWAIT` would load the page.
         failed = _libc.mincore(
             ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
         )
@@ -425,8 +420,7 @@ def fetched_path(folder: Path, segment: Segment) -> Path:
 
 
 class _Mapping:
-    """A file mapped into this process. It holds a shared lock while the mapping or an array into it
-    exists."""
+    """A mapped file. It holds a shared lock while the mapping or an array into it exists."""
 
     def __init__(self, path: Path, segment: Segment) -> None:
         self.path = path
@@ -688,8 +682,7 @@ class SegmentStore:
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle all files of this node without live segments, and return their number. Call it at
-        recovery, before any writer starts."""
+        """Recycle this node's files without live segments, before any writer starts."""
         for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while creating it
             unfinished.unlink()
         return self._sweep("*.arrows")

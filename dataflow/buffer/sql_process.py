@@ -36,7 +36,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answer the query on standard input."""
     # The kernel's defaults end the process inside DuckDB, where Python's handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -86,8 +85,7 @@ def _bound(more: int) -> None:
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
-    """Return whether an answer of DuckDB was cut, and its first rows; an empty table for a
-    statement without an answer."""
+    """Return whether an answer of DuckDB was cut, and its first rows."""
     if answer is None:
         return False, pa.table({})
     table = answer.limit(max_rows + 1).to_arrow_table()

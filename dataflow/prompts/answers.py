@@ -195,8 +195,7 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
 
 
 def _values(rows: Rows, path: str) -> pa.ChunkedArray:
-    """Return a column or a nested field (with dots in the path): text as plain strings, other
-    values as JSON if possible."""
+    """Return a column or a nested field (`a.b`): text as strings, other values as JSON if possible."""
     table = rows.table
     name, *fields = path.split(".")
     is_inside = path not in table.column_names and name in table.column_names
@@ -309,7 +308,7 @@ def _what_instead(kind: pa.DataType) -> str:
 
 
 def _why_unreadable(encoded: pa.Buffer) -> str:
-    """Check the header of an encoded image. Return the problem, or an empty string."""
+    """Return the problem with the header of an encoded image; empty if there is none."""
     from PIL import Image
 
     # Pillow only warns about large images; treat this as an error.

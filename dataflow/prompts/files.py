@@ -46,8 +46,7 @@ class Rows:
     """Number of the first row, if the table is a part of the rows."""
 
     def place(self, row: int) -> str:
-        """Return the place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count
-        from 1)."""
+        """Return the place of a row, counted from 1: `train.jsonl, line 7`."""
         row += self.start
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if _kind(Path(file)) == ".jsonl":
@@ -315,8 +314,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Return the readable files in a folder, and in its folders named `data` or after a split.
-    Links back to the real paths `above` are not followed."""
+    """Return the readable files in a folder, and in its folders named `data` or after a split."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -375,7 +373,6 @@ def is_hub_id(name: str) -> bool:
 
 
 def _read_hub(name: str, subset: str | None, split: str | None, limit: int | None) -> Rows:
-    """Read a split of a data set, mapped from the cache of `datasets`."""
     try:
         import datasets
         import datasets.config
@@ -567,8 +564,7 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows with their places to a table without changing values. `where` tells where to
-    expect an object."""
+    """Convert rows to a table without changing values. `where` tells the user where to put an object."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):
@@ -608,7 +604,6 @@ def _column(key: Any, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> pa.Array
 
 
 def _read_json(path: Path, limit: int | None) -> pa.Table:
-    """Read a JSON array of objects, or concatenated objects."""
     data = _bytes(path)
     _refuse_deep(str(path), data)
     try:
@@ -630,7 +625,6 @@ def _after_blank(text: str, at: int) -> int:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array, or concatenated values."""
     at = _after_blank(text, 0)
     is_array = text.startswith("[", at)
     at = _after_blank(text, at + is_array)
@@ -744,8 +738,7 @@ def _refuse_deep(place: str, text: bytes) -> None:
 
 
 def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse lone surrogates (halves of characters), which neither files nor tokenizers can
-    represent, and values of a column that JSON cannot represent. The message names the row."""
+    """Refuse lone surrogates (halves of characters), and values that JSON cannot represent."""
     for place, row in rows:
         half = lone_surrogate(row.get(key))
         if half is not None:
@@ -797,7 +790,7 @@ def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
-    """Refuse CSV that ends inside quotes, because the file was cut off or has an extra quote."""
+    """Refuse CSV that ends inside quotes: it was cut off, or has an extra quote."""
     opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
     text, at = data.removeprefix(codecs.BOM_UTF8), 0
     while (found := opens.search(text, at)) is not None:
@@ -844,7 +837,6 @@ def short(value: Any) -> str:
 
 
 def start_of(text: str) -> str:
-    """Return the beginning of a text, in at most 80 characters."""
     return beginning(text, 80)
 
 

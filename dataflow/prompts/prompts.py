@@ -149,7 +149,6 @@ class Understanding:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, rows: int, reason: str) -> Understanding:
-        """Return a copy that counts more dropped rows."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
@@ -745,7 +744,6 @@ class Prompts:
 
 
 def _with_useful_masks(made: pa.Table) -> pa.Table:
-    """Drop the masks if they exclude no token."""
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
     # Masks of all ones cost memory and mean nothing.
@@ -776,7 +774,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_columns(rows: Rows) -> None:
-    """Refuse duplicate columns, columns of tokens, videos and sounds."""
+    """Refuse duplicate columns, and columns of tokens, video or audio."""
     names = rows.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -73,8 +73,7 @@ class Rendering:
 
     @classmethod
     def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
-        """Decide for all rows. Raises a `UserError` if a column is neither text nor messages, or a
-        setting does not fit."""
+        """Decide for all rows. Raises a `UserError` for a column or setting that does not fit."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
@@ -205,7 +204,6 @@ def _needs_template(
     wanted: bool | None,
     repeats: bool,
 ) -> tuple[bool, str]:
-    """Return whether to apply the chat template, and the reason."""
     messages = next((path for path, kind in kinds.items() if kind == "messages"), None)
     if messages is not None:
         text = next((path for path, kind in kinds.items() if kind == "text"), None)
@@ -238,7 +236,6 @@ def _needs_template(
 
 
 def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
-    """Return whether every plain text has the beginning-of-sequence token of a template."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
@@ -317,7 +314,6 @@ def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) 
 
 
 def _turns_of_others(response: str) -> list[Gap]:
-    """Find the parts of a response from a mark `Human:` to the next mark `Assistant:`."""
     found: list[Gap] = []
     began: int | None = None
     for mark in _TURNS.finditer(response):
@@ -448,7 +444,7 @@ def _masks(
 def _mask_by_place(
     ids: np.ndarray, prompt: str, pieces: Sequence[str], tokenizer: Tokenizer
 ) -> np.ndarray:
-    """Mask the tokens that overlap a gap, by their character offsets: [tokens] uint8."""
+    """Mask the tokens that overlap a gap, by character offsets: [tokens] uint8."""
     encoding = tokenizer.backend.encode(prompt + "".join(pieces), add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
@@ -514,8 +510,7 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-    """Return the ids of texts. With `special`, the tokenizer adds a beginning token, but no second
-    one, and no end tokens."""
+    """Return the ids of texts, without end tokens. With `special`, they get one beginning token."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
     rows = [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
     before, after = tokenizer.added if special else ((), ())

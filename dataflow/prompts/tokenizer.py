@@ -134,7 +134,7 @@ class _ChatTemplate:
 
     @functools.cached_property
     def _reads(self) -> set[str]:
-        """Every variable that the templates read and do not set themselves."""
+        """Variables that the templates read and do not set themselves."""
         from jinja2 import meta
 
         found: set[str] = set()
@@ -194,8 +194,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Return a sandboxed environment like the one of `transformers`, for which chat templates are
-    written."""
+    """Return a sandboxed environment like the one of `transformers`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -334,8 +333,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids that the tokenizer adds before and after a text, such as beginning-of-sequence
-        tokens and separators."""
+        """Token ids that the tokenizer adds before and after a text."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         # A vocabulary may lack a probe, which then has no tokens of its text.
         for probe in ("a", "0", "the", "\u4e00") if number else ():
@@ -348,8 +346,7 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Ids that end a response in training data -> their source: `eos_token` after plain text,
-        the chat template after a turn."""
+        """Ids that end a response in training data -> their source."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"
@@ -405,8 +402,7 @@ class Tokenizer:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return Jinja source by name. Template files take precedence over templates in the
-    configuration."""
+    """Return Jinja source by name. Template files take precedence over the configuration."""
     file = folder / "chat_template.jinja"
     files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -421,8 +417,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """Add tokens that the configuration declares but `tokenizer.json` lacks, in the order of their
-    ids."""
+    """Add the declared tokens that `tokenizer.json` lacks, in the order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}

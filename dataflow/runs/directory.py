@@ -169,8 +169,8 @@ class RunDirectory:
         return directory
 
     def give_up_rows(self) -> None:
-        """Set aside the log and the samples, whose validity depends on the log. The run resumes
-        without its rows in flight."""
+        """Set aside the log and the samples. The run resumes without its rows in flight."""
+        # Samples only count under leases that the log has finished.
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
@@ -189,8 +189,7 @@ class RunDirectory:
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
-        """Check before a write; raise TakenOverError if another driver took over the run. See
-        `RunLock.check`."""
+        """Raise TakenOverError if another driver took over the run (see `RunLock.check`)."""
         if self.lock is not None:
             self.lock.check(sure=sure)
 
@@ -212,8 +211,7 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and samples of leases (graph and number) that do not count, because the
-        run was restored to an earlier step."""
+        """Remove unfinished files, and samples of leases (graph, number) that do not count."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -240,8 +238,7 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, with its number under "step", and return all of that step so far. The
-        next `flush` writes them to disk."""
+        """Add metrics of a step, with its number as "step". Return all of that step so far."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -293,8 +290,7 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name (of a run, a worker group, an evaluation) that is not safe as part of a path.
-    The UserError names `what`, the argument, and suggests a valid name."""
+    """Refuse a name that is unsafe as part of a path. The UserError names `what` and a valid name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
@@ -310,8 +306,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse an invalid name for a run (see `check_name`), or one that is ambiguous as a value of
-    `resume`. Raises UserError if the name is invalid; the message suggests a valid one."""
+    """Refuse an invalid name for a run, or a value of `resume`. Raises UserError with a valid one."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -321,8 +316,7 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError if
-    naming the first such folder."""
+    """Raise UserError if this user may not read and write a folder of an existing run."""
     # `os.access` checks the real user by default, and files are opened by the effective one.
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
@@ -343,8 +337,7 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises UserError if
-    its driver is alive."""
+    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises UserError if its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -353,8 +346,7 @@ def set_run_aside(path: Path) -> Path:
 
 
 def make_aside(run: Path) -> Path:
-    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory that
-    stays in place, and return it."""
+    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory."""
     return _first_new(run.with_name(f"{run.name}.begun-{number}") for number in itertools.count(1))
 
 
@@ -368,7 +360,6 @@ def _first_new(paths: Iterator[Path]) -> Path:
 
 
 def is_used(path: Path) -> bool:
-    """Return whether a run was started there."""
     return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
 
 
@@ -407,8 +398,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Convert configuration values to JSON: models by field, functions and classes by name, paths
-    as text."""
+    """Convert configuration values to JSON: models by field, functions and classes by name."""
     if isinstance(value, Config):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if hasattr(value, "__qualname__"):

@@ -26,8 +26,6 @@ MOST_CONFIG = 16 << 20
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The state of a run as its directory shows it."""
-
     path: Path
     life: Life
     holder: Holder | None

@@ -69,13 +69,11 @@ PARTIAL = ".partial"
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error means that a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, readable only by the owner. Does not change existing
-    folders."""
+    """Make a folder and its missing parents, readable only by the owner."""
     if not path.is_dir():
         # `mkdir(parents=True)` would give the parents the default rights.
         make_folder(path.parent)
@@ -123,7 +121,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, folder or link, if it exists."""
     # `rmtree` refuses links, and the target of a link must stay.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -132,8 +129,7 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The real disk. Durability depends on these few operations; tests replace them with ones that
-    fail."""
+    """The real disk. Durability depends on these operations; tests replace them with failing ones."""
 
     def open(self, path: Path) -> int:
         """Open a file for appending; create it if needed. Return its descriptor."""

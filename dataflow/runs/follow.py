@@ -31,8 +31,7 @@ MOST_FOOTER = 64 << 20
 
 
 class StreamTail:
-    """Reads new rows of a stream, which need not exist yet, while another process appends to it. A
-    read costs only as much as the new data."""
+    """Reads new rows of a stream, which need not exist yet, while another process appends to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,7 +103,6 @@ class FollowedTable:
 
     @property
     def path(self) -> Path:
-        """The file to read."""
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> _News:

@@ -88,8 +88,7 @@ class Fence(Protocol):
         ...
 
     def record(self) -> Record:
-        """Return the first record of this writer: `do` is "epoch", and `epoch` is larger than all
-        earlier ones."""
+        """Return the first record of this writer: an "epoch" larger than all earlier ones."""
         ...
 
 
@@ -114,8 +113,7 @@ class PreparedCut:
 
 
 class Log:
-    """The log of a run, open for appending: `Log(path)` for a new run, `Log(path, at=end)` for one
-    that resumes."""
+    """The log of a run, open for appending: new, or after the end of an earlier one (`at`)."""
 
     def __init__(
         self,
@@ -159,8 +157,7 @@ class Log:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> Position:
-        """Return where the file begins for a log that continues at a position, which may be before
-        the current file."""
+        """Return where the file begins for a log that continues at a position."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
@@ -408,8 +405,7 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """Return a line about lost records, for a reader at the end of a log; none if only the last
-    line is torn."""
+    """Return a line about lost records; none if only the last line is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
@@ -434,13 +430,11 @@ def unpacked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_record(name: str, outline: Record) -> Record:
-    """Return the record that describes a graph of the run and gives the format of the log."""
     return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
 
 
 def described_graph(record: Record) -> Graph:
-    """Return the graph that a record describes. A checker or ledger can use it, but it cannot run.
-    Raises FormatError if the log was written by another version of Weft."""
+    """Return the graph of a record, for reading. Raises FormatError for other versions of Weft."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
@@ -476,8 +470,7 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """Return the damage to a log's file before a position that `has_position`; None if it is valid.
-    Does not read the archive."""
+    """Return the damage to a log's file before a position; None if it is valid."""
     with open_file(path) as file:
         start = file_start(file)
         offset, checksum = start.offset, start.checksum
@@ -543,7 +536,6 @@ def _begins_with(path: Path, beginning: Path) -> bool:
 
 
 def line_of(record: Record, checksum: int) -> bytes:
-    """Return a record as a line of a log, after a record with this checksum."""
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
 
@@ -585,8 +577,9 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Start to archive the records before the oldest kept checkpoint, if there are enough and no
-        archiving is running. All records must be committed."""
+        """Archive the records before the oldest kept checkpoint, if there are enough.
+
+        All records must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
@@ -612,8 +605,7 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait until archiving has ended, up to the timeout. Drop a file that the log did not
-        switch to."""
+        """Wait for the archiving, up to the timeout. Drop a file that the log did not take."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)

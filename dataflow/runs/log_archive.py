@@ -49,8 +49,7 @@ class _Part:
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the file is
-        damaged."""
+        """Yield the log's bytes from `start` to the part's end. Raises OSError if damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -96,8 +95,7 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts between an offset of a log and the start of its file, in order. Raises UserError
-    if a part is missing."""
+    """Return the parts from an offset to the log's file. Raises UserError if one is missing."""
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
@@ -124,8 +122,7 @@ def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Di
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return the records of a log's file before a position as a part, to store elsewhere: its name and
-    its compressed bytes. None if the file begins there or later."""
+    """Return name and compressed bytes of a part with the records before a position, or None."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
@@ -141,8 +138,7 @@ def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
 
 
 def drop_parts_behind(log: Path, start: Position) -> None:
-    """Remove parts that do not belong before the log's file, because of a rollback or an unfinished
-    cut."""
+    """Remove parts that a rollback or an unfinished cut left behind the file's start."""
     for part in _found(log):
         if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
@@ -170,8 +166,7 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file. Raises
-    UserError if some of them are missing."""
+    """Yield a log's bytes from an offset on, with its archive. Raises UserError if some are missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):

@@ -33,8 +33,6 @@ _Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Damage:
-    """A problem with one file of a folder."""
-
     file: str
     """Path relative to the folder, with `/` separators."""
     problem: str

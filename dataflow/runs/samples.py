@@ -35,8 +35,6 @@ from .manifest import describe
 
 
 class _FinishedLease(NamedTuple):
-    """A lease whose node is done with all of its rows."""
-
     graph: str
     node: str
     rows: int
@@ -85,8 +83,7 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with `step`
-    and, if the log has it, the number of `samples`."""
+    """Recover metrics of steps 0 to `last` from the log: a row per step, with `samples` if known."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -143,16 +140,13 @@ def noted_checksums(run: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A file of samples."""
-
     path: Path
     graph: str
     step: int
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows of the file, with their graph and step. Raises OSError, pyarrow.ArrowException
-        if the file is damaged."""
+        """Read the rows, with graph and step. Raises OSError or ArrowException if damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could lead to reads out of bounds
@@ -206,8 +200,7 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all samples that a run recorded, with their graph and step; None if there are none. `notes`
-    gets a line for each file that cannot be read, and for each gap in the log."""
+    """Return all recorded samples, or None. `notes` gets a line for each gap or unreadable file."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
