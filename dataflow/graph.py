@@ -121,10 +121,7 @@ class Handle:
     def follows(self, leader: object, *, every: int = 1) -> None:
         """Load the weights of `leader` after every `every`-th update of `leader`.
 
-        Raises:
-            UserError: `leader` is not a handle or has no weights to publish, or this group cannot
-                receive weights.
-        """
+        Raises a UserError if `leader` cannot publish weights, or this group cannot receive them."""
         if not isinstance(leader, Handle):
             raise UserError(
                 f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
@@ -177,11 +174,7 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
     """Create a handle on a worker group, with the settings of `worker_class.Config`.
 
-    Args:
-        worker_class: class of the workers.
-        name: name of the group; by default, the parameter name of the first graph that gets it.
-        settings: fields of `worker_class.Config`.
-    """
+    The name is by default the parameter name of the first graph that gets it."""
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
@@ -426,14 +419,8 @@ class Graph:
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """Check the graph's rules, and return the graph.
-
-        Args:
-            also: other graphs of the run, whose updates this graph may follow.
-
-        Raises:
-            GraphError: the graph breaks rules; the message has a line for each.
-        """
+        """Check the graph's rules, and return the graph. Its updates may be in `also`, the run's
+        other graphs. Raises a GraphError with a line for each broken rule."""
         # A leader may be updated in another graph of the run.
         updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
         followers = {e.follower for e in self.follows}

@@ -50,13 +50,9 @@ class Report:
 
 
 def check_log(folder: Path) -> Report:
-    """Check the log in the folder of a buffer, and compare the run's checkpoints and samples with
-    it.
+    """Check a run's log, given by its folder, against the rules, its checkpoints and its samples.
 
-    Raises:
-        UserError: the folder has no log.
-        FormatError: the log was written by another version of Weft.
-    """
+    Raises UserError without a log, FormatError for a log of another version of Weft."""
     measured = last_step(folder.parent)  # read before the log, which may grow
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)

@@ -98,16 +98,12 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder, node: the node's folder and name. For other nodes, the folder only has copies of
-            their messages.
-        host: the address to listen on, on a free port. The default is only reachable from this
-            machine.
+        folder, node: the node's folder and name. It has copies of other nodes' messages.
+        host: the address to listen on, by default only reachable from this machine.
         token: the secret that every caller must send.
         certificate: None disables encryption, for use on a single machine.
 
-    Raises:
-        ValueError: the token is empty.
-    """
+    Raises a ValueError if the token is empty."""
 
     location: str
 
@@ -394,17 +390,14 @@ logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and copies of their messages, on all peers. Pass it as `delete_remote` of a
-    `SegmentStore`.
+    """Deletes files, and copies of their messages, on all peers (`delete_remote` of a `SegmentStore`).
 
-    Calls return at once. A thread sends each peer its gathered files over one channel. It retries
-    peers that do not answer with growing pauses, without delaying the others. Files that remain
-    there only cost disk space.
+    Calls return at once. A thread sends each peer its gathered files, and retries peers that do not
+    answer with growing pauses. Files that remain there only cost disk space.
 
     Args:
         timeout_s: time limit of a call to a peer.
-        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`.
-    """
+        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`."""
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
         self._pause_s = pause_s

@@ -277,10 +277,7 @@ class Lease:
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
         """Refuse rows that may not be published under this lease. `rows` has all rows in flight.
 
-        Raises:
-            LeaseError: rows or parents are not in the lease or were published before, or columns
-                differ in length.
-        """
+        Raises a LeaseError for foreign or published rows, and for columns of different lengths."""
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
         finished = finished or []
@@ -338,11 +335,7 @@ class Leases:
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:
-        """Refuse a lease that is not open.
-
-        Raises:
-            LeaseError: it was released or finished.
-        """
+        """Raise a LeaseError if a lease was released or finished."""
         if not self.holds(lease):
             why = self._void.get(lease.token)
             who = f"lease {lease.token} of node {lease.node.name!r}"
@@ -420,12 +413,7 @@ class ColumnPiece:
 
 
 class ColumnPieces:
-    """Locations of the columns that a node reads, found once and split into shares for ranks.
-
-    Args:
-        source: the segment with the rows of the graph's source.
-        lease: the rows, and the node that reads them.
-    """
+    """Locations of the columns that a node reads, found once and split into shares for ranks."""
 
     def __init__(self, graph: Graph, source: Segment | None, lease: Lease) -> None:
         node = lease.node
@@ -463,13 +451,9 @@ class ColumnPieces:
             self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
     def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[ColumnPiece]]:
-        """Return the pieces of each share of the rows: one per node that wrote some of the columns,
-        and one for the source.
+        """Return the pieces of each share: one per node that wrote columns, and one for the source.
 
-        Args:
-            shares: for each share, the indexes of its rows in the wanted order.
-            index: all shares concatenated.
-        """
+        `shares` has the indexes of the rows of each share; `index` is all shares concatenated."""
         pieces: list[list[ColumnPiece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:
             ordered, begin = keys[index], 0

@@ -165,11 +165,7 @@ class Ledger:
         return self._grant(node, self.leases.next_token - 1, choice, asked, holder, deadline)
 
     def claim_again(self, record: Record) -> None:
-        """Replay a claim from the log.
-
-        Raises:
-            ValueError: the ready rows differ from the record.
-        """
+        """Replay a claim. Raises ValueError if the ready rows differ from the record."""
         node, token, ids = self.graph[record["node"]], record["lease"], record["ids"]
         i, asked = self._index[node.name], {name: record.get(name) for name in REQUEST}
         self.leases.next_token = token + 1
@@ -265,14 +261,8 @@ class Ledger:
     ) -> _Choice:
         """Take the groups of the rows in a log record, for node i, which takes groups.
 
-        Args:
-            too_old: ids of the groups that the claim set aside; None in logs of format 5 and
-                earlier, which checked groups in order of their ids.
-
-        Raises:
-            ValueError: a group is not ready for the node.
-            LookupError: a row or group is not in flight.
-        """
+        `too_old` is None in logs of format 5 and earlier, which checked groups in order of ids.
+        Raises ValueError or LookupError if a group is not ready, or not in flight."""
         groups = list(dict.fromkeys(self.live.group_of[id] for id in ids))
         if staleness is not None:
             self._offer_again(i, staleness, wait=too_old is None)
@@ -303,13 +293,9 @@ class Ledger:
         return [id for id in ready if self._is_too_old(groups[id], i, staleness)]
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer groups again that waited for a larger bound, if this bound allows them or the fate
-        is not `wait`. Return whether there are any.
+        """Offer groups again that waited for a larger bound. Return whether there are any.
 
-        Args:
-            wait: keep groups that are still too old waiting, whatever the fate, as in logs of
-                format 5 and earlier.
-        """
+        With `wait`, as in format 5 and earlier, groups that are still too old wait in any case."""
         readiness, waits = self.readiness, wait or staleness.fate == "wait"
         held = [self.live.groups[id] for id in sorted(readiness.too_old_groups[i])]
         again = [group for group in held if not (waits and self._is_too_old(group, i, staleness))]
@@ -477,9 +463,7 @@ class Ledger:
         """Finish a lease; for an update, as part of a step. A FILTER drops the rows that it did not
         publish; an EXPAND makes no children for parents that it did not mention.
 
-        Raises:
-            LeaseError: a map or group left rows out.
-        """
+        Raises a LeaseError if a map or group left rows out."""
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
         i = self._index[node.name]
@@ -572,9 +556,7 @@ class Ledger:
         """Drop ready rows that a node fails on, and return their number. Later nodes continue with
         the rest of their groups. A node that takes groups drops all rows of these groups.
 
-        Raises:
-            LeaseError: a row is not ready for the node, or is claimed. Nothing changes then.
-        """
+        Raises a LeaseError, without a change, if a row is claimed or not ready."""
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
@@ -604,9 +586,7 @@ class Ledger:
         """Drop the rows of a group whose columns are lost, or that is not needed. Issue its prompt
         again, unless only recording was left to do, and return whether it was.
 
-        Raises:
-            LeaseError: some of its rows are leased.
-        """
+        Raises a LeaseError if some of its rows are leased."""
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # it was trained on already
         if group.num_leased:

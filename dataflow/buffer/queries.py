@@ -77,11 +77,7 @@ HISTORY = pa.schema(
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with the log of a run, given the run directory or that folder itself.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the folder with a run's log, for the run or that folder. Raises UserError without one."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
             return folder
@@ -133,12 +129,9 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group, of any graph for None: one line per node that has not finished
-    it, or how it ended. A last line reports gaps in the log.
+    """Explain the state of a group: one line per node that has not finished it, or how it ended.
 
-    Raises:
-        UserError: there is no such graph, or the group belongs to another graph.
-    """
+    A last line reports gaps in the log. Raises a UserError for an unknown graph, or a wrong one."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -214,14 +207,10 @@ class QueryProcess(ChildProcess):
     def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query and the tables that it may name, wait for the answer, and end the process.
+        """Send a query and its tables, wait for the answer, and end the process.
 
-        Returns:
-            The reply and the answer. None if the process ended before it had read the query.
-
-        Raises:
-            UserError: the query took too long, or too much memory.
-        """
+        Returns None if the process ended before it had read the query. Raises a UserError if the
+        query took too long, or too much memory."""
         try:
             try:
                 self.ask({**asked, "tables": list(tables)}, TAKEN_S)

@@ -222,10 +222,7 @@ def write_checkpoint(
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
     """Read the position and the records of a checkpoint.
 
-    Raises:
-        ValueError: the checkpoint is damaged, or from another version of Weft. The message names
-            the file and the place.
-    """
+    Raises a ValueError, with file and place, for damage or another version of Weft."""
     reader = LogReader(path)
     records = list(reader)
     if reader.damage:
@@ -262,11 +259,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read the position of a checkpoint from its first line.
-
-    Raises:
-        ValueError: the first line is damaged, or from another version of Weft.
-    """
+    """Read the position of a checkpoint from its first line. Raises the errors of `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 

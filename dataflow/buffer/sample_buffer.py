@@ -138,16 +138,12 @@ class SampleBuffer:
             node: name of the driver's node.
             disk: where to write the log; a test passes one that fails.
             clock: seconds since any moment, for deadlines.
-            fence: ensures that the log has a single writer.
             ids: first ids to assign, if an earlier log used the ones before.
             scratch: where to store segments; None stores them in `folder`.
-            sync_interval_s: seconds of the log that a power loss may cost. A killed process loses
-                nothing.
+            sync_interval_s: seconds of the log that a power loss may cost. A kill costs nothing.
             keep_checkpoints: ledger checkpoints to keep besides the ones that model checkpoints need.
 
-        Raises:
-            UserError: the folder already has a log.
-        """
+        Raises a UserError if the folder already has a log."""
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(
                 f"{folder} already has the buffer of a run; resume it with SampleBuffer.recover()"
@@ -432,15 +428,12 @@ class SampleBuffer:
         before a group is finished.
 
         Args:
-            name: the graph.
             groups_per_update: groups in an update. One update's groups are always admitted, even
                 beyond the limits, because rows are only freed after training.
-            staleness: most updates that a row may lag the weights that it trains. Groups are only
-                admitted if they will be trained on within it, so that rows need not be discarded.
-                None sets no bound.
+            staleness: most updates that a row may lag the weights that it trains; None sets no bound.
+                Only groups that will be trained on within it are admitted.
             lag: number of updates that the generating weights are behind the trained ones.
-            taken: groups that the current update has claimed so far, finished or not.
-        """
+            taken: groups that the current update has claimed so far, finished or not."""
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
         live, parts, groups = ledger.live, ledger.parts, len(ledger.live.groups)
         updates = [n for n in ledger.graph.nodes if n.operation.updates]

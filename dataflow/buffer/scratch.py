@@ -94,9 +94,7 @@ class Scratch:
     def hold(self) -> Path:
         """Create the folder, hold it until this process lets it go or ends, and return it.
 
-        Raises:
-            UserError: it cannot be created, or belongs to another user.
-        """
+        Raises a UserError if it cannot be created, or belongs to another user."""
         path, deadline = self.path, time.monotonic() + HOLD_S
         while path not in _held:
             try:
@@ -209,11 +207,7 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _remove_free(path: Path) -> None:
-    """Remove a folder that no process holds, unless it belongs to another user.
-
-    Raises:
-        FileNotFoundError, BlockingIOError: it does not exist, or a process holds it.
-    """
+    """Remove a folder of this user. Raises FileNotFoundError, or BlockingIOError if it is held."""
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         return
     in_use = path / IN_USE

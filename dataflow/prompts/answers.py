@@ -113,11 +113,8 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     """Return the ground truth of each row, or None if the rows have none.
 
     Args:
-        rows: the rows, with the values of the file.
-        format: the format of the rows.
         answer: the column; None uses the first known one in the rows.
-        extract: extract the final answer of worked solutions.
-    """
+        extract: extract the final answer of worked solutions."""
     name = answer or _usual_column(rows.table, format)
     if name is None:
         return None

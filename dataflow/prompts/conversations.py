@@ -290,13 +290,10 @@ class Renderer:
     """Renders rows of messages with the chat template.
 
     Args:
-        rows: the rows, with their columns of tools and of variables of the template.
-        tokenizer: the tokenizer, with the template.
         system: system prompt for rows without one.
         variables: variables of the template for all rows.
         own_systems: system prompts by row.
-        images: number of images, by row; None if the source has no images.
-    """
+        images: number of images, by row; None if the source has no images."""
 
     def __init__(
         self,
@@ -418,9 +415,7 @@ class Renderer:
         """Render the prompt with the header for generation, with which all finished turns begin.
 
         Some templates open a turn for generation with text that finished turns lack (`<think>`).
-        The prompt then ends with the header of finished turns, and never elsewhere, such as inside
-        a tag that starts like another.
-        """
+        The prompt then ends with the header of finished turns."""
         # With `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):

@@ -102,11 +102,7 @@ class Rendering:
     def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
         """Return prompts and responses of rows, or of a part of them.
 
-        Args:
-            rows: the rows.
-            images: number of images in each row; None if the source has none. Without a template,
-                prompts have their own placeholders.
-        """
+        `images` is the number of images in each row; None if the source has none."""
         format, parts = self.format, self.format.responses
         if format.text:
             return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)

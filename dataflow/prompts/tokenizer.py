@@ -109,10 +109,7 @@ class _ChatTemplate:
     def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables for the user's settings.
 
-        Raises:
-            UserError: the template does not read such a variable, or thinking is wanted but the
-                template has no switch for it.
-        """
+        Raises a `UserError` for a variable, or a switch for thinking, that the template lacks."""
         reads = self._reads
         for name in others:
             if name not in reads:
@@ -281,12 +278,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
-        """Load the tokenizer of a model folder, or of a Hugging Face hub id (from the local cache,
-        else downloaded).
+        """Load the tokenizer of a model folder, or of a Hugging Face id (cached, else downloaded).
 
-        Raises:
-            UserError: there is no such folder or model, or it has no readable `tokenizer.json`.
-        """
+        Raises a `UserError` if there is none, or it has no readable `tokenizer.json`."""
         if isinstance(source, Tokenizer):
             return source
         import tokenizers
@@ -371,13 +365,11 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Encode B texts, by default with the tokens that the tokenizer adds, such as a
-        beginning-of-sequence token.
+        """Encode B texts, by default with the special tokens that the tokenizer adds.
 
         Returns:
             `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
-            `([], [0])` for no texts.
-        """
+            `([], [0])` for no texts."""
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):

@@ -219,12 +219,9 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets. Values
-        without a JSON form are written as text.
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
 
-        Raises:
-            TakenOverError: another driver took over the run.
-        """
+        Raises a TakenOverError if another driver took over the run."""
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
         # Through JSON first, so that secrets in nested models are fields that can be hidden.
@@ -267,13 +264,11 @@ class RunDirectory:
         return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and timeline entries to their files, with `when_due` only if the files are
-        older than `flush_interval_s`.
+        """Append new metrics and calls to their files; `when_due` at most every `flush_interval_s`.
 
         Raises:
             TakenOverError: another driver took over the run.
-            OSError: for example, the disk is full. You may flush again.
-        """
+            OSError: for example, the disk is full. You may flush again."""
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
         self.check()
@@ -370,15 +365,11 @@ def _unused(root: Path) -> Path:
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder, including its parents, unless it exists.
+    """Make a folder and its parents, unless it exists. Raises a UserError if that fails.
 
     Args:
         what: its name in messages, as the user gave it.
-        private: deny access to other users.
-
-    Raises:
-        UserError: the folder cannot be made.
-    """
+        private: deny access to other users."""
     try:
         if private:
             make_folder(path)

@@ -262,13 +262,10 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position of the file to the archive. All records must
-        be committed.
+        """Prepare to move the committed records before a position to the archive.
 
-        Returns:
-            A function to call in any thread. It returns the file to pass to `cut`. If it raises
-            OSError, for example on a full disk, it leaves no files.
-        """
+        Returns a function for any thread, which returns the file to pass to `cut`. If it raises
+        OSError, for example on a full disk, it leaves no files."""
         # A duplicate, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
@@ -512,10 +509,7 @@ def last_epoch(path: Path) -> int:
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
     """Find out whether two writers appended to a log, after whose valid records it is damaged.
 
-    Returns:
-        End of the earlier record, of the last `look_back` ones, that the invalid one follows; its
-        writer did not know the records in between. None if there is none.
-    """
+    Returns the end of the earlier record that the invalid one follows, or None."""
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:

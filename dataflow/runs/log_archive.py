@@ -112,12 +112,9 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records from the start of a log's file, which may have been replaced since, to a
-    position into a part.
+    """Compress the records from the start of a log's file to a position into a part.
 
-    Raises:
-        OSError: for example, the disk is full. No part is left.
-    """
+    Raises an OSError, for example on a full disk. No part is left."""
     _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
@@ -147,10 +144,7 @@ def drop_parts_behind(log: Path, start: Position) -> None:
 def split(log: Path, at: Position, disk: Disk) -> None:
     """Split the part that has a position there, for a log that will continue from it.
 
-    Raises:
-        UserError: there is no such part.
-        OSError: for example, the disk is full.
-    """
+    Raises UserError without such a part, OSError for example on a full disk."""
     for part in parts(log, start_of(log), at.offset):
         if part.begin.offset < at.offset < part.end.offset:
             chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
