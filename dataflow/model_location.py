@@ -73,10 +73,7 @@ def find_cached(name: str | Path, file: str) -> Path | None:
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """Return the tail of an error message: the nearest folder with such a file, or all of them.
-
-    It searches the folder `name` if it exists, or else its parent.
-    """
+    """Return the tail of an error message: the nearest folder with such a file, or all of them."""
     path = Path(name).expanduser()
     near = [folder for folder in (path, path.parent) if folder.is_dir()]
     if not near and not _is_hub_id(name):

@@ -111,6 +111,7 @@ def _values(values: list[int]) -> str:
 
 
 def _located(segment: Sequence[Any]) -> str:
+    """Write a segment, or a number of rows and their segment."""
     *rows, node, file, offset, num_bytes, checksum = segment
     start = f"{rows[0]}," if rows else ""
     return f"[{start}{_names(node, file)},{offset},{num_bytes},{checksum}]"

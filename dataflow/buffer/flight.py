@@ -280,7 +280,7 @@ class _TokenGate(pf.ServerMiddlewareFactory):
 
 
 def _check(node: object, file: object) -> None:
-    # Names become parts of paths, so that a request must not name other folders.
+    # Names become parts of paths, so a request must not name other folders.
     if not isinstance(file, str) or not FILE.fullmatch(file):
         raise pf.FlightServerError(
             f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"
@@ -290,6 +290,7 @@ def _check(node: object, file: object) -> None:
 
 
 def _row(piece: pa.Buffer) -> pa.RecordBatch:
+    """Return a one-row batch with these bytes, without a copy."""
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)

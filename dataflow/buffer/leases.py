@@ -234,6 +234,7 @@ class Lease:
 
     @property
     def step(self) -> int:
+        """Step that its first row was issued for."""
         return self.taken[0][0].issued_in
 
     @property
@@ -242,7 +243,7 @@ class Lease:
 
     @cached_property
     def group_ids(self) -> np.ndarray:
-        """[rows] int64"""
+        """[rows] int64 group of each row."""
         return self.of_groups([group.id for group in self.groups])
 
     @cached_property
@@ -473,6 +474,7 @@ class ColumnPieces:
 
 
 def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:
+    """Map rows of level `at` to the places of their ancestors on `level`."""
     while at != level:
         rows = group.levels[at]
         places = [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]

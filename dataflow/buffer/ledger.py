@@ -285,6 +285,7 @@ class Ledger:
     def _too_old_by_id(
         self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
     ) -> list[int]:
+        """Return the groups that a claim of format 5 or earlier set aside."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
@@ -346,7 +347,7 @@ class Ledger:
         left = rows.awaiting(maker)
         for place in places_in(left & rows.leased[maker]):
             self.leases.give_up_parent(nodes[maker], rows.ids[place])
-        # Ready rows leave the maker's queue without a claim, which would have counted them.
+        # No claim takes the maker's ready rows from their count, so do it here.
         self.readiness.num_rows[maker] -= rows.ready(maker).bit_count()
         if left:
             self.live.finish_rows({group: left}, maker)

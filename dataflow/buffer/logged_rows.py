@@ -159,6 +159,7 @@ class LoggedGraph:
                 self._find_upstream_only(node)
 
     def line(self, level: int) -> list[int]:
+        """Return this level and the levels above it."""
         return [SOURCE] if level == SOURCE else [level, *self.line(self.makers[level].level)]
 
     def _users(self, node: LoggedNode) -> set[LoggedNode]:
@@ -443,6 +444,7 @@ class LoggedRows:
         self.mark_done(maker, left)
 
     def drop_from(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
+        """Drop a row at a node and downstream of it."""
         row.reason = row.reason or reason
         self._skip(row, node)
         self.drop_below(row, node, reason)

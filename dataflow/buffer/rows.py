@@ -164,6 +164,7 @@ class LevelRows:
         return known[id]
 
     def append(self, id: int, parent: int, tokens: int, version: int | None) -> int:
+        """Add a row and return the mask with its bit."""
         bit = 1 << len(self.ids)
         self.ids.append(id)
         self.parents.append(parent)
@@ -320,6 +321,7 @@ class Row(NamedTuple):
         return row
 
     def made(self, level: int) -> list[Row]:
+        """Return the children of this row on a level."""
         rows = self.group.levels[level]
         if rows.above != self.level:
             return []

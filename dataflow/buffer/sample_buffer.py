@@ -83,10 +83,7 @@ class BufferConfig(Config):
 
 @dataclass
 class SampleBuffer:
-    """Ledgers by graph name, with their log and segments.
-
-    `create` makes the buffer of a new run; `recover` restores the buffer of an earlier run.
-    """
+    """Ledgers by graph name, with their log and segments."""
 
     folder: Path
     node: str

@@ -223,16 +223,14 @@ def _remove_free(path: Path) -> None:
 
 
 def watch(folder: Path, grace_s: float) -> None:
-    """Wait until no process has held the folder for `grace_s`, and remove it.
-
-    It watches a lock, because the kernel releases a process's locks however the process ends.
-    """
+    """Wait until no process has held the folder for `grace_s`, and remove it."""
     try:
         own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_use = os.open(folder / IN_USE, os.O_RDWR)
     except OSError:  # another daemon watches the folder, or the folder is gone
         return
+    # A lock, because the kernel releases a process's locks however the process ends.
     free_since: float | None = None
     while folder.exists():
         time.sleep(POLL_S)

@@ -149,6 +149,7 @@ class Understanding:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, rows: int, reason: str) -> Understanding:
+        """Return a copy that counts more dropped rows."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:

@@ -320,9 +320,9 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run. Its epoch is larger than all earlier ones, even if the lock
-    folder was removed. Raises UserError if another process holds it."""
+    """Take the lock of an existing run, with a new epoch. Raises UserError if another has it."""
     after = 0
+    # Without the lock folder, other files may still know the last epoch.
     if not epochs(run):
         try:
             after = int(read_json(run / CONFIG)["starts"]) + 1

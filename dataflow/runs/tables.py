@@ -254,6 +254,7 @@ def begin_again(run: Path, name: str, table: pa.Table) -> None:
 
 
 def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """Yield a step's metrics as rows of `VALUES`."""
     step = float(row["step"])
     yield from ({"step": step, "name": name, "value": float(value)} for name, value in row.items())
 
