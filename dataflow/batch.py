@@ -86,9 +86,8 @@ class Batch:
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Concatenate batches with the same columns, in order. The types of a column may differ if
-        one can hold the other, such as integers and floats.
-
-        Raises a `UserError` without a batch, or if columns or types differ."""
+        one can hold the other, such as integers and floats. Raises a `UserError` without a batch,
+        or if columns or types differ."""
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
@@ -117,9 +116,8 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """Return one column, by its name or `Column`, as an Arrow array.
-
-        Raises a `UserError` for an unknown column, with the nearest one."""
+        """Return one column, by its name or `Column`, as an Arrow array. Raises a `UserError` for
+        an unknown column, with the nearest one."""
         name = str(column)
         if name not in self.record.schema.names:
             hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
@@ -161,7 +159,6 @@ class Batch:
 
     def tensor(self, column: object) -> Tensor:
         """Return a fixed-width column as a torch tensor `[rows]`, not copied: do not write to it.
-
         Raises a `UserError` if the column does not hold one number per row."""
         array = self[column]
         if pa.types.is_boolean(array.type):  # one bit each in Arrow
@@ -226,9 +223,8 @@ class Batch:
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split the batch into consecutive parts, without a copy.
-
-        Raises a `UserError` if the sizes do not add up to the number of rows."""
+        """Split the batch into consecutive parts, without a copy. Raises a `UserError` if the sizes
+        do not add up to the number of rows."""
         if sum(sizes) != len(self):
             raise UserError(
                 f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch"
@@ -237,9 +233,8 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """Return the batch with columns added or replaced, given as for `of`.
-
-        Raises a `UserError` if a column does not have one value per row."""
+        """Return the batch with columns added or replaced, given as for `of`. Raises a `UserError`
+        if a column does not have one value per row."""
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
             merged[name] = _array(name, data)

@@ -39,7 +39,8 @@ class ChildProcess:
         detached: start a new session, so that signals from the terminal do not reach the process.
         descriptors: file descriptors that the process inherits.
 
-    Raises an OSError if the process cannot be started."""
+    Raises an OSError if the process cannot be started.
+    """
 
     def __init__(
         self,

@@ -119,9 +119,8 @@ class Handle:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update of `leader`.
-
-        Raises a UserError if `leader` cannot publish weights, or this group cannot receive them."""
+        """Load the weights of `leader` after every `every`-th update of `leader`. Raises a
+        UserError if `leader` cannot publish weights, or this group cannot receive them."""
         if not isinstance(leader, Handle):
             raise UserError(
                 f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
@@ -172,9 +171,8 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """Create a handle on a worker group, with the settings of `worker_class.Config`.
-
-    The name is by default the parameter name of the first graph that gets it."""
+    """Create a handle on a worker group, with the settings of `worker_class.Config`. The name is by
+    default the parameter name of the first graph that gets it."""
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(

@@ -108,9 +108,8 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Concatenate columns, preserving all values.
-
-    Raises ValueError or TypeError if neither an Arrow type nor JSON can hold all values."""
+    """Concatenate columns, preserving all values. Raises ValueError or TypeError if neither an
+    Arrow type nor JSON can hold all values."""
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
         return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())

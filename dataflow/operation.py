@@ -63,7 +63,8 @@ def bind_signature(
     Args:
         skip: number of leading parameters to leave out (self, the rows).
         name: the function's name in messages; by default its own name.
-        others: end of the message about an unknown argument without a near match."""
+        others: end of the message about an unknown argument without a near match.
+    """
     who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     named = parameter_names(function, skip)

@@ -51,7 +51,6 @@ class Report:
 
 def check_log(folder: Path) -> Report:
     """Check a run's log, given by its folder, against the rules, its checkpoints and its samples.
-
     Raises UserError without a log, FormatError for a log of another version of Weft."""
     measured = last_step(folder.parent)  # read before the log, which may grow
     samples = RecordedSamples(folder.parent)
@@ -94,9 +93,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed a log to a checker, for its rows only. `notes` gets a line for each gap.
-
-    Raises the errors of `check_log`."""
+    """Feed a log to a checker, for its rows only. `notes` gets a line for each gap. Raises the
+    errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
@@ -104,9 +102,8 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
 def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
-    """Feed a log to a checker. Yield the end of each record and the rules that it breaks.
-
-    `damage` gets a line for a last record that a kill cut off. Raises the errors of `check_log`."""
+    """Feed a log to a checker. Yield the end of each record and the rules that it breaks. `damage`
+    gets a line for a last record that a kill cut off. Raises the errors of `check_log`."""
     log = folder / LOG
     if not log.exists():
         raise UserError(f"{folder} holds no log of a run ({LOG})")

@@ -103,7 +103,8 @@ class SegmentServer(pf.FlightServerBase):
         token: the secret that every caller must send.
         certificate: None disables encryption, for use on a single machine.
 
-    Raises a ValueError if the token is empty."""
+    Raises a ValueError if the token is empty.
+    """
 
     location: str
 
@@ -398,7 +399,8 @@ class Deletions:
 
     Args:
         timeout_s: time limit of a call to a peer.
-        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`."""
+        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`.
+    """
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
         self._pause_s = pause_s

@@ -277,7 +277,6 @@ class Lease:
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
         """Refuse rows that may not be published under this lease. `rows` has all rows in flight.
-
         Raises a LeaseError for foreign or published rows, and for columns of different lengths."""
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
@@ -453,7 +452,6 @@ class ColumnPieces:
 
     def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[ColumnPiece]]:
         """Return the pieces of each share: one per node that wrote columns, and one for the source.
-
         `shares` has the indexes of the rows of each share; `index` is all shares concatenated."""
         pieces: list[list[ColumnPiece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:

@@ -259,10 +259,9 @@ class Ledger:
         staleness: Staleness | None,
         too_old: Sequence[int] | None,
     ) -> _Choice:
-        """Take the groups of the rows in a log record, for node i, which takes groups.
-
-        `too_old` is None in logs of format 5 and earlier, which checked groups in order of ids.
-        Raises ValueError or LookupError if a group is not ready, or not in flight."""
+        """Take the groups of the rows in a log record, for node i, which takes groups. `too_old` is
+        None in logs of format 5 and earlier, which checked groups in order of ids. Raises
+        ValueError or LookupError if a group is not ready, or not in flight."""
         groups = list(dict.fromkeys(self.live.group_of[id] for id in ids))
         if staleness is not None:
             self._offer_again(i, staleness, wait=too_old is None)
@@ -294,9 +293,8 @@ class Ledger:
         return [id for id in ready if self._is_too_old(groups[id], i, staleness)]
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer groups again that waited for a larger bound. Return whether there are any.
-
-        With `wait`, as in format 5 and earlier, groups that are still too old wait in any case."""
+        """Offer groups again that waited for a larger bound. Return whether there are any. With
+        `wait`, as in format 5 and earlier, groups that are still too old wait in any case."""
         readiness, waits = self.readiness, wait or staleness.fate == "wait"
         held = [self.live.groups[id] for id in sorted(readiness.too_old_groups[i])]
         again = [group for group in held if not (waits and self._is_too_old(group, i, staleness))]
@@ -462,9 +460,8 @@ class Ledger:
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
         """Finish a lease; for an update, as part of a step. A FILTER drops the rows that it did not
-        publish; an EXPAND makes no children for parents that it did not mention.
-
-        Raises a LeaseError if a map or group left rows out."""
+        publish; an EXPAND makes no children for parents that it did not mention. Raises a
+        LeaseError if a map or group left rows out."""
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
         i = self._index[node.name]
@@ -555,9 +552,8 @@ class Ledger:
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
         """Drop ready rows that a node fails on, and return their number. Later nodes continue with
-        the rest of their groups. A node that takes groups drops all rows of these groups.
-
-        Raises a LeaseError, without a change, if a row is claimed or not ready."""
+        the rest of their groups. A node that takes groups drops all rows of these groups. Raises a
+        LeaseError, without a change, if a row is claimed or not ready."""
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
@@ -585,9 +581,8 @@ class Ledger:
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
         """Drop the rows of a group whose columns are lost, or that is not needed. Issue its prompt
-        again, unless only recording was left to do, and return whether it was.
-
-        Raises a LeaseError if some of its rows are leased."""
+        again, unless only recording was left to do, and return whether it was. Raises a LeaseError
+        if some of its rows are leased."""
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # it was trained on already
         if group.num_leased:

@@ -129,9 +129,8 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group: one line per node that has not finished it, or how it ended.
-
-    A last line reports gaps in the log. Raises a UserError for an unknown graph, or a wrong one."""
+    """Explain the state of a group: one line per node that has not finished it, or how it ended. A
+    last line reports gaps in the log. Raises a UserError for an unknown graph, or a wrong one."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -207,10 +206,9 @@ class QueryProcess(ChildProcess):
     def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query and its tables, wait for the answer, and end the process.
-
-        Returns None if the process ended before it had read the query. Raises a UserError if the
-        query took too long, or too much memory."""
+        """Send a query and its tables, wait for the answer, and end the process. Returns None if
+        the process ended before it had read the query. Raises a UserError if the query took too
+        long, or too much memory."""
         try:
             try:
                 self.ask({**asked, "tables": list(tables)}, TAKEN_S)

@@ -220,9 +220,8 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """Read the position and the records of a checkpoint.
-
-    Raises a ValueError, with file and place, for damage or another version of Weft."""
+    """Read the position and the records of a checkpoint. Raises a ValueError, with file and place,
+    for damage or another version of Weft."""
     reader = LogReader(path)
     records = list(reader)
     if reader.damage:

@@ -140,7 +140,8 @@ class SampleBuffer:
             sync_interval_s: seconds of the log that a power loss may cost. A kill costs nothing.
             keep_checkpoints: ledger checkpoints to keep besides the ones that model checkpoints need.
 
-        Raises a UserError if the folder already has a log."""
+        Raises a UserError if the folder already has a log.
+        """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(
                 f"{folder} already has the buffer of a run; resume it with SampleBuffer.recover()"
@@ -430,7 +431,8 @@ class SampleBuffer:
             staleness: most updates that a row may lag the weights that it trains; None sets no bound.
                 Only groups that will be trained on within it are admitted.
             lag: number of updates that the generating weights are behind the trained ones.
-            taken: groups that the current update has claimed so far, finished or not."""
+            taken: groups that the current update has claimed so far, finished or not.
+        """
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
         live, parts, groups = ledger.live, ledger.parts, len(ledger.live.groups)
         updates = [n for n in ledger.graph.nodes if n.operation.updates]

@@ -92,9 +92,8 @@ class Scratch:
             return False
 
     def hold(self) -> Path:
-        """Create the folder, hold it until this process lets it go or ends, and return it.
-
-        Raises a UserError if it cannot be created, or belongs to another user."""
+        """Create the folder, hold it until this process lets it go or ends, and return it. Raises a
+        UserError if it cannot be created, or belongs to another user."""
         path, deadline = self.path, time.monotonic() + HOLD_S
         while path not in _held:
             try:

@@ -125,7 +125,8 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
     a new one. Return its descriptor, which holds a shared lock.
 
     It gets its name after `start` is written, so that readers never see other contents under it.
-    Raises an OSError if the disk is full."""
+    Raises an OSError if the disk is full.
+    """
     make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
         try:
@@ -310,7 +311,8 @@ class SegmentReader:
     Args:
         fetch: fetches messages from other nodes. None if there are none, or none are known yet.
         retry_s: time to retry fetching from a node that does not answer, because its server may be
-            restarting. `fetch` may be replaced during that time."""
+            restarting. `fetch` may be replaced during that time.
+    """
 
     MAX_MAPPINGS = 64
 
@@ -382,9 +384,8 @@ class SegmentReader:
 
 
 def verify_segment(folder: Path, segment: Segment) -> None:
-    """Read a message of this node and compare its checksum, without building a batch.
-
-    Raises a DamagedSegment if the message is missing or damaged."""
+    """Read a message of this node and compare its checksum, without building a batch. Raises a
+    DamagedSegment if the message is missing or damaged."""
     path, left, position = folder / segment.file, segment.num_bytes, segment.offset
     digest = xxhash.xxh3_64()
     try:
@@ -626,9 +627,8 @@ class SegmentStore:
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
-        """Note that no live row refers to these segments.
-
-        Raises a ValueError if a segment was never published, or was freed before."""
+        """Note that no live row refers to these segments. Raises a ValueError if a segment was
+        never published, or was freed before."""
         for segment in segments:
             if segment in self.pinned:
                 self._waiting.append(segment)

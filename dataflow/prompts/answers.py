@@ -114,7 +114,8 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
 
     Args:
         answer: the column; None uses the first known one in the rows.
-        extract: extract the final answer of worked solutions."""
+        extract: extract the final answer of worked solutions.
+    """
     name = answer or _usual_column(rows.table, format)
     if name is None:
         return None

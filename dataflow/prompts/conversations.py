@@ -293,7 +293,8 @@ class Renderer:
         system: system prompt for rows without one.
         variables: variables of the template for all rows.
         own_systems: system prompts by row.
-        images: number of images, by row; None if the source has no images."""
+        images: number of images, by row; None if the source has no images.
+    """
 
     def __init__(
         self,
@@ -413,7 +414,6 @@ class Renderer:
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
         """Render the prompt with the header for generation, with which all finished turns begin.
-
         Some templates open a turn for generation with text that finished turns lack (`<think>`).
         The prompt then ends with the header of finished turns."""
         # With `begun`, the last message is an unfinished assistant turn.

@@ -100,9 +100,8 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 def find_format(rows: Rows, how: ReadSettings) -> Format:
-    """Return the format of the rows, from the settings or the first known format that fits.
-
-    Raises a `UserError` that names the nearest one."""
+    """Return the format of the rows, from the settings or the first known format that fits. Raises
+    a `UserError` that names the nearest one."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
     # A column with another role cannot be the system prompt, whatever its name.
     used = {*format.columns, how.answer} - {format.system}

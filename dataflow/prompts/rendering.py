@@ -100,9 +100,8 @@ class Rendering:
         )
 
     def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
-        """Return prompts and responses of rows, or of a part of them.
-
-        `images` is the number of images in each row; None if the source has none."""
+        """Return prompts and responses of rows, or of a part of them. `images` is the number of
+        images in each row; None if the source has none."""
         format, parts = self.format, self.format.responses
         if format.text:
             return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)

@@ -107,9 +107,8 @@ class _ChatTemplate:
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template variables for the user's settings.
-
-        Raises a `UserError` for a variable, or a switch for thinking, that the template lacks."""
+        """Return the template variables for the user's settings. Raises a `UserError` for a
+        variable, or a switch for thinking, that the template lacks."""
         reads = self._reads
         for name in others:
             if name not in reads:
@@ -279,7 +278,6 @@ class Tokenizer:
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
         """Load the tokenizer of a model folder, or of a Hugging Face id (cached, else downloaded).
-
         Raises a `UserError` if there is none, or it has no readable `tokenizer.json`."""
         if isinstance(source, Tokenizer):
             return source
@@ -369,7 +367,8 @@ class Tokenizer:
 
         Returns:
             `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
-            `([], [0])` for no texts."""
+            `([], [0])` for no texts.
+        """
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):

@@ -220,7 +220,6 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
         """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
-
         Raises a TakenOverError if another driver took over the run."""
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
@@ -268,7 +267,8 @@ class RunDirectory:
 
         Raises:
             TakenOverError: another driver took over the run.
-            OSError: for example, the disk is full. You may flush again."""
+            OSError: for example, the disk is full. You may flush again.
+        """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
         self.check()
@@ -369,7 +369,8 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
     Args:
         what: its name in messages, as the user gave it.
-        private: deny access to other users."""
+        private: deny access to other users.
+    """
     try:
         if private:
             make_folder(path)

@@ -115,9 +115,8 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """Return the state of a run. Never writes, and never raises for a damaged run.
-
-    `last` has the metrics of its last step; None reads them."""
+    """Return the state of a run. Never writes, and never raises for a damaged run. `last` has the
+    metrics of its last step; None reads them."""
     damage: list[str] = []
     life, holder = life_of(run)
     last = _last(run, damage) if last is None else last

@@ -101,9 +101,8 @@ class FollowedTable:
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> _News:
-        """Return new rows, or empty news without a file.
-
-        Raises OSError, pyarrow.ArrowException or ValueError if the file cannot be read."""
+        """Return new rows, or empty news without a file. Raises OSError, pyarrow.ArrowException or
+        ValueError if the file cannot be read."""
         if self._stream.is_file():
             batches = self._tail.new_batches()
             # The writer may have started the stream over.

@@ -262,10 +262,9 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the committed records before a position to the archive.
-
-        Returns a function for any thread, which returns the file to pass to `cut`. If it raises
-        OSError, for example on a full disk, it leaves no files."""
+        """Prepare to move the committed records before a position to the archive. Returns a
+        function for any thread, which returns the file to pass to `cut`. If it raises OSError, for
+        example on a full disk, it leaves no files."""
         # A duplicate, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
@@ -508,7 +507,6 @@ def last_epoch(path: Path) -> int:
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
     """Find out whether two writers appended to a log, after whose valid records it is damaged.
-
     Returns the end of the earlier record that the invalid one follows, or None."""
     reader = LogReader(path)
     places = deque([reader.end], look_back)
@@ -571,9 +569,8 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Archive the records before the oldest kept checkpoint, if there are enough.
-
-        All records must be committed."""
+        """Archive the records before the oldest kept checkpoint, if there are enough. All records
+        must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 

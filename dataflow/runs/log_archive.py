@@ -112,9 +112,8 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records from the start of a log's file to a position into a part.
-
-    Raises an OSError, for example on a full disk. No part is left."""
+    """Compress the records from the start of a log's file to a position into a part. Raises an
+    OSError, for example on a full disk. No part is left."""
     _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
@@ -142,9 +141,8 @@ def drop_parts_behind(log: Path, start: Position) -> None:
 
 
 def split(log: Path, at: Position, disk: Disk) -> None:
-    """Split the part that has a position there, for a log that will continue from it.
-
-    Raises UserError without such a part, OSError for example on a full disk."""
+    """Split the part that has a position there, for a log that will continue from it. Raises
+    UserError without such a part, OSError for example on a full disk."""
     for part in parts(log, start_of(log), at.offset):
         if part.begin.offset < at.offset < part.end.offset:
             chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)

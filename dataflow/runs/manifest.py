@@ -45,7 +45,6 @@ def write_manifest(
     folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
 ) -> None:
     """Sync every file in a folder and make it private, then write their sizes and checksums.
-
     `advance` is called after each chunk that is read, from several threads. Raises an OSError, and
     writes no manifest, if a file cannot be read or the disk is full."""
     disk = disk or Disk()
@@ -110,7 +109,6 @@ def _unreadable(error: OSError | UserError) -> str:
 
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
     """Return `bytes` and checksum `xxh3_64` of a file, and sync it if there is a disk for that.
-
     Raises OSError if it cannot be read, UserError if it is not a regular file."""
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))

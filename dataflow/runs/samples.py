@@ -52,7 +52,8 @@ def finished_leases(
         end: position to read the log up to; None reads the whole valid part.
         notes: gets a line for each gap in the log.
 
-    Returns None if no graph of the run has such a node. Raises a FormatError for other versions."""
+    Returns None if no graph of the run has such a node. Raises a FormatError for other versions.
+    """
     nodes: set[tuple[str, str]] = set()
     open_leases: dict[tuple[str, int], tuple[str, int]] = {}
     finished: list[_FinishedLease] = []
@@ -167,9 +168,8 @@ def unfinished_files(run: Path) -> list[Path]:
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder. `notes` gets a line for each gap in the log; samples are then missing.
-
-    Raises a FormatError for a log of another version of Weft."""
+    recorder. `notes` gets a line for each gap in the log; samples are then missing. Raises a
+    FormatError for a log of another version of Weft."""
     log = run / BUFFER / LOG
     everything = sample_files(run)
     # Without a log, finished leases are unknown: take all files.
@@ -200,7 +200,6 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
 
 def archive(run: Path) -> Path:
     """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path.
-
     Raises a UserError if the run recorded no samples, or some of them cannot be read."""
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
