@@ -84,7 +84,7 @@ class Cancelled(BaseException):
 class NeedsMainThread(BaseException):
     """A reward function sets a signal handler outside the main thread."""
 
-    # Not an `Exception`, because graders catch those and return a reward of 0.
+    # Not an `Exception`: graders catch Python's own error and return 0.
 
 
 class Planned(BaseException):

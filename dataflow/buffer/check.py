@@ -145,7 +145,6 @@ class _SavedStates:
         if path is None:
             return
         try:
-            # It could be read in `__init__`. If it cannot be read here, the run has deleted it.
             place, records = read_checkpoint(path)
         except (ValueError, OSError):
             return

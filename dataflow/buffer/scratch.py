@@ -98,7 +98,6 @@ class Scratch:
         while path not in _held:
             try:
                 make_folder(path)
-                # The parent may be shared, so another user may have made a folder or link of this name.
                 if path.stat().st_uid != os.geteuid() or path.is_symlink():
                     raise UserError(
                         f"the scratch folder {path} belongs to another user; choose another place: {_SETTING}"

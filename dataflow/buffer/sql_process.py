@@ -36,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    # The kernel's defaults end the process inside DuckDB, where Python's handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Unhandled, so that the kernel ends this process even inside DuckDB.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # not on Linux

@@ -437,7 +437,6 @@ class Renderer:
         """Render messages up to the token that ends the last turn, where generation stops."""
         text = self._text(row, messages)
         stripped = text.rstrip("\n")  # templates often add a newline
-        # Without a special token there, the newline may be the end of the turn.
         return stripped if stripped.endswith(self._tokenizer.special_texts) else text
 
     def _text(self, row: int, messages: Messages, **how: bool) -> str:

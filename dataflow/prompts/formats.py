@@ -194,7 +194,6 @@ def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
 
     def likeness(name: str) -> float:
         part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is similar to `chosen`
-        # Only the wanted name itself may reach 1.
         alike = min(0.9, difflib.SequenceMatcher(None, wanted, name).ratio())
         return 1.0 if name == wanted else max(part, alike)
 

@@ -243,7 +243,6 @@ def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: 
     """Refuse settings and columns of the chat template, which would be ignored."""
     for name in ("system", "thinking", "chat_template_kwargs"):
         value = getattr(how, name)
-        # Without the template, a model is not asked to think, so thinking=False holds.
         if value is not None and value != {} and not (name == "thinking" and value is False):
             raise UserError(
                 f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})"

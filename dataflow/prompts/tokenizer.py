@@ -327,7 +327,6 @@ class Tokenizer:
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Token ids that the tokenizer adds before and after a text."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
-        # A vocabulary may lack a probe, which then has no tokens of its text.
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
             ids = encoding.ids

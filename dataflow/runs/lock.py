@@ -355,7 +355,6 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
-    # `abs`, because the file system's clock may be ahead of this machine's.
     recent = holder.is_here or abs(time.time() - touched) < DEAD_AFTER_S
     lives = recent and not holder.has_ended_here
     return (Life.ALIVE if lives else Life.DEAD), holder

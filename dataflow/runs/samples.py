@@ -88,7 +88,6 @@ def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):
-        # Several nodes may train on the same rows, such as an actor and a critic.
         samples = {"samples": float(max(trained[step].values()))} if step in trained else {}
         rows.append({"step": float(step), **samples})
     return rows

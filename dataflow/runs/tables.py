@@ -249,7 +249,7 @@ def begin_again(run: Path, name: str, table: pa.Table) -> None:
         Disk().write_whole(stream, (part.serialize().to_pybytes() for part in parts))
     else:
         stream.unlink(missing_ok=True)
-    # Last, because readers prefer the stream: a complete table is there at any moment.
+    # Last, because readers prefer the stream.
     (run / f"{name}{PARQUET}").unlink(missing_ok=True)
 
 
