@@ -86,11 +86,8 @@ class Batch:
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Concatenate batches with the same columns, in order. The types of a column may differ if
-        one can hold the other, such as integers and floats.
-
-        Raises:
-            UserError: there is no batch, or columns or types differ.
-        """
+        one can hold the other, such as integers and floats. Raises a `UserError` without a batch,
+        or if columns or types differ."""
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
@@ -119,11 +116,8 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """Return one column, by its name or `Column`, as an Arrow array.
-
-        Raises:
-            UserError: the batch has no such column. The message suggests the nearest one.
-        """
+        """Return one column, by its name or `Column`, as an Arrow array. Raises a `UserError` for
+        an unknown column, with the nearest one."""
         name = str(column)
         if name not in self.record.schema.names:
             hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
@@ -159,16 +153,13 @@ class Batch:
         if is_json(array.type):
             values = array.to_pylist()
             numbers = all(isinstance(value, int | float) for value in values)
+            # `np.array` would make a matrix of lists of equal length.
             return np.array(values, np.float64) if numbers else np.fromiter(values, object, len(values))
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """Return a fixed-width column as a torch tensor `[rows]`, without a copy: do not write to
-        it.
-
-        Raises:
-            UserError: the column does not hold one number per row.
-        """
+        """Return a fixed-width column as a torch tensor `[rows]`, not copied: do not write to it.
+        Raises a `UserError` if the column does not hold one number per row."""
         array = self[column]
         if pa.types.is_boolean(array.type):  # one bit each in Arrow
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
@@ -219,8 +210,8 @@ class Batch:
     # Deriving batches
 
     def select(self, columns: Iterable[object]) -> Batch:
-        """Return only these columns, in this order."""
         chosen = {str(c): self[c] for c in columns}
+        # Without columns, only `select` keeps the number of rows.
         return _batch(chosen) if chosen else Batch(self.record.select([]))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
@@ -232,11 +223,8 @@ class Batch:
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split the batch into consecutive parts of these sizes, without a copy.
-
-        Raises:
-            UserError: the sizes do not add up to the number of rows.
-        """
+        """Split the batch into consecutive parts, without a copy. Raises a `UserError` if the sizes
+        do not add up to the number of rows."""
         if sum(sizes) != len(self):
             raise UserError(
                 f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch"
@@ -245,11 +233,8 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """Return the batch with columns added or replaced, given as for `of`.
-
-        Raises:
-            UserError: a column does not have one value per row.
-        """
+        """Return the batch with columns added or replaced, given as for `of`. Raises a `UserError`
+        if a column does not have one value per row."""
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
             merged[name] = _array(name, data)
@@ -311,7 +296,6 @@ def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | No
 
 
 def is_ragged(type: pa.DataType) -> bool:
-    """Whether a column of this type holds a list per row."""
     return pa.types.is_list(type) or pa.types.is_large_list(type)
 
 

@@ -32,7 +32,6 @@ class ChildProcess:
 
     Args:
         program: name of a module to run with `python -m`, or path of a Python file.
-        arguments: command line of the program.
         log: append all output to this file. By default, standard output carries lines of JSON
             for `receive`.
         errors: file descriptor for standard error, if there is no log; by default this process's.
@@ -40,8 +39,7 @@ class ChildProcess:
         detached: start a new session, so that signals from the terminal do not reach the process.
         descriptors: file descriptors that the process inherits.
 
-    Raises:
-        OSError: the process cannot be started.
+    Raises an OSError if the process cannot be started.
     """
 
     def __init__(
@@ -103,11 +101,7 @@ class ChildProcess:
         return self.receive(deadline_s)
 
     def send(self, value: Any) -> None:
-        """Write a line of JSON.
-
-        Raises:
-            EOFError: the process has ended.
-        """
+        """Write a line of JSON. Raises an EOFError if the process has ended."""
         try:
             self.stdin.write(json.dumps(value).encode() + b"\n")
             self.stdin.flush()
@@ -141,6 +135,7 @@ class ChildProcess:
                     found = (json.loads(line),)
         finally:
             timer.cancel()
+            # The timer may be killing the process at this moment; `late` is final once it has ended.
             timer.join()
         if late.is_set():  # also if the line came at the same moment: the process is dead
             raise TimeoutError(f"no reply within {deadline_s:g} s")
@@ -165,6 +160,7 @@ class ChildProcess:
         self.wait(EXIT_S)
         self._process.kill()
         self._process.wait()
+        # Closing also flushes, which fails if the process did not read everything.
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if pipe is not None:

@@ -79,6 +79,7 @@ class Config(pydantic.BaseModel):
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
         """Return the (free, fixed) settings of the class and its parents, for resumed runs."""
+        # Not as attributes of `cls`, because a subclass's value hides its parent's.
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (
             frozenset().union(*(each.get(name, ()) for each in parents))
@@ -89,6 +90,7 @@ class Config(pydantic.BaseModel):
     @classmethod
     def hint(cls, name: str) -> str:
         """Return the tail of an error about an unknown setting."""
+        # A subclass's `retired` hides its parent's, so look at each class.
         for each in cls.__mro__:
             if gone := vars(each).get("retired", {}).get(name):
                 return f"; {gone}"
@@ -97,8 +99,7 @@ class Config(pydantic.BaseModel):
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """Return the message of an error of a `ValidationError`, with the value and the nearest
-        allowed one."""
+        """Return the message of a validation error, with the value and the nearest allowed one."""
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
             case "missing":

@@ -120,12 +120,8 @@ class Handle:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update of `leader`.
-
-        Raises:
-            UserError: `leader` is not a handle or has no weights to publish, or this group cannot
-                receive weights.
-        """
+        """Load the weights of `leader` after every `every`-th update of `leader`. Raises a
+        UserError if `leader` cannot publish weights, or this group cannot receive them."""
         if not isinstance(leader, Handle):
             raise UserError(
                 f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
@@ -176,13 +172,8 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """Create a handle on a worker group, with the settings of `worker_class.Config`.
-
-    Args:
-        worker_class: class of the workers.
-        name: name of the group; by default, the parameter name of the first graph that gets it.
-        settings: fields of `worker_class.Config`.
-    """
+    """Create a handle on a worker group, with the settings of `worker_class.Config`. The name is by
+    default the parameter name of the first graph that gets it."""
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
@@ -279,6 +270,7 @@ def _every(every: int) -> str:
 
 def _column_problems(graph: Graph) -> Iterable[str]:
     source, identity = graph.source, {str(c) for c in IDENTITY}
+    # A node may replace a column of the user's file, but not one that Weft made.
     made = [column for column in source.columns if column not in file_columns(source)]
     written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
     for position, node in enumerate(graph.nodes):
@@ -426,14 +418,8 @@ class Graph:
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """Check the graph's rules, and return the graph.
-
-        Args:
-            also: other graphs of the run, whose updates this graph may follow.
-
-        Raises:
-            GraphError: the graph breaks rules; the message has a line for each.
-        """
+        """Check the graph's rules, and return the graph. `also` has the run's other graphs, which may
+        update its leaders. Raises a GraphError with a line for each broken rule."""
         # A leader may be updated in another graph of the run.
         updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
         followers = {e.follower for e in self.follows}
@@ -455,7 +441,6 @@ class Graph:
         return _text(self)
 
     def mermaid(self) -> str:
-        """Return the graph as a Mermaid flowchart."""
         return _mermaid(self)
 
     def structure(self) -> dict[str, Any]:
@@ -508,6 +493,7 @@ class Graph:
 
 
 def _place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+    # Show the user's function, not the wrapper that `node` puts around it.
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 

@@ -59,7 +59,6 @@ pa.register_extension_type(JsonType())
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds values as JSON text."""
     return isinstance(kind, JsonType)
 
 
@@ -109,11 +108,8 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Concatenate columns, preserving all values.
-
-    Raises:
-        ValueError or TypeError: neither an Arrow type nor JSON can hold the values of all columns.
-    """
+    """Concatenate columns, preserving all values. Raises ValueError or TypeError if neither an
+    Arrow type nor JSON can hold all values."""
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
         return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())
@@ -161,6 +157,7 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
         )
     if kind.num_fields and wider.num_fields:  # lists
         return _same_values(kind.field(0).type, wider.field(0).type)
+    # An integer would come back as a float.
     return not (pa.types.is_integer(kind) and not pa.types.is_integer(wider))
 
 
@@ -181,6 +178,7 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         # `present` has no None, so the array must drop its nulls to stay aligned.
         whole = array.drop_null()
         return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
+    # Arrow stores text among bytes as bytes.
     if pa.types.is_binary(kind):
         return all(isinstance(value, bytes | bytearray | memoryview) for value in present)
     return array.to_pylist() == list(values)
@@ -191,6 +189,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
+        # `json.dumps` would silently turn other keys into text.
         if foreign := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"the keys of an object must be text, not {foreign[0]!r}")
         return {key: _plain(inner) for key, inner in value.items()}

@@ -291,6 +291,7 @@ _FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
     parts = (_FILLED.get(part) or re.escape(part) for part in re.split("([A-Z]+)", name))
+    # A group for each part, because the pattern of FATE has alternatives.
     return re.compile("".join(f"(?:{part})" for part in parts))
 
 

@@ -68,6 +68,7 @@ class Max:
     value: float
 
     def __add__(self, other: Max) -> Max:
+        # `max` keeps or loses a NaN depending on the order of its arguments.
         if isnan(self.value):
             return self
         return other if isnan(other.value) else Max(max(self.value, other.value))

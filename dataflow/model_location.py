@@ -68,14 +68,12 @@ def find_cached(name: str | Path, file: str) -> Path | None:
         found = try_to_load_from_cache(str(name), file)
     except ValueError:  # the hub allows fewer names than the pattern above
         return None
+    # The hub's cache returns a special object for a file that is known to be missing.
     return Path(found) if isinstance(found, str) else None
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """Return the tail of an error message: the nearest folder with such a file, or all of them.
-
-    It searches the folder `name` if it exists, or else its parent.
-    """
+    """Return the tail of an error message: the nearest folder with such a file, or all of them."""
     path = Path(name).expanduser()
     near = [folder for folder in (path, path.parent) if folder.is_dir()]
     if not near and not _is_hub_id(name):
@@ -87,6 +85,7 @@ def folders_near(name: str | Path, file: str) -> str:
     except OSError:
         return ""
     # Compare last names only: `Qwen2-tiny` matches `models/qwen2-tiny`.
+    # Reversed, so that the first of several folders with the same last name wins.
     by_last = {Path(folder).name: folder for folder in reversed(folders)}
     close = difflib.get_close_matches(path.name, by_last, n=1, cutoff=0.6)
     if close:

@@ -33,10 +33,7 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a traced call by name, with defaults.
-
-    Raises the errors of `bind_signature`, and refuses arguments for `*args`.
-    """
+    """Return the arguments of a traced call by name, with defaults. Raises like `bind_signature`."""
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -64,10 +61,7 @@ def bind_signature(
     """Bind arguments like `inspect.Signature.bind`, with defaults and better errors.
 
     Args:
-        function: the called function.
         skip: number of leading parameters to leave out (self, the rows).
-        args: positional arguments.
-        kwargs: keyword arguments.
         name: the function's name in messages; by default its own name.
         others: end of the message about an unknown argument without a near match.
     """
@@ -315,8 +309,8 @@ class Declaration:
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """Check the declaration's rules, and return it. The first `skip` parameters of the function
-        are no arguments of a call: the rows (1), or self and the rows (2)."""
+        """Check the rules and return self. `skip` counts the parameters before the arguments."""
+        # Only methods of workers have a configuration; pure functions have none.
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
             value = getattr(self, part)
@@ -378,7 +372,6 @@ class Declaration:
 
 
 def declaration_of(function: object) -> Declaration | None:
-    """Return the declaration attached to a method or function, or None."""
     return getattr(function, "__declaration__", None)
 
 
@@ -425,9 +418,8 @@ def node(
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
-            add_node = (
-                getattr(args[0], "__trace__", None) if args else None
-            )  # only symbolic rows have it
+            # Only symbolic rows have it. (Not `isinstance`, because `tracing` imports this module.)
+            add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 return function(*args, **kwargs)
             return add_node(None, compute_or_trace, declaration, args[1:], kwargs)

@@ -138,6 +138,7 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     """
     name = name.lstrip("+-").replace("-", "_")
     parts = name.split(".")
+    # It is a setting of Weft, in another spelling.
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])

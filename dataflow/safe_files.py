@@ -27,12 +27,8 @@ _KINDS = (
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: it cannot be opened, or is a folder.
-        UserError: it is something else, such as a named pipe.
-    """
+    """Open a regular file for reading. Raises OSError if it cannot be opened or is a folder,
+    UserError for example for a named pipe."""
     mode = path.stat().st_mode  # before opening, because opening a pipe waits for its writer
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
@@ -41,12 +37,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read.
-        UserError: the path is not a regular file, or the file is larger than `max_bytes`.
-    """
+    """Return the bytes of a regular file. Raises OSError if it cannot be read, UserError if it is
+    too large or not a regular file."""
     with open_file(path) as file:
         data = file.read(max_bytes + 1)  # one more byte shows whether the file is too large
     if len(data) > max_bytes:
@@ -55,11 +47,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """Parse JSON. `of` names the text in messages, such as the path of its file.
-
-    Raises:
-        UserError: the text is not JSON, or nested too deep.
-    """
+    """Parse JSON. `of` names the text in messages, such as the path of its file. Raises a UserError
+    if the text is not JSON, or nested too deep."""
     try:
         value = json.loads(text)
     except RecursionError:

@@ -25,7 +25,7 @@ _NODES_OF_PARTS = {
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for a function called on symbolic rows, with the right node."""
+    """Return the error message for a function called on symbolic rows."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
@@ -39,6 +39,7 @@ def refusing_rows(part: type) -> None:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, SymbolicRows) for arg in args):
+            # A user's subclass is in the user's module, so search the modules of its bases as well.
             kind = type(args[0])
             raise UserError(_no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
         return call(*args, **kwargs)
@@ -82,8 +83,7 @@ class SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Join two branches over the same rows. Columns of nodes take precedence over the
-        source's."""
+        """Join two branches over the same rows. Columns of nodes replace the source's."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
@@ -178,6 +178,7 @@ class Trace:
         optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
         reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in reached))
         expands = operation.shape is Shape.EXPAND
+        # Only an EXPAND gets a draw path, because the path seeds its new rows.
         identity = {str(c) for c in IDENTITY if expands or c is not DRAW_PATH}
         node = Node(
             name=name,
@@ -243,6 +244,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         source = bound.arguments[first]
         outer = source.trace if isinstance(source, SymbolicRows) else None
         inner = outer or Trace(function.__name__, _checked_source(function.__name__, source))
+        # Name the groups first: a node would name an unnamed group after its class.
         for name, handle in _handles(bound.arguments):
             inner.name_handle(handle, name)
         if outer is not None:

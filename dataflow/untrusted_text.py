@@ -47,6 +47,7 @@ _KEY_FORMATS = (
     r"|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"
     r"|[rs]k_(?:live|test)_\w{10,}|(?:r8|npm|gsk|nvapi|tgp|lsv2)[_-](?=[\w-]*\d)[\w-]{16,}|pypi-[\w-]{20,}|SG\.[\w-]{10,}\.[\w-]{10,}|dapi[0-9a-f]{20,}"
 )
+# Values that are hidden already do not match, so that a second pass changes nothing.
 _ASSIGNED = (
     r"(?P<name>[\w-]*(?:passwords?|passwd|pwd|passphrase|secrets?|secret[_-]?key|api[_-]?keys?|access[_-]?key(?:[_-]id)?|private[_-]?key"
     r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
@@ -192,8 +193,7 @@ def readable(text: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text that may quote prompts, responses, paths or foreign errors, by default to
-    standard error."""
+    """Print a text of others (prompts, paths, errors), by default to standard error."""
     stream = sys.stderr if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)

@@ -1,5 +1,5 @@
-"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples
-with it.
+"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples with
+it.
 
 This is `weft buffer check`. It changes nothing, and also works during the run.
 """
@@ -50,13 +50,8 @@ class Report:
 
 
 def check_log(folder: Path) -> Report:
-    """Check the log in the folder of a buffer, and compare the run's checkpoints and samples with
-    it.
-
-    Raises:
-        UserError: the folder has no log.
-        FormatError: the log was written by another version of Weft.
-    """
+    """Check a run's log, given by its folder, against the rules, its checkpoints and its samples.
+    Raises UserError without a log, FormatError for a log of another version of Weft."""
     measured = last_step(folder.parent)  # read before the log, which may grow
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
@@ -98,8 +93,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed the log in the folder of a buffer to a checker, for its rows only. `notes` gets a line
-    for each gap in the log. Raises the errors of `check_log`."""
+    """Feed a log to a checker, for its rows only. `notes` gets a line for each gap. Raises the
+    errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
@@ -107,9 +102,8 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
 def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
-    """Feed the log in the folder of a buffer to a checker. Yield the end of each record and the
-    rules that it breaks. `damage` gets a line if the last record is incomplete because the run was
-    killed. Raises the errors of `check_log`."""
+    """Feed a log to a checker. Yield the end of each record and the rules that it breaks. `damage`
+    gets a line for a last record that a kill cut off. Raises the errors of `check_log`."""
     log = folder / LOG
     if not log.exists():
         raise UserError(f"{folder} holds no log of a run ({LOG})")
@@ -146,7 +140,7 @@ class _SavedStates:
                     self.damage.append(str(error))
 
     def compare(self, end: Position) -> None:
-        """Compare the checkpoint at this position, if any, with the rows in flight in the log."""
+        """Compare the checkpoint at this position, if any, with the log."""
         path = self._paths.pop(end.offset, None) if self._paths else None
         if path is None:
             return
@@ -193,8 +187,7 @@ class _SavedStates:
 
 
 def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the sample id of each saved row of a level, with the masks of nodes that are done with
-    it and that lease it."""
+    """Yield (sample id, (mask of done nodes, mask of leasing nodes)) of each saved row."""
     masks = [(i, int(done, 16), int(leased, 16)) for i, done, _, leased, *_ in level["states"]]
     for place, id in enumerate(level["ids"]):
         done = sum((of >> place & 1) << i for i, of, _ in masks)
@@ -217,7 +210,6 @@ class RecordedSamples:
         self._is_late = False
 
     def compare_late(self) -> None:
-        """List the files again, and compare the leases whose rows were missing."""
         late, self._late, self._is_late = self._late, {}, True
         if late:
             found = _by_lease(sample_files(self._run))
@@ -227,11 +219,7 @@ class RecordedSamples:
             self.compare(graph, lease, steps)
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """Check that the files of a lease have these rows (sample id -> step), each under its step.
-
-        A live run may add files after they were listed, so `compare_late` checks missing rows
-        again.
-        """
+        """Check that the files of a lease have these rows (sample id -> step), each under its step."""
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)
@@ -245,6 +233,7 @@ class RecordedSamples:
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
         if missing := sorted(steps.keys() - times.keys()):
+            # A live run may have added files since they were listed.
             if not self._is_late:
                 self._late[graph, lease] = dict(steps)
                 return

@@ -88,12 +88,12 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`); complete
-    groups have such runs."""
+    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`)."""
     # A cheap test of the first ids rejects most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
+    # Runs this short would not make the record shorter.
     if len(begins) > len(ids) // 2:
         return _numbers(ids)
     ends = [*begins[1:], len(ids)]
@@ -117,6 +117,7 @@ def _located(segment: Sequence[Any]) -> str:
     return f"[{start}{_names(node, file)},{offset},{num_bytes},{checksum}]"
 
 
+# A run publishes many segments in few files.
 @lru_cache(maxsize=1 << 14)
 def _names(node: str, file: str) -> str:
     return f"{_quoted(node)},{_quoted(file)}"

@@ -51,8 +51,7 @@ EARLIER = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class _Certificate:
-    """A certificate for one server of one run, with its private key, both in PEM form. The key
-    never leaves the process."""
+    """A server's certificate and private key (PEM). The key never leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -99,15 +98,12 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder, node: the node's folder and name. For other nodes, the folder only has copies of
-            their messages.
-        host: the address to listen on, on a free port. The default is only reachable from this
-            machine.
+        folder, node: the node's folder and name. It has copies of other nodes' messages.
+        host: the address to listen on, by default only reachable from this machine.
         token: the secret that every caller must send.
         certificate: None disables encryption, for use on a single machine.
 
-    Raises:
-        ValueError: the token is empty.
+    Raises a ValueError if the token is empty.
     """
 
     location: str
@@ -168,6 +164,7 @@ class SegmentServer(pf.FlightServerBase):
         return b""
 
     def _delete(self, files: Sequence[tuple[str, str]]) -> None:
+        # Check all names first, so that a bad request deletes nothing.
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
@@ -235,17 +232,16 @@ class SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Let the server delete files, including its copies of other nodes' messages, given as at
-        least one (node, file)."""
+        """Delete (node, file) pairs, at least one, and the server's copies of their messages."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
+            # Read the results, because the server's errors come with them.
             list(
                 self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options())
             )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify messages of its node, at least one. Return the problem of each;
-        empty if it is intact."""
+        """Let the server verify its messages, at least one. Return the problem of each, or ""."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
         what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
         with self._deadline(what):
@@ -285,6 +281,7 @@ class _TokenGate(pf.ServerMiddlewareFactory):
 
 
 def _check(node: object, file: object) -> None:
+    # Names become parts of paths, so a request must not name other folders.
     if not isinstance(file, str) or not FILE.fullmatch(file):
         raise pf.FlightServerError(
             f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"
@@ -322,8 +319,7 @@ class Peers:
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
-        """Return the segments that cannot be read on their nodes, with the reason. Skips nodes that
-        are not peers."""
+        """Return the segments that their nodes cannot read, with the reason. Only asks peers."""
         by_node: dict[str, list[Segment]] = {}
         for segment in sorted(segments, key=lambda one: (one.file, one.offset)):
             by_node.setdefault(segment.node, []).append(segment)
@@ -343,8 +339,8 @@ class Peers:
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file
-        exists. A lock lets one process of the node fetch it for all.
+        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file exists.
+        A lock lets one process of the node fetch it for all.
 
         Raises:
             UserError: the node is not a peer.
@@ -396,12 +392,10 @@ logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and copies of their messages, on all peers. Pass it as `delete_remote` of a
-    `SegmentStore`.
+    """Deletes files, and copies of their messages, on all peers (`delete_remote` of a `SegmentStore`).
 
-    Calls return at once. A thread sends each peer its gathered files over one channel. It retries
-    peers that do not answer with growing pauses, without delaying the others. Files that remain
-    there only cost disk space.
+    Calls return at once. A thread sends each peer its gathered files, and retries peers that do not
+    answer with growing pauses. Files that remain there only cost disk space.
 
     Args:
         timeout_s: time limit of a call to a peer.
@@ -454,8 +448,6 @@ class Deletions:
 
 
 class _PeerToTell:
-    """A peer, with the files that it has not deleted yet."""
-
     def __init__(self, peers: Peers, location: str, timeout_s: float, pause_s: float) -> None:
         self._peers, self._location, self._timeout_s = peers, location, timeout_s
         self.files: list[tuple[str, str]] = []

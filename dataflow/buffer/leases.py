@@ -38,8 +38,7 @@ class Staleness:
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of rows that are too old. Rows without a version come from no policy,
-        and never become too old."""
+        """Return the places of rows that are too old. Rows that no policy made never are."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
             place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
@@ -98,8 +97,7 @@ class Published:
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """Concatenate the reports of several ranks under one lease. Either all of them generate, or
-        expand, or none does."""
+        """Concatenate the reports of several ranks, all of the same kind, under one lease."""
         if len(parts) == 1:
             return parts[0]
         columns: list[Any] = []
@@ -114,7 +112,6 @@ class Published:
         return np.array([parent not in parents for parent in self.parents.tolist()], bool)
 
     def without(self, parents: Container[int]) -> Published:
-        """Return a copy without the rows of these parents."""
         kept, finished = self.not_of(parents), self.finished
         if finished is not None:
             finished = finished[[parent not in parents for parent in finished.tolist()]]
@@ -224,8 +221,7 @@ class Lease:
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first of the MAX_CHILDREN sample ids reserved for the children of each row
-        (EXPAND only)."""
+        """[rows] int64 first sample id reserved for the children of each row (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -276,8 +272,7 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Return whether these are all rows of the lease, in order, with none published or given
-        back before."""
+        """Return whether these are all rows of the lease, in order and none of them published."""
         ids = published.ids
         # Checks lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
@@ -285,11 +280,7 @@ class Lease:
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
         """Refuse rows that may not be published under this lease. `rows` has all rows in flight.
-
-        Raises:
-            LeaseError: rows or parents are not in the lease or were published before, or columns
-                differ in length.
-        """
+        Raises a LeaseError for foreign or published rows, and for columns of different lengths."""
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
         finished = finished or []
@@ -330,6 +321,7 @@ class Leases:
         self.next_token = 1
 
     def __iter__(self) -> Iterator[Lease]:
+        # A copy, because callers release leases while they iterate.
         return iter(list(self._open.values()))
 
     def __len__(self) -> int:
@@ -347,11 +339,7 @@ class Leases:
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:
-        """Refuse a lease that is not open.
-
-        Raises:
-            LeaseError: it was released or finished.
-        """
+        """Raise a LeaseError if a lease was released or finished."""
         if not self.holds(lease):
             why = self._void.get(lease.token)
             who = f"lease {lease.token} of node {lease.node.name!r}"
@@ -403,8 +391,7 @@ class Leases:
         self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
-        """Return (lease token, parent) of rows that holders work on but that no node needs, each
-        once."""
+        """Return, once, (lease token, parent) of rows in work that no node needs."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -430,12 +417,7 @@ class ColumnPiece:
 
 
 class ColumnPieces:
-    """Locations of the columns that a node reads, found once and split into shares for ranks.
-
-    Args:
-        source: the segment with the rows of the graph's source.
-        lease: the rows, and the node that reads them.
-    """
+    """Locations of the columns that a node reads, found once and split into shares for ranks."""
 
     def __init__(self, graph: Graph, source: Segment | None, lease: Lease) -> None:
         node = lease.node
@@ -473,13 +455,8 @@ class ColumnPieces:
             self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
     def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[ColumnPiece]]:
-        """Return the pieces of each share of the rows: one per node that wrote some of the columns,
-        and one for the source.
-
-        Args:
-            shares: for each share, the indexes of its rows in the wanted order.
-            index: all shares concatenated.
-        """
+        """Return the pieces of each share: one per node that wrote columns, and one for the source.
+        `shares` has the indexes of the rows of each share; `index` is all shares concatenated."""
         pieces: list[list[ColumnPiece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:
             ordered, begin = keys[index], 0

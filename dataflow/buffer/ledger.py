@@ -155,6 +155,7 @@ class Ledger:
             version: for a node that generates: its policy version, noted for new groups.
         """
         choice = self._choose(self._index[node.name], max_rows, max_groups, staleness)
+        # Setting groups aside or offering them again changes the state, so it must be logged as well.
         if not (choice.taken or choice.too_old or choice.offered):
             return None
         deadline = None if deadline_s is None else self._clock() + deadline_s
@@ -164,11 +165,7 @@ class Ledger:
         return self._grant(node, self.leases.next_token - 1, choice, asked, holder, deadline)
 
     def claim_again(self, record: Record) -> None:
-        """Replay a claim from the log.
-
-        Raises:
-            ValueError: the ready rows differ from the record.
-        """
+        """Replay a claim. Raises ValueError if the ready rows differ from the record."""
         node, token, ids = self.graph[record["node"]], record["lease"], record["ids"]
         i, asked = self._index[node.name], {name: record.get(name) for name in REQUEST}
         self.leases.next_token = token + 1
@@ -183,8 +180,7 @@ class Ledger:
             raise ValueError(f"lease {token} of node {node.name!r} {what}")
 
     def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
-        """Set aside the ready groups that are too old for an update, so that it knows how many are
-        left. Return how many there were."""
+        """Set the ready groups aside that are too old for an update, and return their number."""
         before = self.stale.total()
         self.claim(node, max_groups=0, staleness=staleness)
         return self.stale.total() - before
@@ -214,8 +210,7 @@ class Ledger:
         return lease
 
     def _reserve_ids(self, lease: Lease, level: int) -> None:
-        """Reserve sample ids for the children of these rows. Rows with children keep the ids
-        reserved earlier."""
+        """Reserve sample ids for children. Rows with children keep their earlier ids."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in lease.taken:
             made = set(group.levels[level].parents)
@@ -241,6 +236,7 @@ class Ledger:
         offered = staleness is not None and self._offer_again(i, staleness)
         too_old: list[int] = []
         while staleness is not None and (group := readiness.first_group(i, groups)) is not None:
+            # The oldest groups come first, so the first one within the bound ends the search.
             if staleness.fate == "mask" or not self._is_too_old(group, i, staleness):
                 break
             too_old.append(group.id)
@@ -263,16 +259,9 @@ class Ledger:
         staleness: Staleness | None,
         too_old: Sequence[int] | None,
     ) -> _Choice:
-        """Take the groups of the rows in a log record, for node i, which takes groups.
-
-        Args:
-            too_old: ids of the groups that the claim set aside; None in logs of format 5 and
-                earlier, which checked groups in order of their ids.
-
-        Raises:
-            ValueError: a group is not ready for the node.
-            LookupError: a row or group is not in flight.
-        """
+        """Take the groups of the rows in a log record, for node i, which takes groups. `too_old` is
+        None in logs of format 5 and earlier, which checked groups in order of ids. Raises
+        ValueError or LookupError if a group is not ready, or not in flight."""
         groups = list(dict.fromkeys(self.live.group_of[id] for id in ids))
         if staleness is not None:
             self._offer_again(i, staleness, wait=too_old is None)
@@ -304,13 +293,8 @@ class Ledger:
         return [id for id in ready if self._is_too_old(groups[id], i, staleness)]
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer groups again that waited for a larger bound, if this bound allows them or the fate
-        is not `wait`. Return whether there are any.
-
-        Args:
-            wait: keep groups that are still too old waiting, whatever the fate, as in logs of
-                format 5 and earlier.
-        """
+        """Offer groups again that waited for a larger bound. Return whether there are any. With
+        `wait`, as in format 5 and earlier, groups that are still too old wait in any case."""
         readiness, waits = self.readiness, wait or staleness.fate == "wait"
         held = [self.live.groups[id] for id in sorted(readiness.too_old_groups[i])]
         again = [group for group in held if not (waits and self._is_too_old(group, i, staleness))]
@@ -349,7 +333,6 @@ class Ledger:
         return group, mask
 
     def _close_quorum(self, group: Group, i: int, chosen: int) -> None:
-        """Choose the quorum's rows once, and cancel the others."""
         group.closed |= 1 << i
         wiring, nodes = self.live.wiring, self.live.graph.nodes
         if others := group.levels[wiring.level[i]].awaiting(i) & ~chosen:
@@ -362,6 +345,7 @@ class Ledger:
         left = rows.awaiting(maker)
         for place in places_in(left & rows.leased[maker]):
             self.leases.give_up_parent(nodes[maker], rows.ids[place])
+        # No claim takes the maker's ready rows from their count, so do it here.
         self.readiness.num_rows[maker] -= rows.ready(maker).bit_count()
         if left:
             self.live.finish_rows({group: left}, maker)
@@ -385,6 +369,7 @@ class Ledger:
             published = published.without(lease.given_up)
         lists = published.lists
         ids, tokens, versions, parents, finished = lists
+        # The common case, all rows of the lease at once, needs no check of each row.
         if not (lease.is_whole(published) and len(tokens) == lease.num_rows and versions is None):
             lease.check(lists, self.live.group_of)
         if parents is not None and finished is None:
@@ -423,6 +408,7 @@ class Ledger:
         parts = self._parts_of(node, written, len(ids))
         if parents is not None:
             self.live.add_children(i, ids, parents, tokens, versions, parts)
+            # They belong to the children. The rows below are the parents.
             tokens, parts = [], []
         elif not any(tokens):
             tokens = []
@@ -458,8 +444,7 @@ class Ledger:
         self.live.finish_rows(masks, i, order if ordered else None)
 
     def _parts_of(self, node: Node, written: Written, rows: int) -> list[StoredPart]:
-        """Return the parts that published rows were written to: one per row, or a single one for
-        all of them. Empty if no later node reads them."""
+        """Return the parts of published rows: one per row, or one for all, or none if unread."""
         if written is None:
             return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
@@ -476,11 +461,8 @@ class Ledger:
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
         """Finish a lease; for an update, as part of a step. A FILTER drops the rows that it did not
-        publish; an EXPAND makes no children for parents that it did not mention.
-
-        Raises:
-            LeaseError: a map or group left rows out.
-        """
+        publish; an EXPAND makes no children for parents that it did not mention. Raises a
+        LeaseError if a map or group left rows out."""
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
         i = self._index[node.name]
@@ -550,6 +532,7 @@ class Ledger:
             rows.leased[i] &= ~mask
             if node.makes_level is not None and node.level == SOURCE and not any(group.levels[1:]):
                 self.readiness.set_version(group, None)  # its generation begins again
+            # Also rows that are skipped below: `skip` subtracts them again.
             self.readiness.offer_rows(group, mask.bit_count(), i)
             self.live.note_if_whole(group, i)
             # Rows that a quorum cancelled while they were leased.
@@ -558,7 +541,7 @@ class Ledger:
                 self.live.retire_if_finished(group)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """Return the groups of rows of a node's level, each with the mask of these rows."""
+        """Return group -> mask of these rows of a node's level."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:
@@ -570,11 +553,8 @@ class Ledger:
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
         """Drop ready rows that a node fails on, and return their number. Later nodes continue with
-        the rest of their groups. A node that takes groups drops all rows of these groups.
-
-        Raises:
-            LeaseError: a row is not ready for the node, or is claimed. Nothing changes then.
-        """
+        the rest of their groups. A node that takes groups drops all rows of these groups. Raises a
+        LeaseError, without a change, if a row is claimed or not ready."""
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
@@ -602,11 +582,8 @@ class Ledger:
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
         """Drop the rows of a group whose columns are lost, or that is not needed. Issue its prompt
-        again, unless only recording was left to do, and return whether it was.
-
-        Raises:
-            LeaseError: some of its rows are leased.
-        """
+        again, unless only recording was left to do, and return whether it was. Raises a LeaseError
+        if some of its rows are leased."""
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # it was trained on already
         if group.num_leased:
@@ -630,8 +607,7 @@ class Ledger:
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """Apply deadlines: release overdue leases and return them, and offer groups whose quorum is
-        late."""
+        """Release and return overdue leases, and offer the groups of late quorums."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)

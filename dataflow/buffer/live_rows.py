@@ -60,7 +60,6 @@ class Readiness:
 
     @classmethod
     def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
-        """Compute the readiness of groups from the states of their rows."""
         readiness = cls(wiring)
         for group in groups:
             readiness._count(group)
@@ -104,8 +103,7 @@ class Readiness:
         self._tally(group, 1)
 
     def _tally(self, group: Group, by: int) -> None:
-        """Remove a group from the counts by version (-1) before a change, and add it again (1)
-        afterwards."""
+        """Remove a group from the counts by version (-1), or add it again (1)."""
         if group.version is None:
             return
         for i in self._wiring.updates:
@@ -180,8 +178,7 @@ class Readiness:
         self.num_rows[i] += self._num_offered(group, i)
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Return the oldest policy version in the rows that a group offers to node i; YOUNGEST if
-        no policy generated them."""
+        """Return the oldest version that a group offers to node i; YOUNGEST without a policy."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min(
@@ -209,7 +206,6 @@ class Readiness:
         self.num_groups[i] -= 1
 
     def set_too_old(self, group: Group, i: int) -> None:
-        """Mark a withdrawn group as too old for node i, so that it waits for a larger bound."""
         group.too_old |= 1 << i
         self.too_old_groups[i].add(group.id)
 
@@ -239,7 +235,6 @@ class Readiness:
         return self.num_rows[self._wiring.index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
-        """Return how many groups a claim on this node, which takes groups, could get."""
         return self.num_groups[self._wiring.index[node.name]]
 
     def unclaimed(self, node: Node) -> int:
@@ -251,8 +246,7 @@ class Readiness:
         return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
-        """Return whether all rows issued so far that will reach this node are ready there, and none
-        is leased."""
+        """Return whether all issued rows for this node are ready there, and none is leased."""
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
@@ -390,6 +384,7 @@ class LiveRows:
         for k, id in enumerate(ids):
             group = group_of[parents[k]]
             source, rows = group.levels[above], group.levels[level]
+            # A group has a single row of the source.
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
             bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
@@ -491,6 +486,7 @@ class LiveRows:
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self.wiring.takes_groups[i] or group.offered >> i & 1:
             return
+        # A recorder only gets groups that all other nodes are done with.
         if self.wiring.behind[i] and not group.rested:
             return
         level = self.wiring.level[i]
@@ -502,8 +498,7 @@ class LiveRows:
             self.readiness.offer_group(group, i)
 
     def note_if_whole(self, group: Group, i: int) -> None:
-        """Note a group if all its rows have reached node i (which takes rows), and some may be
-        ready."""
+        """Note a group if all its rows have reached node i, which takes rows."""
         if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
         rows = group.levels[self.wiring.level[i]]
@@ -539,8 +534,7 @@ class LiveRows:
                 self.retire_if_finished(group)
 
     def _finish_level_made_by(self, group: Group, i: int) -> None:
-        """Mark the level that node i makes complete when the node has no work left, and continue
-        with the levels below."""
+        """Complete the level that node i makes, and the levels below, if no work is left."""
         level, above = self.graph.nodes[i].makes_level, self.wiring.level[i]
         if level is None or group.complete[level]:
             return
@@ -612,7 +606,6 @@ class LiveRows:
         self.dropped[reason] += group.num_rows
 
     def retire_if_finished(self, group: Group) -> None:
-        """Forget a group if no work on it is left."""
         if group.open != group.behind or not all(group.complete) or group.id not in self.groups:
             return
         if not group.rested:
@@ -632,7 +625,6 @@ class LiveRows:
         del self.groups[group.id]
 
     def _rest(self, group: Group) -> None:
-        """Mark a group that only has background nodes (recorders) left to run."""
         group.rested = True
         self.groups_behind += 1
         self.groups_of_step[group.issued_in] -= 1
@@ -646,7 +638,7 @@ class LiveRows:
 
     @property
     def groups_at_work(self) -> int:
-        """How many groups have work left, other than recording."""
+        """Number of groups with work left, other than recording."""
         return len(self.groups) - self.groups_behind
 
     @property
@@ -654,8 +646,7 @@ class LiveRows:
         return [id for id, group in self.groups.items() if not group.rested]
 
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
-        """Return the source rows of groups in flight that none of these nodes has claimed, oldest
-        first."""
+        """Return the source rows of groups that none of these nodes has claimed, oldest first."""
         mask = mask_of(self.wiring.index[node.name] for node in nodes)
         return [group.position for group in self.groups.values() if not group.claimed & mask]
 
@@ -679,8 +670,7 @@ class LiveRows:
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """Return the step of the first row or group that a claim would get, and how many of that
-        step are ready. Scans all that is ready for the node."""
+        """Return the step of the first ready row or group, and how many of that step are ready."""
         i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
@@ -695,8 +685,7 @@ class LiveRows:
         return step, number
 
     def oldest_too_old(self, node: Node) -> int | None:
-        """Return the oldest policy version among the groups that wait as too old for a node; None
-        if there are none."""
+        """Return the oldest version among the groups that are too old for a node, or None."""
         i = self.wiring.index[node.name]
         waiting = (self.groups[id] for id in self.readiness.too_old_groups[i])
         oldest = min((self.readiness.oldest_version(group, i) for group in waiting), default=YOUNGEST)
@@ -714,14 +703,12 @@ class LiveRows:
         return found
 
     def is_in_training(self, group_id: int) -> bool:
-        """Return whether an update has claimed a group that still has work left other than
-        recording."""
+        """Return whether an update claimed a group that has more left to do than recording."""
         group = self.groups[group_id]
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """Return counts of rows. Each issued row is exactly one of waiting, leased, done or
-        dropped."""
+        """Return counts of rows. Each is exactly one of waiting, leased, done or dropped."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])

@@ -27,8 +27,6 @@ from .rows import MAX_CHILDREN
 
 @dataclass(slots=True, eq=False)
 class LoggedRow:
-    """One row in flight."""
-
     id: int
     group: LoggedGroup
     parent: LoggedRow | None
@@ -168,8 +166,8 @@ class LoggedGraph:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return the nodes that can keep a row of `maker` from reaching a node. `maker` itself is
-        not one: rows that it has made continue even if it makes no more."""
+        """Return the nodes, except `maker`, that can keep a row of `maker` from a node."""
+        # Rows that `maker` has made continue, even if it makes no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
@@ -206,7 +204,6 @@ class LoggedGraph:
         )
 
     def state(self, row: LoggedRow) -> str:
-        """Return the state of a row in flight: leased, dropped or waiting."""
         nodes = self.on_level[row.level]
         if any(row.id in node.leased for node in nodes):
             return "leased"
@@ -232,8 +229,7 @@ class LoggedGraph:
 
 @dataclass
 class GraphCounts:
-    """Counts of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and
-    `dropped`."""
+    """Row counts of a graph. `issued` = `waiting` + `leased` + `done` + `dropped`."""
 
     issued: int = 0
     waiting: int = 0
@@ -249,8 +245,6 @@ class GraphCounts:
 
 @dataclass(slots=True)
 class LoggedLease:
-    """A lease according to the log."""
-
     node: LoggedNode
     ids: set[int]
     """Rows that were granted and not given back one by one."""
@@ -392,7 +386,6 @@ class LoggedRows:
                 self._skip(self.in_flight[id], node)
 
     def lease(self, graph: LoggedGraph, number: int, node: LoggedNode, ids: list[int], at: int) -> None:
-        """Lease rows to a node, and reserve ids for their children."""
         taken = set(ids)
         node.waiting -= taken
         node.leased |= taken
@@ -412,8 +405,7 @@ class LoggedRows:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: LoggedGroup, *, again: bool) -> None:
-        """Drop all waiting rows of a group whose columns are lost, and issue its prompt again if
-        `again`."""
+        """Drop the waiting rows of a lost group. With `again`, issue its prompt again."""
         for node in group.graph.nodes:
             waiting = group.levels[node.level] & node.waiting
             node.waiting -= waiting
@@ -468,6 +460,7 @@ class LoggedRows:
                     self._skip(other, below)
 
     def _skip(self, row: LoggedRow, node: LoggedNode) -> None:
+        # A leased row stays leased until its holder publishes it or gives it back.
         if row.id in node.waiting:
             node.waiting.remove(row.id)
             node.dropped.add(row.id)
@@ -497,8 +490,7 @@ class LoggedRows:
 
 
 def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
-    """Return why a new row never becomes ready for a node (an ancestor was dropped); empty if it
-    can."""
+    """Return why a new row never becomes ready for a node; empty if it can."""
     for level, before in node.needs_above:
         ancestor = row.ancestor(level)
         if any(ancestor.id in other.dropped for other in before):

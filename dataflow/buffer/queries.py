@@ -77,11 +77,7 @@ HISTORY = pa.schema(
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with the log of a run, given the run directory or that folder itself.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the folder with a run's log, for the run or that folder. Raises UserError without one."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
             return folder
@@ -94,8 +90,7 @@ def buffer_folder(run: Path) -> Path:
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return all rows that a run issued or made, including finished ones, from the log in a
-    buffer's folder (see `HISTORY`). `notes` gets a line for each gap in the log."""
+    """Return all rows of a run, also finished ones (see `HISTORY`). `notes` gets a line per gap."""
     columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
     def list_finished(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -134,12 +129,8 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group, of any graph for None: one line per node that has not finished
-    it, or how it ended. A last line reports gaps in the log.
-
-    Raises:
-        UserError: there is no such graph, or the group belongs to another graph.
-    """
+    """Explain the state of a group: one line per node that has not finished it, or how it ended. A
+    last line reports gaps in the log. Raises a UserError for an unknown graph, or a wrong one."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -167,6 +158,7 @@ def _why(
         raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
     if group is None:
         return ended[0][1]
+    # The checker does not know why rows wait, so ask a restored ledger.
     waits = restore(folder).ledgers[of].live.waits_for(group_id)
     return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
 
@@ -207,20 +199,16 @@ class QueryProcess(ChildProcess):
     """A process that answers one query, then ends."""
 
     def __init__(self) -> None:
+        # Each arena reserves address space, which the program limits (`SPARE_BYTES`).
         environment = {"MALLOC_ARENA_MAX": "2"}
         super().__init__(_PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment=environment)
 
     def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query and the tables that it may name, wait for the answer, and end the process.
-
-        Returns:
-            The reply and the answer. None if the process ended before it had read the query.
-
-        Raises:
-            UserError: the query took too long, or too much memory.
-        """
+        """Send a query and its tables, wait for the answer, and end the process. Returns None if
+        the process ended before it had read the query. Raises a UserError if the query took too
+        long, or too much memory."""
         try:
             try:
                 self.ask({**asked, "tables": list(tables)}, TAKEN_S)
@@ -254,6 +242,7 @@ def ask(
     """Send a query to the prepared process, or to a new one (see `QueryProcess.run_query`)."""
     waiting = _take_prepared()
     answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
+    # The prepared process may have ended by itself, after PREPARED_S.
     if answered is None:
         answered = QueryProcess().run_query(asked, tables, timeout_s)
     if answered is None:
@@ -269,11 +258,11 @@ _prepared: list[QueryProcess] = []
 
 
 def prepare() -> None:
-    """Start a process for the next query, if DuckDB is installed and none waits. It ends by itself
-    after PREPARED_S."""
+    """Start a process for the next query, if DuckDB is installed and none waits."""
     if find_spec("duckdb") is None:
         return
     with _lock:
+        # It ended by itself: release its pipes.
         if _prepared and _prepared[0].exit_code is not None:
             _prepared.pop().kill()
         if not _prepared:
@@ -286,7 +275,6 @@ def _take_prepared() -> QueryProcess | None:
 
 
 def end_prepared() -> None:
-    """End the prepared process, if there is one."""
     waiting = _take_prepared()
     if waiting is not None:
         waiting.kill()
@@ -345,6 +333,7 @@ def query(
     try:
         notes = [] if notes is None else notes
         readers = {**_tables(run, notes), **known}
+        # A name in a text or a comment also matches, which only costs a read.
         named = {
             name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)
         }
@@ -367,7 +356,7 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Return name -> reader of each table. A reader returns None if the run has no such table."""
+    """Return name -> reader. A reader returns None if the run has no such table."""
     try:
         folder = buffer_folder(run)
     except UserError:
@@ -395,8 +384,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return the columns of rows in flight: graph, sample_id, and all readable columns of nodes and
-    sources. `notes` gets a line for each segment that could not be read."""
+    """Return the columns of rows in flight. `notes` gets a line per unreadable segment."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
@@ -418,8 +406,7 @@ class _Reader:
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[LoggedRow], source: Sequence[Any] | None) -> pa.Table:
-        """Return the columns of rows of one level, in this order; null if a node has not written
-        yet."""
+        """Return the columns of rows of one level; null if a node has not written yet."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -457,16 +444,14 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the recorded samples of a run, or its archived samples, with graph and step; None if
-    there are neither."""
+    """Return the recorded or archived samples of a run, with graph and step, or None."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Add the `length` of each response, as in the dashboard, unless there is a column of that
-    name."""
+    """Add the `length` of each response, as in the dashboard, unless there is one."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

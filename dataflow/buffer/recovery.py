@@ -73,8 +73,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
 
 
 def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
-    """Return the record of a group. `numbers` has the parts saved so far; new parts are added, and
-    saved with this group."""
+    """Return the record of a group. New parts are added to `numbers`, and saved with it."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -114,8 +113,7 @@ def _masks(rows: LevelRows) -> tuple[list[int], ...]:
 
 
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Restore a new ledger from records. Leases lose their deadlines, because their holders are
-    called again or gone."""
+    """Restore a new ledger from records. Leases lose their deadlines."""
     live, parts = ledger.live, list[StoredPart]()
     for record in records:
         match record["do"]:
@@ -145,6 +143,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_lease(ledger: Ledger, record: Record) -> None:
     node, groups = ledger.graph[record["node"]], ledger.live.groups
     held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
+    # Without a deadline: holders are called again, or gone.
     lease = Lease.of(record["token"], node, held, holder=record["holder"])
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])
@@ -222,12 +221,8 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """Read the position and the records of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or from another version of Weft. The message names
-            the file and the place.
-    """
+    """Read the position and the records of a checkpoint. Raises a ValueError, with file and place,
+    for damage or another version of Weft."""
     reader = LogReader(path)
     records = list(reader)
     if reader.damage:
@@ -264,11 +259,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read the position of a checkpoint from its first line.
-
-    Raises:
-        ValueError: the first line is damaged, or from another version of Weft.
-    """
+    """Read the position of a checkpoint from its first line. Raises the errors of `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 
@@ -278,7 +269,6 @@ def _start(position: Position) -> Record:
 
 
 def _position_of(path: Path, first: Record) -> Position:
-    """Return the position in the first record of a checkpoint."""
     if first.get("do") != "checkpoint":
         raise ValueError(f"{path} does not begin with a checkpoint record")
     found = first.get("format", 1)
@@ -304,7 +294,6 @@ def ledger_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_path(folder: Path, position: Position) -> Path:
-    """Return the path of the checkpoint at a log position, whether or not it exists."""
     return folder / f"ledger-{position.offset:012d}.checkpoint"
 
 
@@ -404,6 +393,7 @@ def restore(
         match record["do"]:
             case "graph":
                 name = record["graph"]
+                # The checkpoint and the log after it may both describe the graph.
                 if name not in restored.ledgers:
                     graph = _same_graph(name, record, graphs)
                     restored.ledgers[name] = Ledger(graph, ids=restored.ids, name=name, clock=clock)
@@ -420,6 +410,7 @@ def restore(
         take(record)
     for name, ledger in restored.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
+    # Before the replay, which may free some of them.
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
     if start != at:  # else the checkpoint is the complete state
@@ -442,8 +433,7 @@ def restore(
 def _replay_log(
     restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
-    """Replay the log up to a position. Return whether it has records other than the beginning of a
-    run."""
+    """Replay the log up to a position. Return whether it has more than the start of a run."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -466,6 +456,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
+    # Through JSON, as in the log, which has lists instead of tuples.
     now = json.loads(json.dumps(graphs[name].outline()))
     if now != outline:
         earlier, nodes = {n["name"] for n in outline["nodes"]}, now["nodes"]
@@ -481,8 +472,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return the position and the records of the latest valid checkpoint up to `at`, and all valid
-    ones."""
+    """Return position and records of the latest valid checkpoint, and all valid paths."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):

@@ -88,7 +88,6 @@ def places_in(mask: int) -> Sequence[int]:
 
 
 def mask_of(places: Iterable[int]) -> int:
-    """Return the mask with these bits set."""
     mask = 0
     for place in places:
         mask |= 1 << place
@@ -96,7 +95,6 @@ def mask_of(places: Iterable[int]) -> int:
 
 
 def union(masks: Iterable[int], mask: int = 0) -> int:
-    """Return the bitwise or of these masks."""
     for one in masks:
         mask |= one
     return mask
@@ -207,6 +205,7 @@ class LevelRows:
         """Return the places of some rows, in the order of their sample ids."""
         if not mask & (mask - 1):
             return (mask.bit_length() - 1,) if mask else ()
+        # Children arrive in any order, so places do not follow ids.
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
@@ -336,8 +335,7 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Its index among its parent's children, independent of worker and time; 0 for a row of the
-        source."""
+        """Its index among its parent's children, for any worker; 0 for a row of the source."""
         if self.level == SOURCE:
             return 0
         rows = self._level
@@ -467,7 +465,9 @@ class Wiring:
         self.users = [[j for j, m in enumerate(nodes) if n.name in m.after] for n in nodes]
         """Node -> nodes that come after it."""
         self.then = [
-            [j for j in self.users[i] if n.makes_level != nodes[j].level] for i, n in enumerate(nodes)
+            # New rows are offered when they arrive, not when their parent is done.
+            [j for j in self.users[i] if n.makes_level != nodes[j].level]
+            for i, n in enumerate(nodes)
         ]
         """Node -> nodes that may become ready when it finishes a row, on the same level or deeper
         ones."""
@@ -514,8 +514,7 @@ class Wiring:
         return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
     def below(self, group: Group, level: int, mask: int, made: int) -> int:
-        """Return the mask of the rows on level `made` that descend from these rows, or the rows
-        themselves."""
+        """Return the mask of the rows on level `made` that are, or descend from, these rows."""
         path: list[int] = []
         while made not in (SOURCE, level):
             path.append(made)

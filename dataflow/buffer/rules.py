@@ -1,5 +1,5 @@
-"""Rules for rows, and the checker that finds the events of a log which break them. It shares only
-the record format with the ledger.
+"""Rules for rows, and the checker that finds the events of a log which break them. It shares only the
+record format with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
@@ -135,10 +135,10 @@ class Checker:
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Process the next event, and return the rules that it breaks. `at` is the byte offset of
-        the record in the log, for messages."""
+        """Process an event at this byte of the log, and return the rules that it breaks."""
         self.at, self._violations = at, []
         try:
+            # A restart writes its epoch, releases leases and loses groups; other records end it.
             released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED
             if self._restarting and not released:
                 self._end_restart()
@@ -151,6 +151,7 @@ class Checker:
         except BrokenRule as broken:
             assert isinstance(broken.rule, Rule)
             self._break(broken.rule, f"{record['do']}: {broken}")
+        # A record of another version must not end the check.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
@@ -159,7 +160,7 @@ class Checker:
         return self._violations
 
     def end_log(self) -> list[Violation]:
-        """Process the end of the log. Returns the violations that no single event causes."""
+        """Return the violations that no single event causes."""
         self._violations = []
         if self._restarting:
             self._end_restart()
@@ -291,6 +292,7 @@ class Checker:
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
+        # Continue after the gap, so that it is reported once.
         rows.next_id, rows.next_group = max(rows.next_id, first), max(rows.next_group, group)
         for position, number in zip(positions, tokens, strict=True):
             rows.issue_row(graph, record["step"], position, number)
@@ -381,8 +383,7 @@ class Checker:
     def _set_aside(
         self, graph: LoggedGraph, node: LoggedNode, record: Record, who: str
     ) -> list[LoggedGroup]:
-        """Return the ready groups that a claim sets aside as too old. Logs of format 5 and earlier
-        do not name them."""
+        """Return the ready groups that a claim sets aside as too old."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
 
@@ -434,8 +435,7 @@ class Checker:
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return the oldest version in the rows of a group that reach a node; infinity if no policy
-        made them."""
+        """Return the oldest version of a group at a node; infinity if no policy made it."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)
@@ -471,6 +471,7 @@ class Checker:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
         verb = "publishes" if parents is None else "finishes"
+        # `foreign` rows are reported above.
         self._check_own(finished - lease.open - foreign, f"publish: {who} {verb}")
         # Continue with the valid rows only, after reporting the others.
         finished &= lease.open
@@ -547,6 +548,7 @@ class Checker:
         lease, why = self._lease_of(record), record["why"]
         node, who = lease.node, lease.node.describe_lease(record["lease"])
         if "ids" not in record:
+            # A log without epochs shows a restart only by its releases.
             if why == RESTARTED:
                 self.restarts += not self._restarting
                 self._restarting = True

@@ -83,10 +83,7 @@ class BufferConfig(Config):
 
 @dataclass
 class SampleBuffer:
-    """Ledgers by graph name, with their log and segments.
-
-    `create` makes the buffer of a new run; `recover` restores the buffer of an earlier run.
-    """
+    """Ledgers by graph name, with their log and segments."""
 
     folder: Path
     node: str
@@ -139,15 +136,12 @@ class SampleBuffer:
             node: name of the driver's node.
             disk: where to write the log; a test passes one that fails.
             clock: seconds since any moment, for deadlines.
-            fence: ensures that the log has a single writer.
             ids: first ids to assign, if an earlier log used the ones before.
             scratch: where to store segments; None stores them in `folder`.
-            sync_interval_s: seconds of the log that a power loss may cost. A killed process loses
-                nothing.
+            sync_interval_s: seconds of the log that a power loss may cost. A kill costs nothing.
             keep_checkpoints: ledger checkpoints to keep besides the ones that model checkpoints need.
 
-        Raises:
-            UserError: the folder already has a log.
+        Raises a UserError if the folder already has a log.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(
@@ -224,6 +218,7 @@ class SampleBuffer:
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, RESTARTED)
+        # After the releases, because a group with leased rows cannot be lost.
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         # The releases above must be on disk before any worker starts.
@@ -266,18 +261,19 @@ class SampleBuffer:
         self.damage += self.drop_lost(lost)
 
     def _verify(self, segment: Segment) -> None:
+        # Scratch folders of other nodes are on other machines; see `elsewhere`.
         folder = self.segments.parent / segment.node
         if self.scratch is None or segment.node == self.node or folder.is_dir():
             verify_segment(folder, segment)
 
     def _register_segments(self, pinned: set[Segment]) -> None:
-        """Register the segments that rows or the latest checkpoint need, and recycle all other
-        files."""
+        """Register the segments that are still needed, and recycle all other files."""
         for ledger in self.ledgers.values():
             # Replay freed these already; `sweep` removes their files.
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
+        # `freed` below refuses segments that were never published.
         for segment in live | pinned:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
@@ -291,8 +287,7 @@ class SampleBuffer:
     # Lost rows
 
     def elsewhere(self) -> list[Segment]:
-        """Return segments of rows in flight that are on other machines, so that recovery could not
-        check them."""
+        """Return segments of rows in flight that recovery could not check: on other machines."""
         if self.scratch is None:
             return []
         root = self.segments.parent
@@ -333,8 +328,7 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the `unreachable` groups, and return their (graph, group). No row of them may be
-        leased."""
+        """Requeue the `unreachable` groups, without leased rows. Return (graph, group)."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -372,6 +366,7 @@ class SampleBuffer:
         self.log.commit(sync=sync)
         self.cutting.finish()
         for ledger in self.ledgers.values():
+            # After the write: the log on disk must not need segments that are already free.
             self.store.freed(ledger.parts.take_freed())
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
@@ -409,13 +404,12 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint if the log has grown by CUT_BYTES since the last one. Runs without
-        model checkpoints call this, so that their log stays small."""
+        """Make a checkpoint if the log has grown by CUT_BYTES since the last one."""
+        # Runs without model checkpoints would otherwise keep their whole log.
         if self.log.position.offset - self._saved_at >= CUT_BYTES:
             self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:
-        """Delete the checkpoint of this position, if there is one."""
         path = checkpoint_path(self.folder, position)
         path.unlink(missing_ok=True)
         self.store.unpin([path.name])
@@ -435,12 +429,10 @@ class SampleBuffer:
         before a group is finished.
 
         Args:
-            name: the graph.
             groups_per_update: groups in an update. One update's groups are always admitted, even
                 beyond the limits, because rows are only freed after training.
-            staleness: most updates that a row may lag the weights that it trains. Groups are only
-                admitted if they will be trained on within it, so that rows need not be discarded.
-                None sets no bound.
+            staleness: most updates that a row may lag the weights that it trains; None sets no bound.
+                Only groups that will be trained on within it are admitted.
             lag: number of updates that the generating weights are behind the trained ones.
             taken: groups that the current update has claimed so far, finished or not.
         """
@@ -477,7 +469,6 @@ class SampleBuffer:
 
 
 def _make_store(folder: Path, node: str, scratch: Scratch | None) -> SegmentStore:
-    """Make the folders of a buffer, with one subfolder of segments for each node."""
     root = folder / SEGMENTS if scratch is None else scratch.hold()
     for made in (folder, root, root / node):
         make_folder(made)

@@ -92,11 +92,8 @@ class Scratch:
             return False
 
     def hold(self) -> Path:
-        """Create the folder, hold it until this process lets it go or ends, and return it.
-
-        Raises:
-            UserError: it cannot be created, or belongs to another user.
-        """
+        """Create the folder, hold it until this process lets it go or ends, and return it. Raises a
+        UserError if it cannot be created, or belongs to another user."""
         path, deadline = self.path, time.monotonic() + HOLD_S
         while path not in _held:
             try:
@@ -124,8 +121,7 @@ class Scratch:
         return path
 
     def let_go(self, *, over: bool) -> None:
-        """Release the folder. If the run is over, it is removed when its last process on this
-        machine ends."""
+        """Release the folder. A run that is over loses it when its last process here ends."""
         if (descriptor := _held.pop(self.path, None)) is None:
             return
         if over and self.path.is_dir():
@@ -133,8 +129,7 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove folders of earlier runs in this directory from this machine, unless a process
-        holds them."""
+        """Remove folders of earlier runs in this directory that no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
                 # its watcher may have removed it, or a process holds it
@@ -143,8 +138,7 @@ class Scratch:
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """Return the scratch folder on the machine where the run began; None if segments are in the
-    buffer's folder."""
+    """Return the scratch folder on the run's first machine; None if the buffer has the segments."""
     try:
         return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -152,8 +146,7 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Return warnings about a folder for segments, which need not exist yet: a network file system,
-    or fewer free bytes than may be needed."""
+    """Return warnings about a folder for segments: a network file system, or too little space."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)
@@ -170,8 +163,7 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the file system type of an existing path, such as "ext4" or "nfs4", from the list of
-    mounts; empty if unknown."""
+    """Return the file system type of an existing path, such as "nfs4"; empty if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
@@ -213,11 +205,7 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _remove_free(path: Path) -> None:
-    """Remove a folder that no process holds, unless it belongs to another user.
-
-    Raises:
-        FileNotFoundError, BlockingIOError: it does not exist, or a process holds it.
-    """
+    """Remove a folder of this user. Raises FileNotFoundError, or BlockingIOError if it is held."""
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         return
     in_use = path / IN_USE
@@ -233,16 +221,14 @@ def _remove_free(path: Path) -> None:
 
 
 def watch(folder: Path, grace_s: float) -> None:
-    """Wait until no process has held the folder for `grace_s`, and remove it.
-
-    It watches a lock, because the kernel releases a process's locks however the process ends.
-    """
+    """Wait until no process has held the folder for `grace_s`, and remove it."""
     try:
         own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_use = os.open(folder / IN_USE, os.O_RDWR)
     except OSError:  # another daemon watches the folder, or the folder is gone
         return
+    # A lock, because the kernel releases a process's locks however the process ends.
     free_since: float | None = None
     while folder.exists():
         time.sleep(POLL_S)
@@ -258,6 +244,7 @@ def watch(folder: Path, grace_s: float) -> None:
             folder.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
             return
+        # Let go between two looks, so that a restarted process can hold the folder.
         fcntl.flock(in_use, fcntl.LOCK_UN)
 
 

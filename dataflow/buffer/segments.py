@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 
 class _StreamFile:
-    """The open file of one schema of a writer, with the Arrow writer that encodes its messages."""
-
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self.descriptor, self.path, self.sequence, self.end, self.capacity = -1, Path(), -1, 0, 0
@@ -69,8 +67,7 @@ class _StreamFile:
         self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """Encode a message as pieces: the buffers of its columns, not copied, with metadata and
-        padding between them."""
+        """Encode a message as pieces: the buffers of its columns, not copied, and padding."""
         self._writer.write_batch(record)
         pieces, self._sink.pieces = self._sink.pieces, []
         return pieces
@@ -100,8 +97,7 @@ class _Sink:
 
 
 def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split pieces into chunks for one system call each: at most `CHUNK_BYTES` bytes and 512
-    pieces."""
+    """Split pieces into chunks of at most CHUNK_BYTES, for one system call each."""
     chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
@@ -117,8 +113,7 @@ def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write a chunk at `position` and return the position after it. (`pwritev` may write less than
-    it was given.)"""
+    """Write a chunk, which `pwritev` may do in parts. Return the position after it."""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -129,11 +124,8 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
     """Open a file of `capacity` bytes that begins with `start`: a free file that no process maps,
     or a new one. Return its descriptor, which holds a shared lock.
 
-    The file gets its name after `start` is written, so that readers never see the contents of
-    another file under it.
-
-    Raises:
-        OSError: the disk is full.
+    It gets its name after `start` is written, so that readers never see other contents under it.
+    Raises an OSError if the disk is full.
     """
     make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
@@ -256,21 +248,23 @@ def _resident_since(descriptor: int) -> tuple[int, int] | None:
 
 
 def is_resident(descriptor: int) -> bool:
-    """Return whether the first page of a file, which every reader needs, is in memory.
-    (`RWF_NOWAIT` would load it.)"""
+    """Return whether the first page of a file, which every reader needs, is in memory."""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
         view = np.frombuffer(page, np.uint8)
         found = ctypes.c_ubyte()
+        # `RWF_NOWAIT` would load the page.
         failed = _libc.mincore(
             ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
         )
+        # A map cannot be closed while a view of it exists.
         del view
     return bool(failed or found.value & 1)
 
 
 def _evict(descriptor: int) -> None:
+    # The kernel only drops pages that are on disk.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -315,7 +309,6 @@ class SegmentReader:
     once per node.
 
     Args:
-        folder, node: the folder and the name of this process's node.
         fetch: fetches messages from other nodes. None if there are none, or none are known yet.
         retry_s: time to retry fetching from a node that does not answer, because its server may be
             restarting. `fetch` may be replaced during that time.
@@ -391,11 +384,8 @@ class SegmentReader:
 
 
 def verify_segment(folder: Path, segment: Segment) -> None:
-    """Read a message of this node and compare its checksum, without building a batch.
-
-    Raises:
-        DamagedSegment: the message is missing or damaged.
-    """
+    """Read a message of this node and compare its checksum, without building a batch. Raises a
+    DamagedSegment if the message is missing or damaged."""
     path, left, position = folder / segment.file, segment.num_bytes, segment.offset
     digest = xxhash.xxh3_64()
     try:
@@ -423,14 +413,14 @@ def fetched_path(folder: Path, segment: Segment) -> Path:
 
 
 class _Mapping:
-    """A file mapped into this process. It holds a shared lock while the mapping or an array into it
-    exists."""
+    """A mapped file. It holds a shared lock while the mapping or an array into it exists."""
 
     def __init__(self, path: Path, segment: Segment) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
+                # A writer may have recycled the file before this process had its lock.
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
                 # mmap duplicates the descriptor, and with it the lock.
@@ -637,11 +627,8 @@ class SegmentStore:
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
-        """Note that no live row refers to these segments.
-
-        Raises:
-            ValueError: a segment was never published, or was freed before.
-        """
+        """Note that no live row refers to these segments. Raises a ValueError if a segment was
+        never published, or was freed before."""
         for segment in segments:
             if segment in self.pinned:
                 self._waiting.append(segment)
@@ -672,6 +659,7 @@ class SegmentStore:
             self._pins.pop(checkpoint, None)
         self.pinned = set().union(*self._pins.values())
         waiting, self._waiting = self._waiting, []
+        # `freed` puts the segments that are still pinned back.
         self.freed(waiting)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
@@ -684,8 +672,7 @@ class SegmentStore:
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle all files of this node without live segments, and return their number. Call it at
-        recovery, before any writer starts."""
+        """Recycle this node's files without live segments, before any writer starts."""
         for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while creating it
             unfinished.unlink()
         return self._sweep("*.arrows")

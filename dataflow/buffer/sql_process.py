@@ -24,6 +24,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+# In this order: the last setting locks the others.
 LOCKED = (
     "python_enable_replacements = false",  # else the query could read variables of this program
     "enable_external_access = false",  # files, other databases, extensions
@@ -35,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answer the query on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Unhandled, so that the kernel ends this process even inside DuckDB.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -56,6 +57,7 @@ def main() -> None:
     try:
         with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
             if asked["memory_bytes"] is not None:
+                # After the tables are read, because the limit is relative to the current size.
                 _bound(asked["memory_bytes"] + SPARE_BYTES)
             for name, table in tables.items():
                 connection.register(name, table)
@@ -83,8 +85,7 @@ def _bound(more: int) -> None:
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
-    """Return whether an answer of DuckDB was cut, and its first rows; an empty table for a
-    statement without an answer."""
+    """Return whether an answer of DuckDB was cut, and its first rows."""
     if answer is None:
         return False, pa.table({})
     table = answer.limit(max_rows + 1).to_arrow_table()

@@ -113,8 +113,6 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     """Return the ground truth of each row, or None if the rows have none.
 
     Args:
-        rows: the rows, with the values of the file.
-        format: the format of the rows.
         answer: the column; None uses the first known one in the rows.
         extract: extract the final answer of worked solutions.
     """
@@ -125,6 +123,7 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     if not extract or not (is_text(column.type) or is_json(column.type)):
         return Answers(name, column)
     texts = column.cast(pa.string()) if is_json(column.type) else column
+    # Without a Python string for each row, unlike the loop below.
     if not count_matches(texts, r"####|\\boxed|\\fbox"):
         return Answers(name, column)
     chunks: list[pa.Array] = []
@@ -194,8 +193,7 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
 
 
 def _values(rows: Rows, path: str) -> pa.ChunkedArray:
-    """Return a column or a nested field (with dots in the path): text as plain strings, other
-    values as JSON if possible."""
+    """Return a column or a nested field (`a.b`): text as strings, other values as JSON if possible."""
     table = rows.table
     name, *fields = path.split(".")
     is_inside = path not in table.column_names and name in table.column_names
@@ -308,7 +306,7 @@ def _what_instead(kind: pa.DataType) -> str:
 
 
 def _why_unreadable(encoded: pa.Buffer) -> str:
-    """Check the header of an encoded image. Return the problem, or an empty string."""
+    """Return the problem with the header of an encoded image; empty if there is none."""
     from PIL import Image
 
     # Pillow only warns about large images; treat this as an error.

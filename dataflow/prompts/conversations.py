@@ -119,13 +119,14 @@ def _read_json(rows: Rows, name: str) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes). Nulls in
-    JSON text are the user's, nulls in structs may only fill up fields of other rows."""
+    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes)."""
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
         return [
-            json.loads(inner) if isinstance(inner, str) else _without_nulls(inner) for inner in value
+            # Nulls in JSON text are the user's; nulls in structs may fill up fields of other rows.
+            json.loads(inner) if isinstance(inner, str) else _without_nulls(inner)
+            for inner in value
         ]
     return _without_nulls(value)
 
@@ -289,8 +290,6 @@ class Renderer:
     """Renders rows of messages with the chat template.
 
     Args:
-        rows: the rows, with their columns of tools and of variables of the template.
-        tokenizer: the tokenizer, with the template.
         system: system prompt for rows without one.
         variables: variables of the template for all rows.
         own_systems: system prompts by row.
@@ -391,9 +390,7 @@ class Renderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response, after the messages `before` it. A turn joins
-        the previous run if its prompt extends the text of that run. `first` is the text up to the
-        end of the response's first turn."""
+        """Collect the assistant turns of a response. `first` is the text to the end of the first one."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):
@@ -417,11 +414,8 @@ class Renderer:
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
         """Render the prompt with the header for generation, with which all finished turns begin.
-
         Some templates open a turn for generation with text that finished turns lack (`<think>`).
-        The prompt then ends with the header of finished turns, and never elsewhere, such as inside
-        a tag that starts like another.
-        """
+        The prompt then ends with the header of finished turns."""
         # With `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
@@ -475,7 +469,6 @@ class Renderer:
 
 
 def _end(text: str, other: str, characters: int = 30) -> str:
-    """Return an excerpt of a text around its first difference from another text."""
     pairs = enumerate(zip(text, other, strict=False))
     same = next((k for k, (a, b) in pairs if a != b), min(len(text), len(other)))
     return repr(text[max(0, same - 15) : same + characters])

@@ -46,11 +46,11 @@ class Rows:
     """Number of the first row, if the table is a part of the rows."""
 
     def place(self, row: int) -> str:
-        """Return the place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count
-        from 1)."""
+        """Return the place of a row, counted from 1: `train.jsonl, line 7`."""
         row += self.start
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if _kind(Path(file)) == ".jsonl":
+            # Blank lines are not rows, so count lines again.
             for line, _ in itertools.islice(_lines(Path(file)), row - first, None):
                 return f"{file}, line {line}"
         return f"{file}, row {row - first + 1}"
@@ -154,6 +154,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
     """
     if isinstance(rows, pa.Table | pa.RecordBatch):
         table = pa.table(rows).slice(0, limit)
+    # A `datasets.Dataset`, known by its method, because the library need not be installed.
     elif hasattr(rows, "with_format"):
         table = rows.with_format("arrow")[:limit]
     elif _is_frame(rows):
@@ -178,6 +179,7 @@ def is_rows(value: object) -> bool:
 
 def _is_frame(value: object) -> bool:
     kind = type(value)
+    # By name, so that pandas need not be installed.
     return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
 
 
@@ -312,8 +314,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Return the readable files in a folder, and in its folders named `data` or after a split.
-    Links back to the real paths `above` are not followed."""
+    """Return the readable files in a folder, and in its folders named `data` or after a split."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -372,7 +373,6 @@ def is_hub_id(name: str) -> bool:
 
 
 def _read_hub(name: str, subset: str | None, split: str | None, limit: int | None) -> Rows:
-    """Read a split of a data set, mapped from the cache of `datasets`."""
     try:
         import datasets
         import datasets.config
@@ -434,6 +434,7 @@ def _check_reachable(name: str, cache: Path) -> None:
             f"{name!r} is not a file or folder, and not a data set on the Hugging Face hub"
         ) from None
     except Exception as error:  # no network, offline mode, or a timeout; the class depends on the client
+        # `datasets` can read its own cache without the network.
         if (cache / name.replace("/", "___")).is_dir():
             return
         raise UserError(
@@ -563,8 +564,7 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows with their places to a table without changing values. `where` tells where to
-    expect an object."""
+    """Convert rows to a table without changing values. `where` tells the user where to put an object."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):
@@ -572,6 +572,7 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
         keys = dict.fromkeys(key for _, row in part for key in row)
+        # Rows without keys still count as rows.
         without_columns = pa.table({"": pa.nulls(len(part))}).select([])
         parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else without_columns)
     if not parts:
@@ -603,7 +604,6 @@ def _column(key: Any, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> pa.Array
 
 
 def _read_json(path: Path, limit: int | None) -> pa.Table:
-    """Read a JSON array of objects, or concatenated objects."""
     data = _bytes(path)
     _refuse_deep(str(path), data)
     try:
@@ -625,7 +625,6 @@ def _after_blank(text: str, at: int) -> int:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array, or concatenated values."""
     at = _after_blank(text, 0)
     is_array = text.startswith("[", at)
     at = _after_blank(text, at + is_array)
@@ -651,6 +650,7 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
+    # A file with semicolons would otherwise be read as a single column.
     if len(header) == 1 and ";" in header[0]:
         raise UserError(
             f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
@@ -738,8 +738,7 @@ def _refuse_deep(place: str, text: bytes) -> None:
 
 
 def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse lone surrogates (halves of characters), which neither files nor tokenizers can
-    represent, and values of a column that JSON cannot represent. The message names the row."""
+    """Refuse lone surrogates (halves of characters), and values that JSON cannot represent."""
     for place, row in rows:
         half = lone_surrogate(row.get(key))
         if half is not None:
@@ -791,7 +790,7 @@ def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
-    """Refuse CSV that ends inside quotes, because the file was cut off or has an extra quote."""
+    """Refuse CSV that ends inside quotes: it was cut off, or has an extra quote."""
     opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
     text, at = data.removeprefix(codecs.BOM_UTF8), 0
     while (found := opens.search(text, at)) is not None:
@@ -833,11 +832,11 @@ def refuse_mixed(name: str, rows: Rows) -> None:
 def short(value: Any) -> str:
     """Return a value as JSON, in at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
+    # A lone surrogate cannot be printed.
     return beginning(_SURROGATE.sub(lambda half: ascii(half[0])[1:-1], text), 60)
 
 
 def start_of(text: str) -> str:
-    """Return the beginning of a text, in at most 80 characters."""
     return beginning(text, 80)
 
 

@@ -100,9 +100,10 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 def find_format(rows: Rows, how: ReadSettings) -> Format:
-    """Return the format that the settings describe, or the first known format whose columns the
-    rows have, with their column of system prompts. Raises a `UserError` that names the nearest."""
+    """Return the format of the rows, from the settings or the first known format that fits. Raises
+    a `UserError` that names the nearest one."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
+    # A column with another role cannot be the system prompt, whatever its name.
     used = {*format.columns, how.answer} - {format.system}
     found = [name for name in _SYSTEM_COLUMNS if name in table.column_names and name not in used]
     system = next((name for name in found if is_text(table.schema.field(name).type)), None)
@@ -157,8 +158,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
 
 
 def refuse_quoted_messages(rows: Rows, format: Format) -> None:
-    """Refuse columns of prompts or responses whose texts are all lists of messages, in JSON or
-    Python syntax."""
+    """Refuse columns whose texts are all lists of messages, in JSON or Python syntax."""
     quoted = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
     for name in filter(None, (format.prompt, *format.responses.values())):
         column = rows.table.column(name) if name in rows.table.column_names else None
@@ -232,7 +232,6 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def item_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a list's items, or of a single item."""
     return kind.value_type if is_list(kind) else kind
 
 

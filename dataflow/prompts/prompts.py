@@ -85,6 +85,7 @@ class Lengths:
         >>> Lengths.of(range(1, 101))
         Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
         """
+        # `higher` chooses a length that occurs in the data.
         quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
         return cls(*(int(value) for value in quantiles))
 
@@ -745,7 +746,6 @@ class Prompts:
 
 
 def _with_useful_masks(made: pa.Table) -> pa.Table:
-    """Drop the masks if they exclude no token."""
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
     # Masks of all ones cost memory and mean nothing.
@@ -776,7 +776,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_columns(rows: Rows) -> None:
-    """Refuse duplicate columns, columns of tokens, videos and sounds."""
+    """Refuse duplicate columns, and columns of tokens, video or audio."""
     names = rows.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -73,8 +73,7 @@ class Rendering:
 
     @classmethod
     def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
-        """Decide for all rows. Raises a `UserError` if a column is neither text nor messages, or a
-        setting does not fit."""
+        """Decide for all rows. Raises a `UserError` for a column or setting that does not fit."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
@@ -101,13 +100,8 @@ class Rendering:
         )
 
     def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
-        """Return prompts and responses of rows, or of a part of them.
-
-        Args:
-            rows: the rows.
-            images: number of images in each row; None if the source has none. Without a template,
-                prompts have their own placeholders.
-        """
+        """Return prompts and responses of rows, or of a part of them. `images` is the number of
+        images in each row; None if the source has none."""
         format, parts = self.format, self.format.responses
         if format.text:
             return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)
@@ -187,6 +181,7 @@ def _repeat_prompts(rows: Rows, format: Format, kinds: Mapping[str, Kind]) -> bo
     if not format.prompt or len(paths) < 2 or format.context or {*map(kinds.get, paths)} != {"text"}:
         return False
     columns = [as_text(rows.column(path)) for path in paths]
+    # In parts, because texts take more memory in Python than in Arrow.
     for start in range(0, len(rows.table), 8192):
         prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
         for texts in responses:
@@ -204,7 +199,6 @@ def _needs_template(
     wanted: bool | None,
     repeats: bool,
 ) -> tuple[bool, str]:
-    """Return whether to apply the chat template, and the reason."""
     messages = next((path for path, kind in kinds.items() if kind == "messages"), None)
     if messages is not None:
         text = next((path for path, kind in kinds.items() if kind == "text"), None)
@@ -237,7 +231,6 @@ def _needs_template(
 
 
 def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
-    """Return whether every plain text has the beginning-of-sequence token of a template."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
@@ -315,7 +308,6 @@ def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) 
 
 
 def _turns_of_others(response: str) -> list[Gap]:
-    """Find the parts of a response from a mark `Human:` to the next mark `Assistant:`."""
     found: list[Gap] = []
     began: int | None = None
     for mark in _TURNS.finditer(response):
@@ -446,7 +438,7 @@ def _masks(
 def _mask_by_place(
     ids: np.ndarray, prompt: str, pieces: Sequence[str], tokenizer: Tokenizer
 ) -> np.ndarray:
-    """Mask the tokens that overlap a gap, by their character offsets: [tokens] uint8."""
+    """Mask the tokens that overlap a gap, by character offsets: [tokens] uint8."""
     encoding = tokenizer.backend.encode(prompt + "".join(pieces), add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
@@ -512,8 +504,7 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-    """Return the ids of texts. With `special`, the tokenizer adds a beginning token, but no second
-    one, and no end tokens."""
+    """Return the ids of texts, without end tokens. With `special`, they get one beginning token."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
     rows = [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
     before, after = tokenizer.added if special else ((), ())

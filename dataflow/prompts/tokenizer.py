@@ -107,12 +107,8 @@ class _ChatTemplate:
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template variables for the user's settings.
-
-        Raises:
-            UserError: the template does not read such a variable, or thinking is wanted but the
-                template has no switch for it.
-        """
+        """Return the template variables for the user's settings. Raises a `UserError` for a
+        variable, or a switch for thinking, that the template lacks."""
         reads = self._reads
         for name in others:
             if name not in reads:
@@ -134,7 +130,7 @@ class _ChatTemplate:
 
     @functools.cached_property
     def _reads(self) -> set[str]:
-        """Every variable that the templates read and do not set themselves."""
+        """Variables that the templates read and do not set themselves."""
         from jinja2 import meta
 
         found: set[str] = set()
@@ -194,8 +190,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Return a sandboxed environment like the one of `transformers`, for which chat templates are
-    written."""
+    """Return a sandboxed environment like the one of `transformers`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -282,12 +277,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
-        """Load the tokenizer of a model folder, or of a Hugging Face hub id (from the local cache,
-        else downloaded).
-
-        Raises:
-            UserError: there is no such folder or model, or it has no readable `tokenizer.json`.
-        """
+        """Load the tokenizer of a model folder, or of a Hugging Face id (cached, else downloaded).
+        Raises a `UserError` if there is none, or it has no readable `tokenizer.json`."""
         if isinstance(source, Tokenizer):
             return source
         import tokenizers
@@ -313,6 +304,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # old models have a separate file of special tokens
             config |= _json(folder / _SPECIAL)
         named = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
+        # `AutoTokenizer` adds them as well, and the ids must be equal.
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
@@ -333,8 +325,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids that the tokenizer adds before and after a text, such as beginning-of-sequence
-        tokens and separators."""
+        """Token ids that the tokenizer adds before and after a text."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
@@ -346,14 +337,14 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Ids that end a response in training data -> their source: `eos_token` after plain text,
-        the chat template after a turn."""
+        """Ids that end a response in training data -> their source."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"
         if self.chat:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
+                # Templates often add a newline after the end of a turn.
                 text = self.chat.render(turns).rstrip()
             except UserError:  # the template needs other messages
                 return ends
@@ -371,8 +362,7 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Encode B texts, by default with the tokens that the tokenizer adds, such as a
-        beginning-of-sequence token.
+        """Encode B texts, by default with the special tokens that the tokenizer adds.
 
         Returns:
             `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
@@ -381,6 +371,7 @@ class Tokenizer:
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):
+            # The fast variant leaves out character offsets, which are not needed.
             encodings = self.backend.encode_batch_fast(
                 texts[start : start + _CHUNK], add_special_tokens=add_special_tokens
             )
@@ -401,8 +392,7 @@ class Tokenizer:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return Jinja source by name. Template files take precedence over templates in the
-    configuration."""
+    """Return Jinja source by name. Template files take precedence over the configuration."""
     file = folder / "chat_template.jinja"
     files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -417,8 +407,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """Add tokens that the configuration declares but `tokenizer.json` lacks, in the order of their
-    ids."""
+    """Add the declared tokens that `tokenizer.json` lacks, in the order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}

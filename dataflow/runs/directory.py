@@ -132,8 +132,8 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes after a step, at this position of the log.
-        Damaged files are set aside and named in `notes`; none of them is needed.
+        """Open the directory of a run that resumes after a step, at this position of the log. Damaged
+        files are set aside and named in `notes`; none of them is needed.
 
         Args:
             step: last step to keep; metrics and calls of later steps are dropped.
@@ -169,8 +169,8 @@ class RunDirectory:
         return directory
 
     def give_up_rows(self) -> None:
-        """Set aside the log and the samples, whose validity depends on the log. The run resumes
-        without its rows in flight."""
+        """Set aside the log and the samples. The run resumes without its rows in flight."""
+        # Samples only count under leases that the log has finished.
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
@@ -189,16 +189,14 @@ class RunDirectory:
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
-        """Check before a write; raise TakenOverError if another driver took over the run. See
-        `RunLock.check`."""
+        """Raise TakenOverError if another driver took over the run (see `RunLock.check`)."""
         if self.lock is not None:
             self.lock.check(sure=sure)
 
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table with these columns. If it is damaged or missing, add a note and return
-        None."""
+        """Read a table with these columns. If it is damaged or missing, add a note and return None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -213,8 +211,7 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and samples of leases (graph and number) that do not count,
-        because the run was restored to an earlier step."""
+        """Remove unfinished files, and samples of leases (graph, number) that do not count."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -223,13 +220,10 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
         """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
-        Values without a JSON form are written as text.
-
-        Raises:
-            TakenOverError: another driver took over the run.
-        """
+        Raises a TakenOverError if another driver took over the run."""
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
+        # Through JSON first, so that secrets in nested models are fields that can be hidden.
         plain = without_secrets(json.loads(json.dumps(started, default=_plain)))
         structure = {name: graph.structure() for name, graph in graphs.items()}
         for name, text in (
@@ -240,8 +234,7 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, with its number under "step", and return all of that step so far.
-        The next `flush` writes them to disk."""
+        """Add metrics of a step, with its number as "step". Return all of that step so far."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -256,6 +249,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
+        # After `close`, the stream is a Parquet file.
         table = None if (rows := by_step(self._metrics.read())) else read_metrics(self.path)
         return rows if table is None else [present(row) for row in table.to_pylist()]
 
@@ -269,8 +263,7 @@ class RunDirectory:
         return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and timeline entries to their files, with `when_due` only if the files
-        are older than `flush_interval_s`.
+        """Append new metrics and calls to their files; `when_due` at most every `flush_interval_s`.
 
         Raises:
             TakenOverError: another driver took over the run.
@@ -292,13 +285,13 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name (of a run, a worker group, an evaluation) that is not safe as part of a path.
-    The UserError names `what`, the argument, and suggests a valid name."""
+    """Refuse a name that is unsafe as part of a path. The UserError names `what` and a valid name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
+    # A character has up to four bytes.
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
     raise UserError(
         f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
@@ -308,8 +301,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse an invalid name for a run (see `check_name`), or one that is ambiguous as a value of
-    `resume`. Raises UserError if the name is invalid; the message suggests a valid one."""
+    """Refuse an invalid name for a run, or a value of `resume`. Raises UserError with a valid one."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -319,8 +311,8 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Refuse a run, if it exists, whose folders this user may not read and write. Raises UserError
-    if naming the first such folder."""
+    """Raise UserError if this user may not read and write a folder of an existing run."""
+    # `os.access` checks the real user by default, and files are opened by the effective one.
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
@@ -328,9 +320,9 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run. Its epoch is larger than all earlier ones, even if the lock
-    folder was removed. Raises UserError if another process holds it."""
+    """Take the lock of an existing run, with a new epoch. Raises UserError if another has it."""
     after = 0
+    # Without the lock folder, other files may still know the last epoch.
     if not epochs(run):
         try:
             after = int(read_json(run / CONFIG)["starts"]) + 1
@@ -340,8 +332,7 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path. Raises
-    UserError if its driver is alive."""
+    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises UserError if its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -350,14 +341,12 @@ def set_run_aside(path: Path) -> Path:
 
 
 def make_aside(run: Path) -> Path:
-    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory that
-    stays in place, and return it."""
+    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory."""
     return _first_new(run.with_name(f"{run.name}.begun-{number}") for number in itertools.count(1))
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Make the first of these folders that does not exist. Concurrent calls get different
-    folders."""
+    """Make the first of these folders that does not exist. Concurrent calls get different folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -366,7 +355,6 @@ def _first_new(paths: Iterator[Path]) -> Path:
 
 
 def is_used(path: Path) -> bool:
-    """Return whether a run was started there."""
     return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
 
 
@@ -377,14 +365,11 @@ def _unused(root: Path) -> Path:
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder, including its parents, unless it exists.
+    """Make a folder and its parents, unless it exists. Raises a UserError if that fails.
 
     Args:
         what: its name in messages, as the user gave it.
         private: deny access to other users.
-
-    Raises:
-        UserError: the folder cannot be made.
     """
     try:
         if private:
@@ -405,8 +390,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Convert configuration values to JSON: models by field, functions and classes by name, paths
-    as text."""
+    """Convert configuration values to JSON: models by field, functions and classes by name."""
     if isinstance(value, Config):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if hasattr(value, "__qualname__"):

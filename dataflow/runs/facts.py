@@ -26,8 +26,6 @@ MOST_CONFIG = 16 << 20
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The state of a run as its directory shows it."""
-
     path: Path
     life: Life
     holder: Holder | None
@@ -117,11 +115,8 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """Return the state of a run. Never writes, and never raises for a damaged run.
-
-    Args:
-        last: metrics of its last step if the caller has them; None reads them.
-    """
+    """Return the state of a run. Never writes, and never raises for a damaged run. `last` has the
+    metrics of its last step; None reads them."""
     damage: list[str] = []
     life, holder = life_of(run)
     last = _last(run, damage) if last is None else last

@@ -71,14 +71,13 @@ PARTIAL = ".partial"
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error means that a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, readable only by the owner. Does not change existing
-    folders."""
+    """Make a folder and its missing parents, readable only by the owner."""
     if not path.is_dir():
+        # `mkdir(parents=True)` would give the parents the default rights.
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
@@ -99,6 +98,7 @@ def set_aside(path: Path, why: str) -> Path:
     """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new
     path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
+    # `exists` is false for a link whose target is gone.
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
     return aside
@@ -124,7 +124,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, folder or link, if it exists."""
+    # `rmtree` refuses links, and the target of a link must stay.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -132,8 +132,7 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The real disk. Durability depends on these few operations; tests replace them with ones that
-    fail."""
+    """The real disk. Durability depends on these operations; tests replace them with failing ones."""
 
     def open(self, path: Path) -> int:
         """Open a file for appending; create it if needed. Return its descriptor."""

@@ -32,8 +32,7 @@ MOST_FOOTER = 64 << 20
 
 
 class StreamTail:
-    """Reads new rows of a stream, which need not exist yet, while another process appends to it. A
-    read costs only as much as the new data."""
+    """Reads new rows of a stream, which need not exist yet, while another process appends to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,12 +86,7 @@ class _News(NamedTuple):
 
 
 class FollowedTable:
-    """A table that a run writes, or will write.
-
-    Args:
-        name: the name of the table, without a file suffix.
-        most_columns: most columns of a Parquet file to read, or None for all.
-    """
+    """A table that a run writes, or will write. It reads at most `most_columns` of a Parquet file."""
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns
@@ -105,17 +99,11 @@ class FollowedTable:
 
     @property
     def path(self) -> Path:
-        """The file to read."""
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> _News:
-        """Return new rows, or empty news without a file.
-
-        Raises:
-            OSError: the file cannot be read.
-            pyarrow.ArrowException: the file is damaged.
-            ValueError: the footer is larger than MOST_FOOTER.
-        """
+        """Return new rows, or empty news without a file. Raises OSError, pyarrow.ArrowException or
+        ValueError if the file cannot be read."""
         if self._stream.is_file():
             batches = self._tail.new_batches()
             # The writer may have started the stream over.

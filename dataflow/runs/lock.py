@@ -102,16 +102,15 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Take the lock of a run, with an epoch larger than `after`. Raises UserError if another
-        process holds it; the message names it, with the start time and a remedy."""
+        """Take a run with an epoch after `after`. Raises UserError if another process holds it."""
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
-        """Begin the next epoch, when this process starts the run again. Raises TakenOverError if
-        another process holds it."""
+        """Begin the next epoch. Raises TakenOverError if another process holds the run."""
         self.check(sure=True)
         before = self._claim
         claim = _take(self.run / LOCK, before.holder.epoch, own=before.path)
+        # The run continues, so the old claim must not note its end.
         self._release.detach()
         self._hold(claim)
         before.let_go()
@@ -130,8 +129,7 @@ class RunLock:
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write (see `Fence.check`). Raises TakenOverError if another
-        driver took over the run, or its lock was removed."""
+        """Check that this process may write (see `Fence.check`). Raises TakenOverError if not."""
         if self._claim.is_held(sure=sure):
             return
         try:
@@ -181,12 +179,12 @@ class _Claim:
                     os.utime(self.descriptor)
 
     def is_held(self, *, sure: bool) -> bool:
-        """Return whether the file still has its name. Temporary errors count as held, so that they
-        do not end the run."""
+        """Return whether the file still has its name. Temporary errors count as held."""
         with self._lock:
             if self._lost or self.descriptor < 0:
                 return not self._lost
             try:
+                # Opening the file makes an NFS client ask the server.
                 if sure:
                     again = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
                     try:
@@ -197,6 +195,7 @@ class _Claim:
                     found = os.stat(self.path)
                 self._lost = not os.path.samestat(found, os.fstat(self.descriptor))
             except OSError as error:
+                # Other errors may be temporary, and must not end the run.
                 self._lost = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
             return not self._lost
 
@@ -278,7 +277,6 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
 
 
 def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
-    """Write a holder's file to disk under a temporary name."""
     unnamed = folder / f".{uuid.uuid4().hex}"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     os.write(descriptor, _line(asdict(holder)))
@@ -319,6 +317,7 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
     if holder is not None and (len(lines) > 1 or holder.has_ended_here):
         return
     silent = now - touched
+    # A process of this machine that has not ended is alive, however old its heartbeat.
     if holder is not None and holder.is_here:
         own = holder.pid == os.getpid()
         end = "close the other driver of this process" if own else f"end it (kill {holder.pid})"
@@ -371,15 +370,13 @@ def epochs(run: Path) -> dict[int, Path]:
 
 
 def _lines(path: Path) -> tuple[float, list[bytes]]:
-    """Return the modification time of a holder's file, and its lines. Opening the file makes NFS
-    ask the server."""
+    """Return the modification time of a holder's file, and its lines."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Return the holder named in the first line of its file. Raises ValueError if the line does not
-    name a valid one."""
+    """Return the holder in the first line of its file. Raises ValueError if it is invalid."""
     try:
         holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:
@@ -409,8 +406,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process of this machine; "" if unknown; None if it is gone or a
-    zombie."""
+    """Return the start time of a process here; "" if unknown; None if it is gone or a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -418,6 +414,7 @@ def _started(pid: int) -> str | None:
     except PermissionError:  # it belongs to another user
         pass
     try:
+        # The program's name comes before, and may contain spaces and parentheses.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:  # hidden, or not on Linux
         return ""

@@ -88,15 +88,13 @@ class Fence(Protocol):
         ...
 
     def record(self) -> Record:
-        """Return the first record of this writer: `do` is "epoch", and `epoch` is larger than all
-        earlier ones."""
+        """Return the first record of this writer: an "epoch" larger than all earlier ones."""
         ...
 
 
 @dataclass(frozen=True)
 class PreparedCut:
-    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is
-    dropped."""
+    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is dropped."""
 
     path: Path
     descriptor: int
@@ -115,8 +113,7 @@ class PreparedCut:
 
 
 class Log:
-    """The log of a run, open for appending: `Log(path)` for a new run, `Log(path, at=end)` for one
-    that resumes."""
+    """The log of a run, open for appending: new, or after the end of an earlier one (`at`)."""
 
     def __init__(
         self,
@@ -153,14 +150,14 @@ class Log:
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
         self._descriptor = self._begin_file(at.offset)
+        # After the new file is in place: until then, the old one may need these parts.
         drop_parts_behind(path, self.start)
         self._synced = clock()
         if fence is not None:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> Position:
-        """Return where the file begins for a log that continues at a position, which may be before
-        the current file."""
+        """Return where the file begins for a log that continues at a position."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
@@ -180,6 +177,7 @@ class Log:
                 with open_file(self.path) as before:
                     for data in records(before.fileno(), self.start, self.start.offset, end):
                         self._disk.write(descriptor, data)
+            # Sync before the rename, because the name must never refer to incomplete records.
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -264,13 +262,9 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position of the file to the archive. All records
-        must be committed.
-
-        Returns:
-            A function to call in any thread. It returns the file to pass to `cut`. If it raises
-            OSError, for example on a full disk, it leaves no files.
-        """
+        """Prepare to move the committed records before a position to the archive. Returns a
+        function for any thread, which returns the file to pass to `cut`. If it raises OSError, for
+        example on a full disk, it leaves no files."""
         # A duplicate, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
@@ -389,8 +383,7 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the end of the valid part of a log; empty if there are
-    none.
+    """Describe the complete lines after the end of the valid part of a log; empty if there are none.
 
     A killed process leaves at most one incomplete line. Complete lines mean that the log was
     changed, or that the disk lost a part of it.
@@ -408,8 +401,7 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """Return a line about lost records, for a reader at the end of a log; none if only the last
-    line is torn."""
+    """Return a line about lost records; none if only the last line is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
@@ -434,13 +426,11 @@ def unpacked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_record(name: str, outline: Record) -> Record:
-    """Return the record that describes a graph of the run and gives the format of the log."""
     return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
 
 
 def described_graph(record: Record) -> Graph:
-    """Return the graph that a record describes. A checker or ledger can use it, but it cannot run.
-    Raises FormatError if the log was written by another version of Weft."""
+    """Return the graph of a record, for reading. Raises FormatError for other versions of Weft."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
@@ -476,8 +466,7 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """Return the damage to a log's file before a position that `has_position`; None if it is valid.
-    Does not read the archive."""
+    """Return the damage to a log's file before a position; None if it is valid."""
     with open_file(path) as file:
         start = file_start(file)
         offset, checksum = start.offset, start.checksum
@@ -518,11 +507,7 @@ def last_epoch(path: Path) -> int:
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
     """Find out whether two writers appended to a log, after whose valid records it is damaged.
-
-    Returns:
-        End of the earlier record, of the last `look_back` ones, that the invalid one follows; its
-        writer did not know the records in between. None if there is none.
-    """
+    Returns the end of the earlier record that the invalid one follows, or None."""
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:
@@ -543,7 +528,6 @@ def _begins_with(path: Path, beginning: Path) -> bool:
 
 
 def line_of(record: Record, checksum: int) -> bytes:
-    """Return a record as a line of a log, after a record with this checksum."""
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
 
@@ -585,8 +569,8 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Start to archive the records before the oldest kept checkpoint, if there are enough and
-        no archiving is running. All records must be committed."""
+        """Archive the records before the oldest kept checkpoint, if there are enough. All records
+        must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
@@ -603,6 +587,7 @@ class LogCutting:
             return
         work, self._work = self._work, None
         if not self._ends_in_time(work):
+            # The thread may end later; its file is then useless.
             work.add_done_callback(_drop)
             return
         try:
@@ -611,8 +596,7 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait until archiving has ended, up to the timeout. Drop a file that the log did not
-        switch to."""
+        """Wait for the archiving, up to the timeout. Drop a file that the log did not take."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)

@@ -49,8 +49,7 @@ class _Part:
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from `start` to the end of the part. Raises OSError if the
-        file is damaged."""
+        """Yield the log's bytes from `start` to the part's end. Raises OSError if damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -60,8 +59,7 @@ class _Part:
 
 
 def header(start: Position) -> bytes:
-    """Return the first line of a file that begins at this position of its log; empty at offset
-    0."""
+    """Return the first line of a file that begins at this position of its log; empty at offset 0."""
     if not start.offset:
         return b""
     fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
@@ -76,6 +74,7 @@ def place(start: Position, offset: int) -> int:
 
 def file_start(file: BinaryIO) -> Position:
     """Read where the file of a log begins, and seek to its first record."""
+    # A header is short, but without one, the first line may be a long record.
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
     if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
@@ -96,8 +95,7 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts between an offset of a log and the start of its file, in order. Raises
-    UserError if a part is missing."""
+    """Return the parts from an offset to the log's file. Raises UserError if one is missing."""
     # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
@@ -114,18 +112,13 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records from the start of a log's file, which may have been replaced since, to a
-    position into a part.
-
-    Raises:
-        OSError: for example, the disk is full. No part is left.
-    """
+    """Compress the records from the start of a log's file to a position into a part. Raises an
+    OSError, for example on a full disk. No part is left."""
     _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return the records of a log's file before a position as a part, to store elsewhere: its name
-    and its compressed bytes. None if the file begins there or later."""
+    """Return name and compressed bytes of a part with the records before a position, or None."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
@@ -141,20 +134,15 @@ def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
 
 
 def drop_parts_behind(log: Path, start: Position) -> None:
-    """Remove parts that do not belong before the log's file, because of a rollback or an unfinished
-    cut."""
+    """Remove parts that a rollback or an unfinished cut left behind the file's start."""
     for part in _found(log):
         if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
 
 
 def split(log: Path, at: Position, disk: Disk) -> None:
-    """Split the part that has a position there, for a log that will continue from it.
-
-    Raises:
-        UserError: there is no such part.
-        OSError: for example, the disk is full.
-    """
+    """Split the part that has a position there, for a log that will continue from it. Raises
+    UserError without such a part, OSError for example on a full disk."""
     for part in parts(log, start_of(log), at.offset):
         if part.begin.offset < at.offset < part.end.offset:
             chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
@@ -162,8 +150,7 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, both in its file that begins at `start`, in
-    chunks."""
+    """Yield the records between two offsets of a log, both in its file that begins at `start`, in chunks."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)
@@ -171,8 +158,7 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file. Raises
-    UserError if some of them are missing."""
+    """Yield a log's bytes from an offset on, with its archive. Raises UserError if some are missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):

@@ -33,8 +33,6 @@ _Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Damage:
-    """A problem with one file of a folder."""
-
     file: str
     """Path relative to the folder, with `/` separators."""
     problem: str
@@ -47,21 +45,14 @@ def write_manifest(
     folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
 ) -> None:
     """Sync every file in a folder and make it private, then write their sizes and checksums.
-
-    An earlier manifest is removed first; the new one is written last, atomically.
-
-    Args:
-        disk: the disk that syncs and writes; None is the real one.
-        advance: called after each chunk that is read, from several threads.
-
-    Raises:
-        OSError: a file cannot be read, or the disk is full. No manifest is written then.
-    """
+    `advance` is called after each chunk that is read, from several threads. Raises an OSError, and
+    writes no manifest, if a file cannot be read or the disk is full."""
     disk = disk or Disk()
     # Remove it first: a crash must not leave a manifest of other contents.
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
+    # `chmod` follows links, and their targets may be outside the folder.
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -117,16 +108,8 @@ def _unreadable(error: OSError | UserError) -> str:
 
 
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
-    """Return `bytes` and checksum `xxh3_64` of a file, as listed in a manifest.
-
-    Args:
-        sync: the disk to sync it with after reading; None does not sync.
-        advance: called after each chunk.
-
-    Raises:
-        OSError: it cannot be read.
-        UserError: the path is not a regular file.
-    """
+    """Return `bytes` and checksum `xxh3_64` of a file, and sync it if there is a disk for that.
+    Raises OSError if it cannot be read, UserError if it is not a regular file."""
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open_file(path) as file:

@@ -26,14 +26,12 @@ LOOK_S = 1.0
 
 
 def request_stop(run: Path, epoch: int) -> None:
-    """Ask the driver that holds a run, with this epoch, to end it. Raises OSError if this user may
-    not write there."""
+    """Ask the driver of a run, with this epoch, to end it. Raises OSError without write access."""
     _request(run / STOP, epoch, host=platform.node())
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver that holds a run for the stack of a worker, such as `actor[0]`. Raises OSError
-    if this user may not write there."""
+    """Ask the driver for a worker's stack, such as `actor[0]`. Raises OSError like `request_stop`."""
     _request(run / STACKS, epoch, worker=worker)
 
 
@@ -52,6 +50,7 @@ class RunRequests:
         """Return a request that is new since the last call, or an empty mapping."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._path)
+            # The file stays, so remember the request.
             if asked.get("epoch") == self._epoch and asked != self._heeded:
                 self._heeded = asked
                 return asked

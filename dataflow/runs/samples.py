@@ -35,8 +35,6 @@ from .manifest import describe
 
 
 class _FinishedLease(NamedTuple):
-    """A lease whose node is done with all of its rows."""
-
     graph: str
     node: str
     rows: int
@@ -51,15 +49,10 @@ def finished_leases(
     """Return the finished leases of some nodes, in the order of the log.
 
     Args:
-        of: selects the nodes.
         end: position to read the log up to; None reads the whole valid part.
         notes: gets a line for each gap in the log.
 
-    Returns:
-        The leases; None if no graph of the run has such a node.
-
-    Raises:
-        FormatError: the log was written by another version of Weft.
+    Returns None if no graph of the run has such a node. Raises a FormatError for other versions.
     """
     nodes: set[tuple[str, str]] = set()
     open_leases: dict[tuple[str, int], tuple[str, int]] = {}
@@ -85,8 +78,7 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log up to a position: one row per step, with
-    `step` and, if the log has it, the number of `samples`."""
+    """Recover metrics of steps 0 to `last` from the log: a row per step, with `samples` if known."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -116,14 +108,12 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Files in the folder of samples, one for each rank, with a line for each file that the rank
-wrote."""
+"""Files in the folder of samples, one for each rank, with a line for each file that the rank wrote."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Write down the checksum of a sample file, written by a rank, before it gets its final
-    path."""
+    """Write down the checksum of a sample file, written by a rank, before it gets its final path."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     notes = path.with_name(f"checksums.{rank}.txt")
     with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -144,16 +134,13 @@ def noted_checksums(run: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A file of samples."""
-
     path: Path
     graph: str
     step: int
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows of the file, with their graph and step. Raises OSError,
-        pyarrow.ArrowException if the file is damaged."""
+        """Read the rows, with graph and step. Raises OSError or ArrowException if damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could lead to reads out of bounds
@@ -180,11 +167,8 @@ def unfinished_files(run: Path) -> list[Path]:
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder. `notes` gets a line for each gap in the log; samples are then missing.
-
-    Raises:
-        FormatError: the log was written by another version of Weft.
-    """
+    recorder. `notes` gets a line for each gap in the log; samples are then missing. Raises a
+    FormatError for a log of another version of Weft."""
     log = run / BUFFER / LOG
     everything = sample_files(run)
     # Without a log, finished leases are unknown: take all files.
@@ -207,8 +191,7 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all samples that a run recorded, with their graph and step; None if there are none.
-    `notes` gets a line for each file that cannot be read, and for each gap in the log."""
+    """Return all recorded samples, or None. `notes` gets a line for each gap or unreadable file."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
@@ -216,14 +199,11 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
 
 def archive(run: Path) -> Path:
     """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path.
-    Keeps the folder of samples.
-
-    Raises:
-        UserError: the run recorded no samples, or some of them cannot be read.
-    """
+    Raises a UserError if the run recorded no samples, or some of them cannot be read."""
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
     found = recorded(run, wrong)
+    # Read the files twice, so that only one of them is in memory at a time.
     schemas = [table.schema for table in tables(found, wrong)]
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")

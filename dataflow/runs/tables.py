@@ -83,8 +83,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A
-        partly written message is cut off, and the next flush tries again."""
+        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A partly
+        written message is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -105,8 +105,7 @@ class TableStream:
         del self._pending[:number]
 
     def read(self) -> pa.Table:
-        """Return all rows so far, flushed or not. Another thread may add rows and flush at the same
-        time."""
+        """Return all rows so far, flushed or not. Thread-safe."""
         # Read these first, because a flush moves them to the file.
         pending = pa.Table.from_pylist([dict(row) for row in self._pending], self.schema)
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
@@ -165,8 +164,7 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """Return the metrics of a run so far, a row per step and a column per metric; None without
-    metrics. Raises OSError or pyarrow.ArrowException if the Parquet file is damaged."""
+    """Return a row per step and a column per metric, or None. Raises OSError or ArrowException."""
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
     return read_parquet(run / f"{METRICS}{PARQUET}")
@@ -184,16 +182,14 @@ def last_step(run: Path) -> int | None:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """Return the calls of a run so far, a row each, in order of ending; None without calls. Raises
-    OSError, pyarrow.ArrowException if the Parquet file is damaged."""
+    """Return the calls in order of ending, or None. Raises OSError or ArrowException if damaged."""
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
 def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
-    """Return the calls of a timeline that ended by a moment of the run, in the current schema. Only
-    BY_RANK may be missing."""
+    """Return the calls that ended by a moment of the run. Only BY_RANK may be missing."""
     if BY_RANK not in table.column_names:
         table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
     return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
@@ -217,8 +213,7 @@ def read_parquet(path: Path) -> pa.Table | None:
 
 
 def to_parquet(run: Path) -> None:
-    """Convert the streams of a finished run to Parquet. At any moment, one of the two forms is
-    complete."""
+    """Convert the streams to Parquet. At any moment, one of the two forms is complete."""
     for name in (METRICS, TIMELINE):
         stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
         if not stream.is_file():
@@ -247,14 +242,14 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the
-    stream."""
+    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the stream."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
         Disk().write_whole(stream, (part.serialize().to_pybytes() for part in parts))
     else:
         stream.unlink(missing_ok=True)
+    # Last, because readers prefer the stream.
     (run / f"{name}{PARQUET}").unlink(missing_ok=True)
 
 
