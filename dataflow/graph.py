@@ -418,8 +418,8 @@ class Graph:
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """Check the graph's rules, and return the graph. `also` has the run's other graphs, which may
-        update its leaders. Raises a GraphError with a line for each broken rule."""
+        """Check the graph's rules, and return the graph. `also` has the run's other graphs, which
+        may update its leaders. Raises a GraphError with a line for each broken rule."""
         # A leader may be updated in another graph of the run.
         updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
         followers = {e.follower for e in self.follows}

@@ -33,7 +33,8 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a traced call by name, with defaults. Raises like `bind_signature`."""
+    """Return the arguments of a traced call by name, with defaults. Raises like
+    `bind_signature`."""
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():

@@ -389,8 +389,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift,
-memory_low, memory_grows
+are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
 
     Raises:
         UserError: a name is not a symptom.

@@ -1,5 +1,5 @@
-"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples with
-it.
+"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples
+with it.
 
 This is `weft buffer check`. It changes nothing, and also works during the run.
 """
@@ -219,7 +219,8 @@ class RecordedSamples:
             self.compare(graph, lease, steps)
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """Check that the files of a lease have these rows (sample id -> step), each under its step."""
+        """Check that the files of a lease have these rows (sample id -> step), each under its
+        step."""
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)

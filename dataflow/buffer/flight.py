@@ -339,8 +339,8 @@ class Peers:
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file exists.
-        A lock lets one process of the node fetch it for all.
+        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file
+        exists. A lock lets one process of the node fetch it for all.
 
         Raises:
             UserError: the node is not a peer.
@@ -392,7 +392,8 @@ logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and copies of their messages, on all peers (`delete_remote` of a `SegmentStore`).
+    """Deletes files, and copies of their messages, on all peers (`delete_remote` of a
+    `SegmentStore`).
 
     Calls return at once. A thread sends each peer its gathered files, and retries peers that do not
     answer with growing pauses. Files that remain there only cost disk space.

@@ -77,7 +77,8 @@ HISTORY = pa.schema(
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with a run's log, for the run or that folder. Raises UserError without one."""
+    """Return the folder with a run's log, for the run or that folder. Raises UserError without
+    one."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
             return folder

@@ -259,7 +259,8 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read the position of a checkpoint from its first line. Raises the errors of `read_checkpoint`."""
+    """Read the position of a checkpoint from its first line. Raises the errors of
+    `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 

@@ -1,5 +1,5 @@
-"""Rules for rows, and the checker that finds the events of a log which break them. It shares only the
-record format with the ledger.
+"""Rules for rows, and the checker that finds the events of a log which break them. It shares only
+the record format with the ledger.
 
     checker = Checker()
     for record in LogReader(path):

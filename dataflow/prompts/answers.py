@@ -193,7 +193,8 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
 
 
 def _values(rows: Rows, path: str) -> pa.ChunkedArray:
-    """Return a column or a nested field (`a.b`): text as strings, other values as JSON if possible."""
+    """Return a column or a nested field (`a.b`): text as strings, other values as JSON if
+    possible."""
     table = rows.table
     name, *fields = path.split(".")
     is_inside = path not in table.column_names and name in table.column_names

@@ -390,7 +390,8 @@ class Renderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response. `first` is the text to the end of the first one."""
+        """Collect the assistant turns of a response. `first` is the text to the end of the first
+        one."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):

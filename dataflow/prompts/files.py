@@ -564,7 +564,8 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows to a table without changing values. `where` tells the user where to put an object."""
+    """Convert rows to a table without changing values. `where` tells the user where to put an
+    object."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):

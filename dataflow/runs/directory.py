@@ -132,8 +132,8 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes after a step, at this position of the log. Damaged
-        files are set aside and named in `notes`; none of them is needed.
+        """Open the directory of a run that resumes after a step, at this position of the log.
+        Damaged files are set aside and named in `notes`; none of them is needed.
 
         Args:
             step: last step to keep; metrics and calls of later steps are dropped.
@@ -196,7 +196,8 @@ class RunDirectory:
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table with these columns. If it is damaged or missing, add a note and return None."""
+        """Read a table with these columns. If it is damaged or missing, add a note and return
+        None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -285,7 +286,8 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name that is unsafe as part of a path. The UserError names `what` and a valid name."""
+    """Refuse a name that is unsafe as part of a path. The UserError names `what` and a valid
+    name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
@@ -301,7 +303,8 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse an invalid name for a run, or a value of `resume`. Raises UserError with a valid one."""
+    """Refuse an invalid name for a run, or a value of `resume`. Raises UserError with a valid
+    one."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -332,7 +335,8 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises UserError if its driver is alive."""
+    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises UserError if its driver is
+    alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -346,7 +350,8 @@ def make_aside(run: Path) -> Path:
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Make the first of these folders that does not exist. Concurrent calls get different folders."""
+    """Make the first of these folders that does not exist. Concurrent calls get different
+    folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)

@@ -132,7 +132,8 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The real disk. Durability depends on these operations; tests replace them with failing ones."""
+    """The real disk. Durability depends on these operations; tests replace them with failing
+    ones."""
 
     def open(self, path: Path) -> int:
         """Open a file for appending; create it if needed. Return its descriptor."""

@@ -86,7 +86,8 @@ class _News(NamedTuple):
 
 
 class FollowedTable:
-    """A table that a run writes, or will write. It reads at most `most_columns` of a Parquet file."""
+    """A table that a run writes, or will write. It reads at most `most_columns` of a Parquet
+    file."""
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns

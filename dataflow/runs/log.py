@@ -94,7 +94,8 @@ class Fence(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCut:
-    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is dropped."""
+    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is
+    dropped."""
 
     path: Path
     descriptor: int
@@ -383,7 +384,8 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the end of the valid part of a log; empty if there are none.
+    """Describe the complete lines after the end of the valid part of a log; empty if there are
+    none.
 
     A killed process leaves at most one incomplete line. Complete lines mean that the log was
     changed, or that the disk lost a part of it.

@@ -59,7 +59,8 @@ class _Part:
 
 
 def header(start: Position) -> bytes:
-    """Return the first line of a file that begins at this position of its log; empty at offset 0."""
+    """Return the first line of a file that begins at this position of its log; empty at offset
+    0."""
     if not start.offset:
         return b""
     fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
@@ -150,7 +151,8 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, both in its file that begins at `start`, in chunks."""
+    """Yield the records between two offsets of a log, both in its file that begins at `start`, in
+    chunks."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)
@@ -158,7 +160,8 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield a log's bytes from an offset on, with its archive. Raises UserError if some are missing."""
+    """Yield a log's bytes from an offset on, with its archive. Raises UserError if some are
+    missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):

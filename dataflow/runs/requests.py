@@ -31,7 +31,8 @@ def request_stop(run: Path, epoch: int) -> None:
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver for a worker's stack, such as `actor[0]`. Raises OSError like `request_stop`."""
+    """Ask the driver for a worker's stack, such as `actor[0]`. Raises OSError like
+    `request_stop`."""
     _request(run / STACKS, epoch, worker=worker)
 
 

@@ -78,7 +78,8 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log: a row per step, with `samples` if known."""
+    """Recover metrics of steps 0 to `last` from the log: a row per step, with `samples` if
+    known."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
@@ -108,12 +109,14 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Files in the folder of samples, one for each rank, with a line for each file that the rank wrote."""
+"""Files in the folder of samples, one for each rank, with a line for each file that the rank
+wrote."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Write down the checksum of a sample file, written by a rank, before it gets its final path."""
+    """Write down the checksum of a sample file, written by a rank, before it gets its final
+    path."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     notes = path.with_name(f"checksums.{rank}.txt")
     with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

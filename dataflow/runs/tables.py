@@ -83,8 +83,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A partly
-        written message is cut off, and the next flush tries again."""
+        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A
+        partly written message is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -242,7 +242,8 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the stream."""
+    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the
+    stream."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]

@@ -126,8 +126,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
     >>> interleaved(2, 2, 2).passes[1][:6]
     (Pass(microbatch=0, chunk=0, backward=False), Pass(microbatch=1, chunk=0, backward=False), Pass(microbatch=0, chunk=1, backward=False),\
- Pass(microbatch=0, chunk=1, backward=True), Pass(microbatch=1, chunk=1, backward=False),
- Pass(microbatch=1, chunk=1, backward=True))
+ Pass(microbatch=0, chunk=1, backward=True), Pass(microbatch=1, chunk=1, backward=False), Pass(microbatch=1, chunk=1, backward=True))
     """
     if chunks == 1:
         return one_forward_one_backward(stages, microbatches)
