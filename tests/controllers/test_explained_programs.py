@@ -78,8 +78,8 @@ def runs_as_printed(tmp_path: Path, printed: str) -> None:
     assert (tmp_path / "runs" / "run" / "model" / "model.safetensors").exists(), printed
 
 
-QUICK = {"dpo", "sft"}
-THOROUGH = {"grpo", "ppo", "online_dpo", "kto"}
+QUICK = {"sft"}
+THOROUGH = {"dpo", "grpo", "ppo", "online_dpo", "kto"}
 """One method per graph; the other methods differ in settings only."""
 
 

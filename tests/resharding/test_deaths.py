@@ -66,6 +66,7 @@ def test_a_killed_publisher_is_named_with_the_received_buckets():
             assert time.monotonic() - started < 30, "long before anybody's deadline"
 
 
+@pytest.mark.thorough
 def test_receivers_that_are_killed_are_named_and_the_others_get_everything():
     publisher = WeightPublisher(bucket_bytes=BUCKET_BYTES)
     names = [f"mortal[{after}]" for after in range(BUCKETS)]

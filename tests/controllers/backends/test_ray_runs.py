@@ -109,6 +109,7 @@ def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
     ] == [2, 2, 2]
 
 
+@pytest.mark.thorough
 def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
     import ray
 
@@ -180,6 +181,7 @@ class Stuck(ToyReward):
         return super().score(samples)
 
 
+@pytest.mark.thorough
 def test_a_hanging_rank_is_named_with_node_rows_and_stack(tmp_path: Path):
     made = {**handles(), "reward": group(Stuck, name="reward")}
     backend = RayAhead((tmp_path / "stuck" / "hangs").exists)
@@ -243,6 +245,7 @@ class Asking(RayBackend):
         return answer
 
 
+@pytest.mark.thorough
 def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

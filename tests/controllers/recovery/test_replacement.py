@@ -130,6 +130,7 @@ ASYNCHRONOUS = Asynchronous(steps=4, prompts_per_step=4)
 both = pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS], ids=lambda s: type(s).__name__)
 
 
+@pytest.mark.thorough
 def test_ranks_that_die_while_they_generate_score_and_take_weights_over_are_replaced(tmp_path: Path):
     metrics = run(
         tmp_path, ASYNCHRONOUS, {"dies_at": 31, "dies_at_version": 2}, {"dies_at": 3}, whole=True

@@ -185,6 +185,7 @@ def begun(receivers: Receivers) -> None:
     receivers.start_weight_update()
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.parametrize("way", ["fails", "dies"])
 def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(

@@ -23,6 +23,7 @@ print(fresh, faults(size))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 def test_freed_memory_is_used_again_without_a_fault():
     done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)

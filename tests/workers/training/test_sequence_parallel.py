@@ -39,6 +39,7 @@ def two(
     return folder, run_ranks(models, folder, 2, asked, sequence_parallel=2, microbatch_tokens=60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )
