@@ -1,5 +1,6 @@
 """A toy run under `weft.launch`, slow enough to be ended early. `saved_runs.begun` starts it."""
 
+import signal
 import time
 from pathlib import Path
 from typing import Literal
@@ -51,4 +52,5 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup make test` it would be ignored
     raise SystemExit(weft.launch(main))
