@@ -250,23 +250,18 @@ def watch(folder: Path, grace_s: float) -> None:
 
 def _start_watching(path: Path, grace_s: float) -> None:
     """Start a daemon that watches the folder. If several run, all but one exit at once."""
-    command = [sys.executable, "-P", "-m", __name__, str(path), str(grace_s)]
-    # Nothing else of this process's environment: it may have secrets, and the daemon outlives it.
-    environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # Last: the folder of the user's program may have modules with names of Python's own ones.
+    folders = [folder or os.getcwd() for folder in sys.path]
+    program = f"import sys; sys.path += {folders}; from {__name__} import run_daemon; run_daemon()"
+    command = [sys.executable, "-P", "-c", program, str(path), str(grace_s)]
     quiet = subprocess.DEVNULL
+    # No environment: it may have secrets, and the daemon outlives this process.
     subprocess.run(
-        command,
-        stdin=quiet,
-        stdout=quiet,
-        stderr=quiet,
-        cwd="/",
-        env=environment,
-        check=False,
-        timeout=60,
+        command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60
     )
 
 
-if __name__ == "__main__":
+def run_daemon() -> None:
     # Fork twice, so that the daemon belongs to neither the parent's session nor the parent.
     if os.fork() == 0:
         os.setsid()

@@ -161,13 +161,18 @@ time.sleep(60)
 
 
 def test_a_killed_process_leaves_no_folder(tmp_path: Path):
+    # A name of Python's own, which the started process has imported before it looks here.
+    (tmp_path / "types.py").write_text("raise ImportError")
+    (tmp_path / "start.py").write_text(HOLDS)
     held = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, tmp_path / "start.py", tmp_path / "s"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert held.stdout is not None and held.stdout.readline() == b"held\n"
     os.killpg(held.pid, signal.SIGKILL)
     held.communicate()
-    until(lambda: not list(tmp_path.iterdir()))
+    until(lambda: not list((tmp_path / "s").iterdir()))
 
 
 def test_a_start_during_a_removal_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
