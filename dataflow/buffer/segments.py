@@ -345,24 +345,29 @@ class SegmentReader:
                 f"segment {segment.file} is on node {segment.node!r}; this reader is on {self.node!r} and has no peers"
             )
         path = fetched_path(self.folder, segment)
+        self._fetch_if_missing(segment, path)
         try:
-            return self._fetched(segment, path)
+            return self._read_copy(segment, path)
         except DamagedSegment:  # fetch the copy again, once
             with self._lock:
                 self._mappings.pop(path, None)
             path.unlink(missing_ok=True)
-            return self._fetched(segment, path)
+        self._fetch_if_missing(segment, path)
+        return self._read_copy(segment, path)
 
-    def _fetched(self, segment: Segment, path: Path) -> tuple[pa.Buffer, pa.Schema]:
+    def _fetch_if_missing(self, segment: Segment, path: Path) -> None:
         deadline = time.monotonic() + self.retry_s
         while path not in self._mappings and not path.exists():
             try:
                 assert self.fetch is not None
                 self.fetch(segment, path)
+                return
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(min(RETRY_PAUSE_S, self.retry_s))
+
+    def _read_copy(self, segment: Segment, path: Path) -> tuple[pa.Buffer, pa.Schema]:
         mapping = self._mapping(path, segment)
         return mapping.message(segment, mapping.start), mapping.schema
 

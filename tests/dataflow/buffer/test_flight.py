@@ -169,6 +169,19 @@ def test_damage_at_the_node_of_a_message_is_named_and_nothing_is_kept(server, se
     assert not list((tmp_path / "n1" / "fetched" / "n0").glob("*/*[0-9]"))
 
 
+def test_a_message_that_its_node_found_damaged_is_not_fetched_again(tmp_path):
+    fetched: list[Segment] = []
+
+    def fetch(segment: Segment, path: Path) -> None:
+        fetched.append(segment)
+        raise DamagedSegment(segment, path, "its node says so")
+
+    segment = Segment("n0", "w.0.000000.arrows", 0, 8, 0)
+    with pytest.raises(DamagedSegment, match="its node says so"):
+        SegmentReader(tmp_path, "n1", fetch=fetch).read(segment)
+    assert fetched == [segment]
+
+
 def test_corruption_in_transit_is_found(server, segment, tmp_path):
     """The receiver verifies the checksum of the reference itself."""
     lie = Segment.from_json([*segment.to_json()[:4], segment.checksum ^ 1])
