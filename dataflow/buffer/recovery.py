@@ -17,7 +17,7 @@ from ..runs.files import LOG, Disk
 from ..runs.log import LogReader, Position, Record, described_graph, has_position, line_of
 from ..safe_files import open_file, parse_json
 from .leases import Lease, Published, Spread
-from .ledger import Ledger
+from .ledger import REQUEST, Ledger
 from .live_rows import Readiness
 from .rows import Group, Ids, LevelRows, StoredPart, Wiring
 from .segments import Segment
@@ -300,6 +300,19 @@ def checkpoint_path(folder: Path, position: Position) -> Path:
 
 # Replay
 
+_FIELDS = {
+    "issue": ("first", "group", "step", "positions", "tokens"),
+    "source": ("segment",),
+    "claim": ("lease", "node", "ids", *REQUEST, "too_old", "holder"),
+    "publish": ("lease", "ids", "tokens", "segment", "segments", "versions", "parents", "finished"),
+    "finish": ("lease", "step"),
+    "release": ("lease", "why", "ids"),
+    "drop": ("node", "ids", "why"),
+    "lose": ("group", "why", "again"),
+    "offer": ("node", "group"),
+}
+"""Fields of each event, besides its kind and graph."""
+
 
 def replay(ledger: Ledger, record: Record) -> None:
     """Apply a log record to a ledger, without logging it.
@@ -308,6 +321,12 @@ def replay(ledger: Ledger, record: Record) -> None:
         ValueError: the ledger is not in the state that it had when the record was written.
         LookupError: the record lacks a field, or was written by another version of Weft.
     """
+    do, later = record["do"], "a later version of Weft wrote it"
+    if do not in _FIELDS:
+        raise LookupError(f"unknown event {do!r}; {later}")
+    # Without its new fields, the event might have another effect.
+    if unknown := record.keys() - {"do", "graph", *_FIELDS[do]}:
+        raise LookupError(f"unknown field {min(unknown)!r}; {later}")
     log, ledger.log = ledger.log, None
     try:
         _apply(ledger, record)
@@ -343,8 +362,6 @@ def _apply(ledger: Ledger, record: Record) -> None:
             ledger.lose(record["group"], record["why"], issue_again=record.get("again", True))
         case "offer":
             ledger.offer(ledger.graph[record["node"]], ledger.live.groups[record["group"]])
-        case do:
-            raise LookupError(f"unknown event {do!r}; a later version of Weft wrote it")
 
 
 # Recovery

@@ -13,7 +13,7 @@ from played_buffers import Driver, comes_to_its_end, fine, go_on, start, state_o
 from weft.dataflow.buffer import recovery
 from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import RecoveryError, UserError
 from weft.dataflow.runs.files import LOG
 from weft.dataflow.runs.log import Position
 
@@ -173,6 +173,24 @@ def test_a_position_that_is_not_in_the_log_is_named(tmp_path: Path):
     (damage,) = restore(folder, GRAPHS, at=Position(size + 5, 1)).damage
     assert damage == f"{folder / LOG} is sound to byte {size}: the state at byte {size + 5} is not there"
     assert restore(folder, GRAPHS, at=Position(positions[0].offset, 77)).damage
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"do": "lose", "group": 0, "why": "gone", "instead": 3}, "unknown field 'instead'"),
+        ({"do": "split", "group": 0}, "unknown event 'split'"),
+    ],
+    ids=["field", "event"],
+)
+def test_a_record_of_a_later_version_is_refused(tmp_path: Path, record: dict[str, object], problem: str):
+    folder = tmp_path / "run"
+    buffer = SampleBuffer.create(folder, GRAPHS)
+    buffer.ledgers["train"].issue([0], [1], step=0)
+    buffer.log.append({**record, "graph": "train"})
+    buffer.close(going_on=True)
+    with pytest.raises(RecoveryError, match=f"{problem}; a later version of Weft wrote it"):
+        restore(folder, GRAPHS)
 
 
 def test_a_run_can_be_looked_into_without_its_graphs(tmp_path: Path):
