@@ -95,8 +95,9 @@ class Lanes:
             lane = timeline.group_lane(name)
             gaps = [self._gap(name, gap, lane) for gap in self._told(lane)]
             lanes.append({**self._drawn(lane, width, "group"), "group": name, "gaps": gaps})
-            ranks = range(self._num_ranks[name]) if name in unfolded else ()
-            for rank, own in enumerate(timeline.rank_lanes(name, ranks)):
+            ranks = range(self._num_ranks[name])
+            folded = name not in unfolded
+            for rank, own in enumerate(() if folded else timeline.rank_lanes(name, ranks)):
                 gaps = [self._rank_gap(name, gap, own) for gap in self._told(own)]
                 lanes.append(
                     {**self._drawn(own, width, "rank"), "group": name, "rank": rank, "gaps": gaps}

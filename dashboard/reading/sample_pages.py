@@ -233,8 +233,8 @@ class _Groups:
             ids, return_index=True, return_inverse=True, return_counts=True
         )
         self._rewards = _floats(table, "reward")[places]
-        self._rows = np.split(np.argsort(of_row, kind="stable"), np.cumsum(counts)[:-1])
-        """[groups] indexes of the rows of each."""
+        self._rows, self._ends = np.argsort(of_row, kind="stable"), np.cumsum(counts)
+        """Indexes of the rows, group by group, and where each group ends in them."""
 
         def mean(values: np.ndarray) -> np.ndarray:
             return (
@@ -270,11 +270,14 @@ class _Groups:
                 "kind": row["graph"],
                 "prompt": _preview(row.get("prompt") and gist(row["prompt"])),
                 "prompt_key": row["prompt_key"],
-                "rewards": numbers(self._rewards[self._rows[place]], 4),
+                "rewards": numbers(self._rewards[self._rows_of(place)], 4),
                 **{key: float(self.keys[key][place]) for key in ("mean", "spread", "length")},
             }
             for place, row in zip(order.tolist(), firsts, strict=True)
         ]
+
+    def _rows_of(self, place: int) -> np.ndarray:
+        return self._rows[self._ends[place - 1] if place else 0 : self._ends[place]]
 
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
