@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -269,9 +270,11 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     import torch
 
     ranks = torch.cuda.device_count() if gpu else 2
-    work = [(f"file://{folder}/rendezvous", rank, ranks, gpu) for rank in range(ranks)]
+    collect = partial(_collect, f"file://{folder}/rendezvous", ranks, gpu)
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:  # CUDA does not survive a fork
-        slowest = max(pool.starmap_async(_collect, work, chunksize=1).get(timeout=50))
+        # The error of a rank comes at once, also while the other ranks wait for that rank.
+        found = pool.imap_unordered(collect, range(ranks))
+        slowest = max(found.next(timeout=50) for _ in range(ranks))
     return {
         "ranks": ranks,
         "backend": "nccl" if gpu else "gloo",
@@ -279,7 +282,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     }
 
 
-def _collect(rendezvous: str, rank: int, ranks: int, gpu: bool) -> float:
+def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
     """Check the collectives of a rank, and return the seconds of an all-reduce."""
     import torch
     import torch.distributed as dist

@@ -209,7 +209,9 @@ class PipelineCost(LinearCost):
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
         work = np.zeros((whole, 2))
         work[: len(microbatches)] = np.reshape(microbatches, (-1, 2))
-        passes = np.outer(self._shares, work @ [self.per_row_s, self.per_token_s])
+        # Not `work @ ...`, whose rounding depends on the machine.
+        seconds = self.per_row_s * work[:, 0] + self.per_token_s * work[:, 1]
+        passes = np.outer(self._shares, seconds)
         schedule = interleaved(self.stages, whole, self.chunks)
         transfers = (self.transfer_s * work[:, 1]).tolist()
         return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)

@@ -26,3 +26,9 @@ def hangs(folder: Path, gpu: bool) -> Figures:
     Path(os.environ["DOCTORED"]).write_text(str(child.pid))
     time.sleep(600)
     return {}
+
+
+def first_rank_fails(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
+    assert rank, "rank 0: a wrong sum"
+    time.sleep(600)  # in a collective, where it waits for the first rank
+    return 0.0

@@ -52,6 +52,14 @@ def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path, monkeypatch
         time.sleep(0.05)
 
 
+def test_the_error_of_a_rank_is_reported_while_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(doctor_trials, "_collect", doctored.first_rank_fails)
+    with pytest.raises(AssertionError, match="rank 0: a wrong sum"):
+        doctor_trials.collectives(tmp_path, False)
+
+
 def test_without_a_gpu_the_command_reports_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

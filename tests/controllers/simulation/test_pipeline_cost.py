@@ -45,6 +45,14 @@ def test_equal_microbatches_take_the_ideal_time_and_the_bubble():
     assert 5 + 0.25 < two.seconds(10, 1000) < two.seconds(12, 1200)
 
 
+@given(st.integers(1, 100), st.floats(0.01, 1), st.floats(1e-4, 0.01))
+def test_times_are_rounded_alike_on_every_machine(tokens: int, per_row_s: float, per_token_s: float):
+    cost = PipelineCost(stages=2, microbatch_tokens=100, per_row_s=per_row_s, per_token_s=per_token_s)
+    passes = np.full((2, 1), 0.5 * (per_row_s + per_token_s * tokens))
+    played = run(interleaved(2, 1, 1), 1 / 3 * passes, (1 - 1 / 3) * passes, [0.0])
+    assert cost.seconds(1, tokens) == played.seconds
+
+
 def test_rows_of_one_length_take_the_same_whether_counted_or_listed():
     cost = PipelineCost(
         stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3
