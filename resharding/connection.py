@@ -103,8 +103,8 @@ class Connection:
 
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
-        """Authenticate a receiver. Raises OSError if the receiver is silent or does not have the
-        token. The socket is closed."""
+        """Authenticate a receiver. Closes the socket and raises OSError if the receiver is silent or
+        does not have the token."""
         connection = cls(connected)
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
