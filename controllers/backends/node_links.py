@@ -83,8 +83,9 @@ class NodeLogs:
 
     def look(self, hosts: Mapping[str, Any]) -> None:
         """Store answers, and ask again if it is time, without waiting."""
+        asked = {*self._asked.values()}
         self._store(take_answers(self._asked))
-        self.silent.intersection_update(self._asked.values())
+        self.silent -= asked - {*self._asked.values()}
         if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 

@@ -270,7 +270,9 @@ def _written(pid: int, log: Path, begun: int) -> str:
 
 
 def _size(log: Path) -> int:
-    return log.stat().st_size if log.exists() else 0
+    with suppress(OSError):
+        return log.stat().st_size
+    return 0
 
 
 # ProcessWatch: the processes of this machine

@@ -324,8 +324,9 @@ class RayCluster:
             self.folder = None
         if self._reaper is not None:  # the folder is gone, so it ends
             self._reaper.close_input()
-            self._reaper.wait(CLOSE_TIMEOUT_S)
-            self._reaper.kill()
+            # It may still end processes that outlive the shutdown.
+            if self._reaper.wait(CLOSE_TIMEOUT_S):
+                self._reaper.kill()  # closes its pipes
             self._reaper = None
 
     def _node_sizes(self, address: str) -> list[tuple[int, int]]:

@@ -84,7 +84,8 @@ class RemoteRun:
             files, base = pf.FileSystem.from_uri(given)
         except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has none
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
-        return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
+        # Object stores refuse two slashes in a row.
+        return cls(files, str(PurePosixPath(base, name)), f"{address.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
         return self._address
@@ -131,12 +132,14 @@ class RemoteRun:
         checkpoint, buffer = run / _folder_of(step), run / BUFFER
         self._withdraw(run, step, went_back_to)
         position = RunState.read(checkpoint).position
+        samples = sorted((run / SAMPLES).glob("*.arrow"))
+        written = self._write_changed(run, samples)
         # Read the tail of the log first: if the log is cut from here on, reading the tail notices it.
         tail = part_before(buffer / LOG, position)
-        lasting = [*(run / SAMPLES).glob("*.arrow"), *(buffer / HISTORY).glob("*.log.zst")]
+        parts = sorted((buffer / HISTORY).glob("*.log.zst"))
+        written += self._write_changed(run, parts)
         inside = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST]
-        keep = {_name(run, path) for path in (*lasting, *inside)}
-        written = self._write_changed(run, sorted(lasting))
+        keep = {_name(run, path) for path in (*samples, *parts, *inside)}
         if tail is not None:
             # Later parts have the records of the tails of earlier checkpoints, which are removed.
             name = f"{BUFFER}/{HISTORY}/{tail[0]}"
@@ -215,7 +218,9 @@ class RemoteRun:
 
     def _write(self, name: str, chunks: Iterable[bytes]) -> int:
         written = 0
-        self._files.create_dir(str(PurePosixPath(name).parent), recursive=True)
+        # A folder "." would become an object of that name.
+        folder = PurePosixPath(self._files.base_path, name).parent
+        self._files.base_fs.create_dir(str(folder), recursive=True)
         # By default, pyarrow compresses files with names such as *.zst.
         with self._files.open_output_stream(name, compression=None) as stream:
             for data in chunks:

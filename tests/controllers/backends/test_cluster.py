@@ -1,13 +1,17 @@
 """A missing or foreign cluster leads to one clear line, soon."""
 
 import socket
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
+from weft.controllers.backends import ray_cluster
 from weft.controllers.backends.ray_backend import RayBackend
-from weft.controllers.backends.ray_cluster import nodes_of
+from weft.controllers.backends.ray_cluster import RayCluster, nodes_of
 from weft.controllers.placement import Place, ResourcePool
+from weft.dataflow.child_process import ChildProcess
 from weft.dataflow.errors import UserError
 
 
@@ -31,6 +35,19 @@ def test_a_malformed_address_is_refused_with_its_place(
         with pytest.raises(UserError, match=f"RayBackend.'{wrong}'..*{why}"):
             RayBackend(wrong)
     assert RayBackend("[::1]:6379").address == "[::1]:6379"
+
+
+def test_a_reaper_that_takes_long_is_left_to_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program, done = tmp_path / "reaper.py", tmp_path / "done"
+    program.write_text(
+        f"import pathlib, sys, time\nsys.stdin.read()\ntime.sleep(1)\npathlib.Path({str(done)!r}).touch()"
+    )
+    monkeypatch.setattr(ray_cluster, "CLOSE_TIMEOUT_S", 0.01)  # waited out
+    cluster = RayCluster(None)
+    cluster._reaper = reaper = ChildProcess(program, errors=subprocess.DEVNULL)
+    cluster.disconnect()
+    assert reaper.wait(60) and done.exists()
+    reaper.kill()  # closes its pipes
 
 
 def test_a_local_cluster_is_asked_for_in_rays_own_word(monkeypatch: pytest.MonkeyPatch):

@@ -101,6 +101,13 @@ class Host:
         return {"x_0.log": (seen, text[seen:])}
 
 
+def test_a_node_that_named_no_sample_in_time_stays_silent_until_it_answers(tmp_path: Path):
+    logs = NodeLogs(tmp_path)
+    logs.silent.add("n1")  # as `NodeLinks.sample_at` does
+    logs.look({})
+    assert logs.silent == {"n1"}
+
+
 @pytest.mark.ray
 def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_their_logs(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch

@@ -165,3 +165,11 @@ def test_a_waiting_worker_is_shown_as_waiting():
     assert shown([*deep, ("/weft/ranks/executor.py", "1", "run")]).endswith(
         "line 11, in f\n  ... and 8 more"
     )
+
+
+def test_a_log_that_cannot_be_read_hides_no_error(tmp_path: Path):
+    watch = ProcessWatch(tmp_path)
+    who = "x" * 300  # longer than the name of a file may be
+    with process(*python("pass")) as started:
+        watch.watch({who: started.pid})
+        assert "does not report its stack" in watch.stacks([who], 0.1)[who]

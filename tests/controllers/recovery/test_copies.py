@@ -25,7 +25,10 @@ from weft.dataflow.runs.log import Log, LogReader, Position
 
 
 class Bucket(pf.FileSystemHandler):
-    """A local folder as a file system that fails on demand."""
+    """A local folder as a file system that fails on demand.
+
+    Like an object store, it has no names such as `.` or an empty one in a path.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.local = folder, pf.LocalFileSystem()
@@ -42,6 +45,8 @@ class Bucket(pf.FileSystemHandler):
     def at(self, path: str) -> str:
         if self.fails(path):
             raise OSError(f"the service is not available ({path})")
+        if {"", ".", ".."}.intersection(path.removesuffix("/").split("/")):
+            raise ValueError(f"not the name of an object: {path}")
         return str(self.folder / path.strip("/"))
 
     def _named(self, info: pf.FileInfo) -> pf.FileInfo:
@@ -315,6 +320,31 @@ def test_no_part_of_a_log_is_missing_that_is_cut_while_it_is_copied(tmp_path: Pa
     position = RunState.read(here / CHECKPOINTS / "step_000009").position
     fetched = LogReader(tmp_path / "again" / "buffer" / "ledger.log")
     assert len([*fetched]) == ends.index(position) + 1 and fetched.end == position and not fetched.damage
+
+
+def test_a_log_that_is_cut_while_samples_are_copied_is_copied_at_once(tmp_path: Path, bucket: Bucket):
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=3, keep=3), record_every=1)
+    here = tmp_path / "run"
+    path = here / "buffer" / "ledger.log"
+    reader = LogReader(path)
+    ends = [reader.end for _ in reader]
+    log = Log(path, at=ends[-1])
+    later = [ends[2]]
+
+    def cut_while_samples_are_written(name: str) -> bool:
+        if name.endswith(".arrow") and later:
+            log.cut(log.prepare_cut(later.pop())())
+        return False
+
+    bucket.fails = cut_while_samples_are_written
+    remote_of(bucket).copy(here, 9)
+    log.close()
+    assert not later and remote_of(bucket).fetch(tmp_path / "again") == 9
+
+
+def test_slashes_in_an_address_count_once(tmp_path: Path):
+    remote = RemoteRun.at("s3://bucket//runs/?region=us-east-1", "run")
+    assert remote._files.base_path == "bucket/runs/run/"  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_copy_that_broke_off_or_is_damaged_is_not_used(tmp_path: Path, bucket: Bucket):
