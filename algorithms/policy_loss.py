@@ -32,7 +32,7 @@ from .aggregation import AggregatedLoss
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
-from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, token_ratio
+from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, tensors_of, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,8 @@ class PolicyLoss(AggregatedLoss):
         # Masked tokens may hold NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
-        losses, clipped = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        found = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
+        losses, clipped = tensors_of(self.surrogate, found, "losses, clipped")
         # The old policy drew the tokens, so this estimates KL(old || current): d has the opposite sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}

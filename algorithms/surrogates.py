@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 from pydantic import Field, model_validator
 
 from ..dataflow.config import Config
+from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from .loss import PackedRows
 
@@ -136,6 +137,17 @@ class PlainPolicyGradient(Config):
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         return -logprobs * advantages, torch.zeros_like(logprobs, dtype=torch.bool)
+
+
+def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
+    """Return the result of a surrogate or a correction, a tuple of tensors with these names. Raises
+    a UserError for anything else; a tensor alone would be split by its tokens."""
+    if isinstance(result, tuple) and len(result) == len(names.split(", ")):
+        return result
+    kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise UserError(
+        f"{getattr(rule, '__name__', type(rule).__name__)} returned {kind}; it must return ({names})"
+    )
 
 
 # Importance ratios between the policy and the old policy, of tokens and of whole responses.
@@ -313,7 +325,9 @@ def combined(
     weights = torch.ones_like(log_ratio)
     truncated = masked = torch.zeros_like(log_ratio, dtype=torch.bool)
     for correction in corrections:
-        own_weights, own_truncated, own_masked = correction(log_ratio.detach(), rows)
+        own_weights, own_truncated, own_masked = tensors_of(
+            correction, correction(log_ratio.detach(), rows), "weights, truncated, masked"
+        )
         weights, truncated, masked = (
             weights * own_weights,
             truncated | own_truncated,

@@ -497,3 +497,14 @@ def test_wrong_settings_are_refused_where_they_are_made():
         PolicyLoss(old="old_logprobs", correction=Rejection())(
             torch.zeros(1), PackedRows.of([1], advantages=[1.0], old_logprobs=[0.0])
         )
+
+
+def test_a_correction_that_returns_something_else_is_named():
+    class WeightsAlone(TruncatedImportance):
+        def __call__(self, log_ratio: torch.Tensor, rows: PackedRows) -> Any:
+            return super().__call__(log_ratio, rows)[0]
+
+    with pytest.raises(
+        UserError, match=r"WeightsAlone returned a Tensor; .* \(weights, truncated, masked\)"
+    ):
+        combined([WeightsAlone()], torch.zeros(3), PackedRows.of([3]))

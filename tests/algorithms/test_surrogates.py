@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +147,13 @@ def test_wrong_settings_are_named():
     for wrong in (lambda: Clipped(low=1.5), lambda: Cispo(high=-1), lambda: Sapo(positive=0)):
         with pytest.raises(UserError, match="should be"):
             wrong()
+
+
+def test_a_surrogate_that_returns_something_else_is_named():
+    def losses_alone(ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> Any:
+        return -ratio * advantages
+
+    rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
+    loss = PolicyLoss(surrogate=losses_alone)
+    with pytest.raises(UserError, match=r"losses_alone returned a Tensor; .* \(losses, clipped\)"):
+        loss(torch.tensor([-1.0, -1.0], requires_grad=True), rows)

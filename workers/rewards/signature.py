@@ -186,8 +186,12 @@ def _plural(given: Given) -> Given:
 class _SlimeSample(SimpleNamespace):
     """A sample with the attributes of slime's samples during scoring."""
 
+    # The full name, because samples are pickled for functions that run in a `ForkedCaller`.
     Status: Any = enum.Enum(
-        "Status", {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")}
+        "Status",
+        {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")},
+        module=__name__,
+        qualname="_SlimeSample.Status",
     )
     """How generation ended."""
 

@@ -140,6 +140,19 @@ def test_a_function_that_sets_signal_handlers_scores_alike_on_every_thread(
 
 
 @THREADS
+def test_slime_samples_reach_a_function_that_sets_signal_handlers(run: Any, model: Path) -> None:
+    def completed(args: Any, sample: Any) -> float:
+        with_alarm(sample.response)
+        return float(sample.status is sample.Status.COMPLETED)
+
+    def all_completed(args: Any, samples: Any) -> list[float]:
+        return [completed(args, sample) for sample in samples]
+
+    for function in (completed, all_completed):
+        assert run(lambda function=function: rewards(function, model)) == [1, 1, 1]
+
+
+@THREADS
 def test_math_verify_scores_alike_on_every_thread(run: Any, model: Path) -> None:
     math_verify = pytest.importorskip("math_verify")
 
