@@ -103,8 +103,10 @@ def evaluate(
         )
     samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
     # The column of the reward group's only grader, if it has one.
-    find = getattr(getattr(reward, "config", None), "verdict", lambda into: None)
-    found = f"{REWARD}/{verdict}" if verdict is not None else find(str(REWARD))
+    find = getattr(getattr(reward, "config", None), "verdict", None)
+    found = find(str(REWARD)) if verdict is None and find is not None else None
+    if verdict is not None:
+        found = f"{REWARD}/{verdict}"
     # A single sample without a grader or threshold has no notion of a correct response.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())

@@ -289,7 +289,7 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group for which the cluster has no room. They are not called."""
+        """Absent ranks of an elastic group, because the cluster has no room. They are not called."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()

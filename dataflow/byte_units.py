@@ -9,7 +9,7 @@ def gib(num_bytes: float) -> str:
     >>> gib(1.5 * GIB), gib(300 << 20), gib(3 << 19), gib(200)
     ('1.5 GiB', '300 MiB', '1.5 MiB', '0.2 KiB')
     """
-    if num_bytes >= GIB / 2:
+    if num_bytes >= GIB:
         return f"{num_bytes / GIB:,.1f} GiB"
     if num_bytes >= MIB:
         return f"{num_bytes / MIB:.{0 if num_bytes >= 100 * MIB else 1}f} MiB"

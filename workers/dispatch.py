@@ -66,7 +66,7 @@ class Dispatch:
 
     Args:
         distribute: returns the share of each rank from the rows of a call and the ranks'
-        coordinates.
+            coordinates.
         collect: returns the ranks whose results are kept from the coordinates of the ranks. Choose
             one per replica: rows returned by two ranks would count twice.
     """

@@ -252,7 +252,7 @@ class SegmentServers:
         """Process answers of servers. Return whether the last one came, so that `peers` are new."""
         if not self._asked:
             return False
-        self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds those that died
+        self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds dead servers
         if self._asked or self._standing.keys() != self.hosts.keys():
             return False
         self._meet()

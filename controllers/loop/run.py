@@ -304,15 +304,15 @@ class Run:
             settings=self._spec.recorded[0],
         )
 
-    def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Save the current step, and wait until it is on disk; `anew` even if it has a
+    def _save_to_the_end(self, *, again: bool = False) -> None:
+        """Save the current step and wait until it is on disk; with `again`, even if it has a
         checkpoint."""
 
         def is_saved() -> bool:
             self._save()
             return not self._saving.holds_up
 
-        self._saving.require(self._train.step, anew=anew)
+        self._saving.require(self._train.step, again=again)
         self._until(is_saved)
 
     def _tell_of_copies(self) -> None:
@@ -356,7 +356,7 @@ class Run:
     def _save_as_it_stands(self) -> None:
         if self._spec.checkpoint.writes:
             # An existing checkpoint of this step may lack rows that are in the buffer now.
-            self._save_to_the_end(anew=True)
+            self._save_to_the_end(again=True)
         self._record_all()
 
     def _record_all(self) -> None:

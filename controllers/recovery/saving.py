@@ -112,10 +112,10 @@ class Saving:
         by_time = every_s is not None and self._clock() - self._begun >= every_s
         self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
-    def require(self, step: int, *, anew: bool = False) -> None:
-        """Require a checkpoint of the last step of a run, with `anew` a new one."""
+    def require(self, step: int, *, again: bool = False) -> None:
+        """Require a checkpoint of the last step of a run; with `again`, even if it has one."""
         self._last = step
-        self.due |= anew or self._saved_step < step
+        self.due |= again or self._saved_step < step
 
     @property
     def under_way(self) -> bool:

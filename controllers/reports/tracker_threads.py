@@ -52,7 +52,7 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
     """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
 
     Args:
-        sent: Metric -> latest sent step. Of a finished run, only later steps are read.
+        sent: Metric -> latest sent step. The rows of a finished run are read from later steps on.
     """
     try:
         news = table.news()

@@ -141,7 +141,7 @@ def _weights(
 
 
 def received(calls: CallLog, follower: str | None = None) -> np.ndarray:
-    """Return indexes of the calls in which a follower, or any, received weights."""
+    """Return indexes of the calls that delivered weights to this follower, or to any."""
     c, nodes, groups = calls.columns, calls.words("node"), calls.words("group")
     own = np.array([name == "receive_weights" for name in nodes], bool)[c["node"]]
     if follower is not None:

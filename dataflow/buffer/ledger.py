@@ -1,7 +1,8 @@
 """Ledger: the control plane of the sample buffer.
 
 It knows which columns of each row exist, where they are, and which nodes have processed the row. It
-never holds tokens. Every event costs O(1) per row and updates which rows are ready.
+never holds tokens. Every event costs O(1) per row and updates which rows are ready. Only a parent that a quorum cuts
+short costs a look at the open leases.
 
 Invariants:
 

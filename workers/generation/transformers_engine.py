@@ -169,7 +169,7 @@ class TransformersEngine:
         dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
         seed: seed of requests without one.
         adapter: the adapter to serve, if updates carry only it; generation then waits for the
-        first.
+            first.
         routes: whether to record the experts of each token.
         images: processor of a model that reads images, or None for a text model.
 

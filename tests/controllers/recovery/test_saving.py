@@ -189,7 +189,7 @@ def test_a_run_at_its_end_waits_for_the_checkpoint_of_its_last_step(run: Saved):
     run.write()
     run.name()
     assert not saving.holds_up
-    saving.require(3, anew=True)
+    saving.require(3, again=True)
     assert saving.may_begin
     run.save(3)
     assert not saving.holds_up and run.steps == ["step_000003"]

@@ -1,5 +1,6 @@
 """A live run in a separate dashboard, and its export to one file."""
 
+import asyncio
 import json
 import re
 import time
@@ -12,7 +13,10 @@ from served import client_of  # pyright: ignore[reportMissingImports]
 
 from weft.__main__ import main
 from weft.controllers.reports import dashboard_process
-from weft.dashboard.server.export import linked
+from weft.dashboard.reading.catalogue import Catalogue
+from weft.dashboard.server.app import new_app
+from weft.dashboard.server.export import address, ask, linked
+from weft.dashboard.server.safety import Access
 from weft.dataflow.errors import UserError
 
 
@@ -131,10 +135,8 @@ def test_a_run_is_exported_as_one_file(runs: Path, tmp_path: Path, capsys: pytes
         re.findall(r'<script type="application/json" id="exported">(.*?)</script>', text, re.DOTALL)[0]
     )
     assert data["/api/run?run=one"]["status"] == "done" and "/api/timeline?run=one&width=1200" in data
-    assert len([address for address in data if address.startswith("/api/group?")]) == 18
-    curves = [
-        json.dumps(answer) for address, answer in data.items() if address.startswith("/api/curves?")
-    ]
+    assert len([each for each in data if each.startswith("/api/group?")]) == 18
+    curves = [json.dumps(answer) for each, answer in data.items() if each.startswith("/api/curves?")]
     assert len(curves) == 3 and "reward/mean" in curves[0]
     assert main(["dashboard", str(runs), "--export", str(file)]) == 2
     assert "an export takes one run" in capsys.readouterr().err
@@ -167,3 +169,10 @@ def test_the_command_prints_its_address_and_refuses_missing_folders(
     assert "there is no folder" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path), "--host", "192.0.2.1"]) == 2
     assert "cannot be listened on" in capsys.readouterr().err
+
+
+def test_an_export_may_name_thousands_of_metrics(runs: Path):
+    names = ",".join(f"a_metric_with_quite_a_long_name/{i}" for i in range(3000))
+    app = new_app(Catalogue(runs / "one"), Access(""))
+    answer = asyncio.run(ask(app, address("curves", {"runs": "one", "names": names})))
+    assert isinstance(answer, dict | list)
