@@ -517,14 +517,15 @@ class _Transfer:
         else:
             header = FORM.pack(*WHOLE)
             contents = [elements.reshape(-1).view(torch.uint8)]
+        # Count before sending: a receiver that has the last box may end the transfer at once.
+        with self._condition:
+            self.sent.num_bytes += sum(content.nbytes for content in contents)
+            self.sent.whole_bytes += elements.nbytes
         if self._shadow is not None:
             channel.send_elements(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for content in contents:
             if len(content):
                 channel.send_elements(content)
-        with self._condition:  # other threads send to other receivers
-            self.sent.num_bytes += sum(content.nbytes for content in contents)
-            self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
         """Parse the version that a receiver holds, and its requests; None if it maps the memory.

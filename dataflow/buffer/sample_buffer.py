@@ -103,7 +103,7 @@ class SampleBuffer:
 
     def __post_init__(self) -> None:
         self.cutting = LogCutting(self.log, CUT_BYTES)
-        self._saved_at = self.log.position.offset
+        self._saved_at, self._saved_bytes = self.log.position.offset, 0
         """Byte offset in the log of the latest checkpoint, or where this process started to
         write."""
 
@@ -392,6 +392,7 @@ class SampleBuffer:
         ]
         path, self._saved_at = checkpoint_path(self.folder, position), position.offset
         write_checkpoint(path, position, records, disk=self.disk)
+        self._saved_bytes = path.stat().st_size
         self.store.pin(path.name, segments_of(self.ledgers.values()))
         stay = {checkpoint_path(self.folder, one) for one in kept}
         present = ledger_checkpoints(self.folder)
@@ -404,9 +405,12 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint if the log has grown by CUT_BYTES since the last one."""
-        # Runs without model checkpoints would otherwise keep their whole log.
-        if self.log.position.offset - self._saved_at >= CUT_BYTES:
+        """Make a checkpoint if the log has grown by CUT_BYTES since the last one, and by four times
+        the size of that one."""
+        # Runs without model checkpoints would otherwise keep their whole log. With 100,000 rows in
+        # flight a checkpoint is larger than CUT_BYTES: the second bound keeps its cost below a
+        # quarter of the log's.
+        if self.log.position.offset - self._saved_at >= max(CUT_BYTES, 4 * self._saved_bytes):
             self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:

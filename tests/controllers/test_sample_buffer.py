@@ -22,7 +22,7 @@ from weft.controllers.ranks.tasks import RowTask
 from weft.controllers.schedule import Asynchronous, Synchronous
 from weft.controllers.simulation.backend import Simulated
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import sample_buffer
+from weft.dataflow.buffer import recovery, sample_buffer
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.leases import ColumnPiece, ColumnPieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
@@ -203,11 +203,28 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
 def test_the_log_of_a_run_without_checkpoints_stays_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 13)
+    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 14)
     schedule = Asynchronous(steps=150, prompts_per_step=2)
     driver = simulated_run(tmp_path, schedule, Simulated(costs(KNOWN)))
     folder = driver.directory.path / "buffer"
     archived = start_of(folder / "ledger.log").offset
-    assert archived > 5 << 13 and (folder / "ledger.log").stat().st_size < 6 << 13
+    assert archived > 5 << 14 and (folder / "ledger.log").stat().st_size < 6 << 14
     report = check_log(folder)
     assert not report.violations and report.num_bytes > archived
+
+
+def test_checkpoints_that_shorten_the_log_are_smaller_than_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[int] = []
+
+    def write_checkpoint(path: Path, *arguments: Any, **options: Any) -> None:
+        recovery.write_checkpoint(path, *arguments, **options)
+        written.append(path.stat().st_size)
+
+    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1)
+    monkeypatch.setattr(sample_buffer, "write_checkpoint", write_checkpoint)
+    driver = simulated_run(tmp_path, Asynchronous(steps=40, prompts_per_step=2), Simulated(costs(KNOWN)))
+    log_bytes = check_log(driver.directory.path / "buffer").num_bytes
+    # The last is made at the end of the run, the one before it may not have paid off yet.
+    assert len(written) > 4 and 4 * sum(written[:-2]) <= log_bytes
