@@ -103,7 +103,7 @@ class SampleBuffer:
 
     def __post_init__(self) -> None:
         self.cutting = LogCutting(self.log, CUT_BYTES)
-        self._saved_at, self._saved_bytes = self.log.position.offset, 0
+        self._saved_at = self.log.position.offset
         """Byte offset in the log of the latest checkpoint, or where this process started to
         write."""
 
@@ -392,7 +392,6 @@ class SampleBuffer:
         ]
         path, self._saved_at = checkpoint_path(self.folder, position), position.offset
         write_checkpoint(path, position, records, disk=self.disk)
-        self._saved_bytes = path.stat().st_size
         self.store.pin(path.name, segments_of(self.ledgers.values()))
         stay = {checkpoint_path(self.folder, one) for one in kept}
         present = ledger_checkpoints(self.folder)
@@ -405,12 +404,12 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint if the log has grown by CUT_BYTES since the last one, and by four times
-        the size of that one."""
-        # Runs without model checkpoints would otherwise keep their whole log. With 100,000 rows in
-        # flight a checkpoint is larger than CUT_BYTES: the second bound keeps its cost below a
-        # quarter of the log's.
-        if self.log.position.offset - self._saved_at >= max(CUT_BYTES, 4 * self._saved_bytes):
+        """Make a checkpoint if the log has grown by CUT_BYTES since the last one, or by more if many
+        rows are in flight."""
+        # Runs without model checkpoints would otherwise keep their whole log. A checkpoint takes
+        # about 64 bytes a row, so with this bound it costs a quarter of what the log does.
+        rows = sum(len(ledger.live.rows) for ledger in self.ledgers.values())
+        if self.log.position.offset - self._saved_at >= max(CUT_BYTES, 4 * 64 * rows):
             self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:

@@ -203,12 +203,12 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
 def test_the_log_of_a_run_without_checkpoints_stays_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 14)
+    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 13)
     schedule = Asynchronous(steps=150, prompts_per_step=2)
     driver = simulated_run(tmp_path, schedule, Simulated(costs(KNOWN)))
     folder = driver.directory.path / "buffer"
     archived = start_of(folder / "ledger.log").offset
-    assert archived > 5 << 14 and (folder / "ledger.log").stat().st_size < 6 << 14
+    assert archived > 5 << 13 and (folder / "ledger.log").stat().st_size < 6 << 13
     report = check_log(folder)
     assert not report.violations and report.num_bytes > archived
 
@@ -224,7 +224,6 @@ def test_checkpoints_that_shorten_the_log_are_smaller_than_the_log(
 
     monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1)
     monkeypatch.setattr(sample_buffer, "write_checkpoint", write_checkpoint)
-    driver = simulated_run(tmp_path, Asynchronous(steps=40, prompts_per_step=2), Simulated(costs(KNOWN)))
+    driver = simulated_run(tmp_path, Asynchronous(steps=40, prompts_per_step=64), Simulated(costs(KNOWN)))
     log_bytes = check_log(driver.directory.path / "buffer").num_bytes
-    # The last is made at the end of the run, the one before it may not have paid off yet.
-    assert len(written) > 4 and 4 * sum(written[:-2]) <= log_bytes
+    assert len(written) > 4 and sum(written) <= log_bytes
