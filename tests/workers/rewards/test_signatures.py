@@ -84,6 +84,10 @@ def parts(rows: Batch) -> list[dict[str, float]]:
 
 def test_trl_gets_lists_of_completions_and_of_columns(model: Path):
     assert rewards(user("of_trl").accuracy_reward, model) == [1, 0, 1]
+    (note,) = RewardConfig(function=user("of_trl").accuracy_reward, tokenizer=model).notes
+    assert note.endswith(
+        " has TRL's signature (prompts, completions, completion_ids), called with a batch"
+    )
     own_column = samples(answer=None, solution=["x", "three", "y"])
     assert rewards(user("of_trl").accuracy_reward, model, own_column) == [0, 1, 0]
     assert rewards(
