@@ -6,9 +6,20 @@ checkpoint.
     python benchmarks/recovery/recovery.py --small            # two minutes, to see that it works: not a measurement
 
 It also checks that each step of a killed asynchronous run is one update. Each run is a separate
-program (`killed_run.py`), and its killed ranks are real processes. docs/benchmarks.md explains the
-keys. The last line printed is one JSON object. tests/controllers/recovery/ tests kills of all kinds
-of runs.
+program (`killed_run.py`), and its killed ranks are real processes. tests/controllers/recovery/ tests
+kills of all kinds of runs. The last line printed is one JSON object:
+
+    rollout_recovery_s, engine_start_s: from SIGKILL until the successor's rows are in the log;
+        start of the same worker alone. Medians.
+    actor_recovery_s: from SIGKILL of an actor's rank, through a restart of all groups, to the
+        end of the next step; median.
+    async_kills, async_runs_stalled: SIGKILLs at random moments, each followed by a resume; runs
+        that did not end.
+    async_steps_with_other_than_one_update, async_runs_faulty: steps with no update or several;
+        runs that break a rule of weft buffer check, train on a group twice, or lose one.
+    checkpoint_pause_s, checkpoint_copy_s: how long training waits for a checkpoint, median
+        without the first (checkpoint_first_pause_s); the plain copy. checkpoint_two_ranks: the
+        same with two ranks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,27 @@ driver.
     python benchmarks/schedules/schedules.py                       # half an hour, on two idle cores
     python benchmarks/schedules/schedules.py --small               # a minute, to see that it works: not a measurement
 
-docs/benchmarks.md explains the comparison and the keys. The last line printed is one JSON object.
+docs/benchmarks.md explains the comparison. The last line printed is one JSON object:
+
+    *_s: seconds a step: synchronous, pipelined, asynchronous_1, asynchronous_2 (staleness 1, 2)
+        apart; colocated (synchronous).
+    pipelined_speedup, async_speedup, async_2_speedup: over synchronous_s.
+    generation_alone_s, training_alone_s: seconds a step that each stage is busy in the
+        synchronous run.
+    share_of_bound: the larger of the two / asynchronous_1_s; above 1 is possible, because
+        vLLM's batch stays full without step ends.
+    async_over_colocated: colocated_s / asynchronous_1_s.
+    staleness_violations, log_violations: violations of the rules for staleness and for rows.
+    busy_s, idle: of rollout and actor: seconds a step with a call in progress, and without one
+        by the call that ended the gap.
+    core_s, machine_busy: CPU seconds a step of driver, rollout and actor; share of the
+        machine's cores in use.
+    simulated_error, simulated_errors: the simulator's largest relative error, and each
+        schedule's, with costs from those runs.
+    simulated_error_from_synchronous: the same with costs from the synchronous runs.
+    simulated_256_*: staleness 1 on 256 devices: speedup over Synchronous apart, over_colocated,
+        and share_of_bound (the slowest pool's work, perfectly balanced).
+    simulated: seconds of a step and the bound, for each number of devices and schedule.
 """
 
 from __future__ import annotations

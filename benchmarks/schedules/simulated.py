@@ -49,7 +49,7 @@ class Timed:
 
 
 def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[int]) -> dict[str, Any]:
-    """Return what schedules.py adds to its results. docs/benchmarks.md explains the keys.
+    """Return what `schedules.py`, which explains the keys, adds to its results.
 
     Args:
         measured: runs to fit the costs of calls to.

@@ -5,7 +5,23 @@ workloads.
     make bench ARGS="--workloads a --steps 4"
     make bench ARGS="--small --no-peers"       # seconds, to see that it works
 
-docs/benchmarks.md explains the comparison and the keys. The last line printed is one JSON object.
+docs/benchmarks.md explains the comparison. The last line printed is one JSON object:
+
+    step_s: seconds of a Weft step, median.
+    samples_per_s, tokens_per_s: responses, and their tokens, in that time.
+    shares: parts of Weft's time by call, adding up to 1: overlapping time counts for the update
+        first and for record (samples) last; driver is time without a call.
+    outside_workers: share of the time that calls spend between driver and workers; part of
+        shares.
+    bound_s, bound_generate_s, bound_train_s: the bound's step and its halves; medians.
+    trl_s, trl_vllm_s: TRL's step, without and with vLLM; medians.
+    ratio_to_bound: bound_s / step_s; above 1 is possible, because replicas of one thread can be
+        faster than one process with several.
+    ratio_to_trl: the smaller of TRL's two / step_s; ratio_to_trl_per_token is the same per
+        token, because TRL samples other lengths in (c).
+    tokens_per_step: response tokens of each system, mean.
+    placement: ranks of actor and rollout: the faster of one rank on all cores and one rank per
+        core.
 """
 
 from __future__ import annotations
