@@ -153,7 +153,10 @@ class _Understanding:
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
-        roles = {name: self._roles_of(name) for name in self.columns}
+        roles = {
+            column: [role for role, name in self.roles.items() if f"{name}.".startswith(f"{column}.")]
+            for column in self.columns
+        }
         named = {name: f"{_clipped(name)} ({_clipped(kind)})" for name, kind in self.columns.items()}
         used = [f"{named[name]} as {' and '.join(roles[name])}" for name in named if roles[name]]
         kept = [named[name] for name in named if not roles[name]]
@@ -183,9 +186,6 @@ class _Understanding:
         for number, example in enumerate(self.examples, start=1):
             lines += _example_lines(number, example)
         return "\n".join(map(one_line, lines))
-
-    def _roles_of(self, column: str) -> list[str]:
-        return [r for r, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
 
 
 class _Observer:
