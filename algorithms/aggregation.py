@@ -36,7 +36,7 @@ class TokenMean:
 
 
 @dataclass(frozen=True)
-class _SequenceMean:
+class SequenceMean:
     """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3).
     Rows without a trained token are not counted.
 
@@ -56,7 +56,7 @@ class _SequenceMean:
 @dataclass(frozen=True)
 class FixedLength:
     """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO,
-    arXiv:2503.20783, §3.1). Unlike `sequence_mean`, it does not favor short correct and long wrong
+    arXiv:2503.20783, §3.1). Unlike `SequenceMean`, it does not favor short correct and long wrong
     responses. Rows without a trained token are not counted.
 
     >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
@@ -78,7 +78,7 @@ class FixedLength:
 
 
 token_mean = TokenMean()
-sequence_mean = _SequenceMean()
+sequence_mean = SequenceMean()
 fixed_length = FixedLength
 
 
