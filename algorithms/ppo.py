@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.tracing import graph
 from .loss import Loss
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
-from .protocols import Critic, Policy, Rewarder, Rollout, Scorer
+from .protocols import Policy, Rewarder, Rollout, Scorer, Trainable
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling
 from .values import ValueLoss, critic_advantages
+
+
+class _Critic(Trainable, Protocol):
+    """Predicts future rewards, and is trained to (`workers/critic.py`)."""
+
+    def values(self, batch: Any) -> Any:
+        """Add `values`: the predicted future reward at each token of the responses."""
+        ...
 
 
 @graph
@@ -21,7 +29,7 @@ def ppo(
     rollout: Rollout,
     reward: Rewarder,
     actor: Policy,
-    critic: Critic,
+    critic: _Critic,
     reference: Scorer | None = None,
     n: int = 1,
     sampling: Sampling = Sampling(),

@@ -49,11 +49,3 @@ class Policy(Trainable, Scorer, Protocol):
     ) -> Any:
         """Add the column `into`, and with `entropies` the entropy of each token's distribution."""
         ...
-
-
-class Critic(Trainable, Protocol):
-    """Predicts future rewards, and is trained to (`workers/critic.py`)."""
-
-    def values(self, batch: Any) -> Any:
-        """Add `values`: the predicted future reward at each token of the responses."""
-        ...

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.buffer.leases import ColumnPieces, Lease
+from ..dataflow.buffer.leases import Lease, column_pieces
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
@@ -485,7 +485,7 @@ class WorkerGroup:
 
 class _Rows:
     def __init__(self, ledger: Ledger, lease: Lease) -> None:
-        node, self._lease = lease.node, lease
+        node, self._ledger, self._lease = lease.node, ledger, lease
         self.ids, self.group_ids, self.parent_ids = lease.ids, lease.group_ids, lease.parent_ids
         self.num_tokens = lease.num_tokens
         expands = node.operation.shape is Shape.EXPAND
@@ -494,7 +494,6 @@ class _Rows:
         if level is not None and str(DRAW_PATH) in (*node.operation.reads, *node.operation.may_read):
             self._draws = [row.draw(level) for row in lease.rows]
         self._made = self._made_before() if expands else None
-        self._pieces = ColumnPieces(ledger.graph, ledger.source, lease)
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
         node, first_children = self._lease.node, self._first_children
@@ -504,7 +503,8 @@ class _Rows:
         aside = None if first_children is None else first_children[index]
         tasks: list[RowTask] = []
         begin = 0
-        for share, end, pieces in zip(shares, ends, self._pieces.cut(shares, index), strict=True):
+        cut = column_pieces(self._ledger.graph, self._ledger.source, self._lease, shares, index)
+        for share, end, pieces in zip(shares, ends, cut, strict=True):
             own = slice(begin, end)
             begin = end
             made = None if self._made is None else [self._made[i] for i in share]

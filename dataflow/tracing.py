@@ -38,7 +38,7 @@ def refusing_rows(part: type) -> None:
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, SymbolicRows) for arg in args):
+        if any(isinstance(arg, _SymbolicRows) for arg in args):
             # A user's subclass is in the user's module, so search the modules of its bases as well.
             kind = type(args[0])
             raise UserError(_no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
@@ -48,10 +48,10 @@ def refusing_rows(part: type) -> None:
 
 
 @dataclass(frozen=True)
-class SymbolicRows:
+class _SymbolicRows:
     """The rows between nodes during tracing. They have no values."""
 
-    trace: Trace
+    trace: _Trace
     level: int
     writers: Mapping[str, str]
     """Column -> the node that wrote it ("" for the source)."""
@@ -79,16 +79,16 @@ class SymbolicRows:
         declaration: Declaration,
         args: Any,
         kwargs: Any,
-    ) -> SymbolicRows:
+    ) -> _SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
-    def __or__(self, other: SymbolicRows) -> SymbolicRows:
+    def __or__(self, other: _SymbolicRows) -> _SymbolicRows:
         """Join two branches over the same rows. Columns of nodes replace the source's."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
             )
-        return SymbolicRows(
+        return _SymbolicRows(
             self.trace,
             self.level,
             {**self.writers, **{c: w for c, w in other.writers.items() if w or c not in self.writers}},
@@ -132,7 +132,7 @@ class SymbolicRows:
         )
 
 
-class Trace:
+class _Trace:
     """The graph under construction while its function runs."""
 
     def __init__(self, name: str, source: Source) -> None:
@@ -157,13 +157,13 @@ class Trace:
 
     def add_node(
         self,
-        rows: SymbolicRows,
+        rows: _SymbolicRows,
         handle: Handle | None,
         function: Callable[..., Any],
         declaration: Declaration,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> SymbolicRows:
+    ) -> _SymbolicRows:
         """Add the node of one call, and return its output rows. A pure function has no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
@@ -201,14 +201,16 @@ class Trace:
         left = not_inherited(operation.writes) if expands else ()
         writers = {c: w for c, w in rows.writers.items() if c not in left or rows.is_of_file(c)}
         filters = () if expands else rows.filters
-        return SymbolicRows(
+        return _SymbolicRows(
             trace=self,
             level=rows.level if node.makes_level is None else node.makes_level,
             writers={**writers, **dict.fromkeys(operation.writes, name)},
             filters=(*filters, name) if operation.shape is Shape.FILTER else filters,
         )
 
-    def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
+    def _after(
+        self, rows: _SymbolicRows, reads: tuple[str, ...], updated: str | None
+    ) -> tuple[str, ...]:
         # A node that updates a group also waits for the other calls on the group, which use the
         # weights before the update.
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
@@ -242,8 +244,8 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         bound = bind_signature(function, 0, args, kwargs)
         first = next(iter(bound.arguments))
         source = bound.arguments[first]
-        outer = source.trace if isinstance(source, SymbolicRows) else None
-        inner = outer or Trace(function.__name__, _checked_source(function.__name__, source))
+        outer = source.trace if isinstance(source, _SymbolicRows) else None
+        inner = outer or _Trace(function.__name__, _checked_source(function.__name__, source))
         # Name the groups first: a node would name an unnamed group after its class.
         for name, handle in _handles(bound.arguments):
             inner.name_handle(handle, name)
@@ -253,7 +255,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
                 return function(*bound.args, **bound.kwargs)
             finally:
                 outer.path = path
-        bound.arguments[first] = SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
+        bound.arguments[first] = _SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
         function(*bound.args, **bound.kwargs)
         finished = inner.graph()
         # Another graph of the run may update the leader of a group, so the driver checks that.

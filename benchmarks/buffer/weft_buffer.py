@@ -43,7 +43,7 @@ from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streami
 
 from weft.controllers.backends.backend import FILE_BYTES
 from weft.controllers.ranks.tasks import RowTask
-from weft.dataflow.buffer.leases import ColumnPieces, Lease, Published
+from weft.dataflow.buffer.leases import Lease, Published, column_pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import Graph, Node
@@ -138,9 +138,8 @@ class Driver:
         self.leases[lease.token] = lease
         parents = lease.parent_ids
         every = range(lease.num_rows)
-        pieces = ColumnPieces(self.ledger.graph, self.ledger.source, lease).cut(
-            [every], np.arange(len(every))
-        )[0]
+        source, index = self.ledger.source, np.arange(len(every))
+        pieces = column_pieces(self.ledger.graph, source, lease, [every], index)[0]
         task = RowTask(self._operation, (), lease.ids, parents, parents, pieces)
         self.workers[worker].tell(do, lease=lease.token, task=task, **more)
         return True

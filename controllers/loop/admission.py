@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...dataflow.buffer.sample_buffer import Capacity, SampleBuffer
+from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun, GraphRuns
@@ -45,11 +45,7 @@ class Admission:
     def possible(self) -> bool:
         if any(self._may_begin(e, v) for e in self._evaluations for v in e.due.values()):
             return True
-        return (
-            not self._train.over
-            and self._schedule.admit(self._train) > 0
-            and self._capacity().groups > 0
-        )
+        return not self._train.over and self._schedule.admit(self._train) > 0 and self._capacity()[0] > 0
 
     def admit(self) -> None:
         """Begin evaluations that are due, and issue prompts for training.
@@ -76,7 +72,7 @@ class Admission:
     def _admit_ahead(self) -> None:
         train, schedule = self._train, self._schedule
         wanted = schedule.admit(train)
-        number = min(wanted, self._capacity().groups) if wanted else 0
+        number = min(wanted, self._capacity()[0]) if wanted else 0
         if not number:
             return
         # More prompts than this without a full batch means that filters drop nearly all groups.
@@ -91,11 +87,11 @@ class Admission:
         number = self._schedule.admit(train)
         if not number:
             return
-        capacity = self._capacity()
-        if number > capacity.groups:
+        room, reason = self._capacity()
+        if number > room:
             if not train.ledger.live.groups:
                 raise StalledError(
-                    f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}"
+                    f"step {step} needs {number} groups at once; the buffer is full: {reason}"
                 )
             return  # wait until groups are finished; calls on them have deadlines
         # The step is open already, so these prompts replace groups that filters dropped.
@@ -139,7 +135,7 @@ class Admission:
             return False
         return all(self._calls.groups[name].version >= version for name, version in versions.items())
 
-    def _capacity(self) -> Capacity:
+    def _capacity(self) -> tuple[int, str]:
         each, train = self._schedule.prompts_per_step, self._train
         if not self._schedule.overlaps:
             return self._buffer.capacity(train.name, groups_per_update=each)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...dataflow.errors import nearest
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
-from ...dataflow.runs.requests import StopRequests
+from ...dataflow.runs.requests import RunRequests
 from ..backends.process_diagnostics import Memory, ProcessMemory
 from ..graph_run import EvaluationRun, GraphRuns
 from ..own_groups import RESERVED
@@ -57,7 +57,7 @@ class Closing:
         calls: Calls,
         saving: Saving,
         started: float,
-        stop: StopRequests,
+        requests: RunRequests,
     ) -> None:
         self._spec = spec
         self._history = history
@@ -67,7 +67,7 @@ class Closing:
         self._calls = calls
         self._saving = saving
         self._started = started
-        self._stop = stop
+        self._requests = requests
         self._memory_read_at = float("-inf")
         self._memory: Mapping[str, Memory] = {}
         self._closed_at = spec.backend.clock()
@@ -137,7 +137,7 @@ class Closing:
         if self._train.stopped:
             return
         wanted = self._spec.stop is not None and self._spec.stop(row)
-        if wanted or (self._stop.asked and not self._spec.checkpoint.writes):
+        if wanted or (self._requests.stop_asked and not self._spec.checkpoint.writes):
             self._train.stopped = True
             self._mark_evaluations()  # the evaluations after the last step
 

@@ -59,7 +59,7 @@ class LiveState:
         self._path, self._backend, self._started = run / LIVE, backend, started
         self._graph_runs = graph_runs
         self._groups = groups
-        self._requests = RunRequests(run / STACKS, epoch)
+        self._requests = RunRequests(run, epoch)
         self._looked = -EVERY_S
         self._seen: dict[str, dict[int, float]] = {}
         """Kind of thing -> its number -> time when it was first seen."""
@@ -211,7 +211,7 @@ class LiveState:
         given = dict(self._given or {})
         memory = self._backend.memory()
         given["hosts"] = {name: _host(one) for name, one in memory.items()}
-        if "worker" in (asked := self._requests.new()):
+        if "worker" in (asked := self._requests.new(STACKS)):
             worker = str(asked["worker"])
             self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
         given["stacks"] = self._stacks

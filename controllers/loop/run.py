@@ -39,7 +39,7 @@ from ...dataflow.errors import NoSignalError, StalledError, SymptomError, Worker
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import SAMPLES
 from ...dataflow.runs.log import Position
-from ...dataflow.runs.requests import StopRequests
+from ...dataflow.runs.requests import RunRequests
 from ..graph_run import GraphRuns
 from ..group import Call, CallRequest, WorkerGroup
 from ..recovery.checkpoints import CheckpointFolder, RunState, has_state
@@ -103,9 +103,9 @@ class Run:
         parts = spec, history, buffer, graph_runs, weights, calls
         self._admission = Admission(*parts)
         self._dispatcher = Dispatcher(*parts, path / SAMPLES)
-        self._stop = StopRequests(path, epoch)
+        self._requests = RunRequests(path, epoch)
         self._closing = Closing(
-            spec, history, directory, graph_runs, weights, calls, saving, started, self._stop
+            spec, history, directory, graph_runs, weights, calls, saving, started, self._requests
         )
         self._live = LiveState(path, self._backend, graph_runs, groups, started, epoch)
         self.failed = False
@@ -328,7 +328,7 @@ class Run:
     @property
     def _asked_to_leave(self) -> bool:
         """Whether the run should save itself and end. Without checkpoints, `Closing` ends it."""
-        return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
+        return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._requests.stop_asked)
 
     @property
     def _can_be_saved(self) -> bool:

@@ -260,7 +260,7 @@ class RemoteRun:
                 pf.copy_files(name, str(path), self._files, pf.LocalFileSystem(), chunk_size=CHUNK_BYTES)
                 path.chmod(0o600)
             if damage := verify_manifest(checkpoint):
-                tell_damage(f"{self}/{_folder_of(step)}: {', '.join(map(str, damage))}")
+                tell_damage(f"{self}/{_folder_of(step)}: {', '.join(damage)}")
                 continue
             at = RunState.read(checkpoint).position
             for path in (run / BUFFER).glob("*.checkpoint"):

@@ -104,7 +104,7 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
 def _damaged_files(path: Path) -> str:
     """Describe the damage to the files of a checkpoint; empty for an intact one."""
     if damage := verify_manifest(path):
-        return ", ".join(str(one) for one in damage)
+        return ", ".join(damage)
     try:
         step = RunState.read(path).step
     except (OSError, ValueError, LookupError, TypeError) as error:

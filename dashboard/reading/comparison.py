@@ -188,15 +188,9 @@ def _side(token: int | None, logprob: float | None) -> str:
 def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
     """Return the first recorded sample that differs between two runs, in the order of steps, or
     None. `notes` receives a line for each unreadable file, and for each log with lost records."""
-    from ...dataflow.runs.samples import SampleFile, recorded, tables
+    from ...dataflow.runs.samples import files_by, recorded, tables
 
-    def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:
-        found: dict[tuple[int, str], list[SampleFile]] = {}
-        for part in recorded(run, notes):
-            found.setdefault((part.step, part.graph), []).append(part)
-        return found
-
-    of_a, of_b = parts(a), parts(b)
+    of_a, of_b = (files_by(recorded(run, notes), "step", "graph") for run in (a, b))
     for step, graph in sorted(set(of_a) & set(of_b)):
         ones, twos = (_rows(tables(of[step, graph], notes)) for of in (of_a, of_b))
         for sample in sorted(set(ones) | set(twos)):

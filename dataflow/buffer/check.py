@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..runs.files import LOG, SAMPLES
 from ..runs.log import DAMAGED, LogReader, Position, lost_records
 from ..runs.manifest import describe
-from ..runs.samples import SampleFile, noted_checksums, sample_files
+from ..runs.samples import files_by, noted_checksums, sample_files
 from ..runs.tables import last_step
 from .logged_rows import GraphCounts
 from .recovery import ledger_checkpoints, read_checkpoint
@@ -53,7 +53,7 @@ def check_log(folder: Path) -> Report:
     """Check a run's log, given by its folder, against the rules, its checkpoints and its samples.
     Raises UserError without a log, FormatError for a log of another version of Weft."""
     measured = last_step(folder.parent)  # read before the log, which may grow
-    samples = RecordedSamples(folder.parent)
+    samples = _RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
     saved = _SavedStates(folder, checker)
     violations, damage, end = saved.violations, saved.damage, Position()
@@ -195,12 +195,12 @@ def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, in
         yield id, (done, leased)
 
 
-class RecordedSamples:
+class _RecordedSamples:
     """Samples of a run, to compare with the log, lease by lease."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._parts = _by_lease(sample_files(run))
+        self._parts = files_by(sample_files(run), "graph", "lease")
         self._checksums = noted_checksums(run)
         self._without_checksum = 0
         self.violations: list[Violation] = []
@@ -212,7 +212,7 @@ class RecordedSamples:
     def compare_late(self) -> None:
         late, self._late, self._is_late = self._late, {}, True
         if late:
-            found = _by_lease(sample_files(self._run))
+            found = files_by(sample_files(self._run), "graph", "lease")
             self._checksums = noted_checksums(self._run)
             self._parts |= {key: found[key] for key in late.keys() & found.keys()}
         for (graph, lease), steps in late.items():
@@ -278,10 +278,3 @@ class RecordedSamples:
             what = f"{self._uncompared} recorded rows are not compared with it"
             found.append(f"{self._run / SAMPLES} does not exist: {what}")
         return found
-
-
-def _by_lease(files: list[SampleFile]) -> dict[tuple[str, int], list[SampleFile]]:
-    parts: dict[tuple[str, int], list[SampleFile]] = {}
-    for part in files:
-        parts.setdefault((part.graph, part.lease), []).append(part)
-    return parts

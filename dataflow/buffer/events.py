@@ -41,8 +41,6 @@ def to_json(do: str, graph: str, **fields: Any) -> str:
     >>> to_json("finish", "train", lease=3, step=None)
     '{"do":"finish","graph":"train","lease":3}'
     """
-    if do == "publish":
-        return publish_json(graph, **fields)
     text = [f'{{"do":"{do}","graph":{_quoted(graph)}']
     for name, value in fields.items():
         if value is None:
@@ -68,7 +66,8 @@ def publish_json(
     finished: list[int] | None = None,
     segments: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """`to_json` for "publish", which is logged for each generated row and must be fast."""
+    """Return the log record of a publish, which is written for each generated row and must be
+    fast."""
     head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{lease},"ids":'
     where = "" if segment is None else f',"segment":{_located(segment)}'
     # The most frequent record: one sample of a generation.

@@ -1,5 +1,5 @@
 """Segment transfer between nodes, over Arrow Flight: `SegmentServer` serves a node's segments,
-`SegmentClient` fetches them.
+`_SegmentClient` fetches them.
 
 A message is sent as opaque bytes, in pieces, after its schema. Tickets and actions are JSON. Every
 call has the token of the run, and a server only gives access to segment files of one folder.
@@ -182,7 +182,7 @@ class SegmentServer(pf.FlightServerBase):
         self._reader.close()
 
 
-class SegmentClient:
+class _SegmentClient:
     """A channel to the segment server of one node.
 
     Args:
@@ -200,7 +200,7 @@ class SegmentClient:
         self._client = pf.FlightClient(location, **trust)
         self._headers = [(b"authorization", f"Bearer {token}".encode())]
 
-    def __enter__(self) -> SegmentClient:
+    def __enter__(self) -> _SegmentClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -315,8 +315,8 @@ class Peers:
     encrypted."""
     timeout_s: float = 60.0
 
-    def client(self, location: str, timeout_s: float) -> SegmentClient:
-        return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
+    def client(self, location: str, timeout_s: float) -> _SegmentClient:
+        return _SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
         """Return the segments that their nodes cannot read, with the reason. Only asks peers."""
@@ -454,7 +454,7 @@ class _PeerToTell:
         self.files: list[tuple[str, str]] = []
         self.next_attempt = 0.0
         self._first_pause_s, self._pause_s = pause_s, pause_s
-        self._client: SegmentClient | None = None
+        self._client: _SegmentClient | None = None
 
     def tell(self) -> None:
         try:

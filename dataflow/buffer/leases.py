@@ -8,7 +8,7 @@ claim ──> open ──finish──> finished
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -311,7 +311,11 @@ class Leases:
     REMEMBERED = 1000
     """Number of void leases to remember, so that a late holder gets the reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, makers: Collection[str] = ()) -> None:
+        """`makers` are the names of nodes whose work a quorum may end (see `give_up_parent`)."""
+        self._makers = makers
+        self._holders: dict[tuple[str, int], Lease] = {}
+        """(maker, sample id of a row) -> the open lease with the row."""
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -353,6 +357,8 @@ class Leases:
         self._open[lease.token] = lease
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
+        if lease.node.name in self._makers:
+            self._holders |= {(lease.node.name, id): lease for id in lease.open}
         if lease.deadline is not None:
             heapq.heappush(self._deadlines, (lease.deadline, lease.token))
 
@@ -360,6 +366,10 @@ class Leases:
         del self._open[lease.token]
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] -= lease.num_groups
+        for id in lease.ids.tolist() if lease.node.name in self._makers else ():
+            # Another lease may hold a row that this one gave back.
+            if self._holders.get((lease.node.name, id)) is lease:
+                del self._holders[lease.node.name, id]
 
     def void(self, lease: Lease, why: str) -> None:
         """Close a lease. Its holder is refused from here on, with this reason."""
@@ -384,8 +394,7 @@ class Leases:
 
     def give_up_parent(self, node: Node, id: int) -> None:
         """Stop waiting for more children of a parent, although its holder is still making them."""
-        leases = (lease for lease in self._open.values() if lease.node.name == node.name)
-        lease = next(lease for lease in leases if id in lease.open)
+        lease = self._holders[node.name, id]
         del lease.open[id]
         lease.given_up.add(id)
         self._given_up.append((lease.token, id))
@@ -416,63 +425,61 @@ class ColumnPiece:
     """Whether the columns come from the user's file, and so keep their types."""
 
 
-class ColumnPieces:
-    """Locations of the columns that a node reads, found once and split into shares for ranks."""
+def column_pieces(
+    graph: Graph,
+    source: Segment | None,
+    lease: Lease,
+    shares: Sequence[Sequence[int]],
+    index: np.ndarray,
+) -> list[list[ColumnPiece]]:
+    """Locate the columns that the node of a lease reads. Return the pieces of each share: one per
+    node that wrote columns, and one or two for the source. `shares` has the indexes of the rows of
+    each share; `index` is all shares concatenated."""
+    node, user_columns = lease.node, file_columns(graph.source)
+    by_writer: dict[tuple[str, bool], list[str]] = {}
+    for column in node.reads:
+        writer = node.writers[column]
+        by_writer.setdefault((writer, not writer and column in user_columns), []).append(column)
+    pieces: list[list[ColumnPiece]] = [[] for _ in shares]
+    for (writer, of_file), columns in by_writer.items():
+        names, begin = tuple(columns), 0
+        if writer:
+            keys, parts = _written_parts(graph, lease, writer)
+        else:
+            keys, parts = lease.of_groups([group.position for group in lease.groups]), []
+        ordered = keys[index]
+        for share, own in zip(shares, pieces, strict=True):
+            end = begin + len(share)
+            if writer:
+                # An empty share still needs a segment, for the types of its columns.
+                of = dict.fromkeys([parts[k] for k in share or (0,)])
+                segments = tuple([part.segment for part in of])
+                own.append(ColumnPiece(names, ordered[begin:end], segments))
+            else:
+                assert source is not None, f"graph {graph.name!r} has no segment of its source"
+                own.append(ColumnPiece(names, ordered[begin:end], (source,), True, of_file))
+            begin = end
+    return pieces
 
-    def __init__(self, graph: Graph, source: Segment | None, lease: Lease) -> None:
-        node = lease.node
-        by_writer: dict[tuple[str, bool], list[str]] = {}
-        of_file = file_columns(graph.source)
-        for column in node.reads:
-            writer = node.writers[column]
-            by_writer.setdefault((writer, not writer and column in of_file), []).append(column)
-        self._source, self._of_file = source, of_file
-        self._found: list[tuple[tuple[str, ...], np.ndarray, list[StoredPart] | None]] = []
-        """Columns, the keys of all rows, and the part of each; None for columns of the source."""
-        numbers = {other.name: i for i, other in enumerate(graph.nodes)}
-        for (writer, _), columns in by_writer.items():
-            if not writer:
-                assert source is not None, (
-                    f"graph {graph.name!r} has no segment with the rows of its source"
-                )
-                positions = lease.of_groups([group.position for group in lease.groups])
-                self._found.append((tuple(columns), positions, None))
-                continue
-            level, i = graph.level_of(writer), numbers[writer]
-            parts: list[StoredPart | None] = []
-            owners: list[int] = []
-            for group, at, _, places in lease.taken:
-                rows = group.levels[level]
-                own = places if level == at else _places_on(group, at, places, level)
-                if len(own) == 1:
-                    parts.append(rows.parts[i][own[0]])
-                else:
-                    parts += map(rows.parts[i].__getitem__, own)
-                # The node reads columns of an ancestor, so keys are the ancestor's ids.
-                if level != node.level:
-                    owners += map(rows.ids.__getitem__, own)
-            ids = lease.ids if level == node.level else np.array(owners, np.int64)
-            self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
-    def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[ColumnPiece]]:
-        """Return the pieces of each share: one per node that wrote columns, and one for the source.
-        `shares` has the indexes of the rows of each share; `index` is all shares concatenated."""
-        pieces: list[list[ColumnPiece]] = [[] for _ in shares]
-        for columns, keys, parts in self._found:
-            ordered, begin = keys[index], 0
-            for share, own in zip(shares, pieces, strict=True):
-                end = begin + len(share)
-                if parts is None:
-                    assert self._source is not None
-                    of_file = columns[0] in self._of_file
-                    own.append(ColumnPiece(columns, ordered[begin:end], (self._source,), True, of_file))
-                else:
-                    # An empty share still needs a segment, for the types of its columns.
-                    of = dict.fromkeys([parts[k] for k in share or (0,)])
-                    segments = tuple([part.segment for part in of])
-                    own.append(ColumnPiece(columns, ordered[begin:end], segments))
-                begin = end
-        return pieces
+def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray, list[StoredPart]]:
+    """Return the sample ids of the rows that a node wrote columns for, and the part of each."""
+    level = graph.level_of(writer)
+    i = next(i for i, node in enumerate(graph.nodes) if node.name == writer)
+    parts: list[StoredPart | None] = []
+    owners: list[int] = []
+    for group, at, _, places in lease.taken:
+        rows = group.levels[level]
+        own = places if level == at else _places_on(group, at, places, level)
+        if len(own) == 1:
+            parts.append(rows.parts[i][own[0]])
+        else:
+            parts += map(rows.parts[i].__getitem__, own)
+        # The node reads columns of an ancestor, so keys are the ancestor's ids.
+        if level != lease.node.level:
+            owners += map(rows.ids.__getitem__, own)
+    ids = lease.ids if level == lease.node.level else np.array(owners, np.int64)
+    return ids, [part for part in parts if part is not None]
 
 
 def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:

@@ -1,8 +1,7 @@
 """Ledger: the control plane of the sample buffer.
 
 It knows which columns of each row exist, where they are, and which nodes have processed the row. It
-never holds tokens. Every event costs O(1) per row and updates which rows are ready. Only a parent that a quorum cuts
-short costs a look at the open leases.
+never holds tokens. Every event costs O(1) per row and updates which rows are ready.
 
 Invariants:
 
@@ -97,7 +96,8 @@ class Ledger:
         self.ids = ids or Ids()
         self.live = LiveRows(graph, self.ids, clock)
         self.parts = self.live.parts
-        self.leases = Leases()
+        makers = {graph.nodes[i].name for i in self.live.wiring.makes_for if i is not None}
+        self.leases = Leases(makers)
         self.stale: Counter[str] = Counter()
         """Fate -> groups that were too old when an update claimed them."""
         self._index = self.live.wiring.index

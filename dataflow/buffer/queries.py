@@ -196,7 +196,7 @@ TAKEN_S = 60.0
 _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
-class QueryProcess(ChildProcess):
+class _QueryProcess(ChildProcess):
     """A process that answers one query, then ends."""
 
     def __init__(self) -> None:
@@ -240,12 +240,12 @@ class QueryProcess(ChildProcess):
 def ask(
     asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Send a query to the prepared process, or to a new one (see `QueryProcess.run_query`)."""
+    """Send a query to the prepared process, or to a new one (see `_QueryProcess.run_query`)."""
     waiting = _take_prepared()
     answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
     # The prepared process may have ended by itself, after PREPARED_S.
     if answered is None:
-        answered = QueryProcess().run_query(asked, tables, timeout_s)
+        answered = _QueryProcess().run_query(asked, tables, timeout_s)
     if answered is None:
         raise UserError(
             "the process of the query ended before it read the query; check that this machine has free memory"
@@ -254,7 +254,7 @@ def ask(
 
 
 _lock = threading.Lock()
-_prepared: list[QueryProcess] = []
+_prepared: list[_QueryProcess] = []
 """At most one process that waits for a query."""
 
 
@@ -267,10 +267,10 @@ def prepare() -> None:
         if _prepared and _prepared[0].exit_code is not None:
             _prepared.pop().kill()
         if not _prepared:
-            _prepared.append(QueryProcess())
+            _prepared.append(_QueryProcess())
 
 
-def _take_prepared() -> QueryProcess | None:
+def _take_prepared() -> _QueryProcess | None:
     with _lock:
         return _prepared.pop() if _prepared else None
 

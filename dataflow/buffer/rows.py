@@ -4,7 +4,6 @@ for, but no tokens."""
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -355,70 +354,6 @@ class Row(NamedTuple):
             row = row.parent
         # Samples of a prompt are identified by their number alone.
         return [] if path == [1] else path
-
-
-# Stored parts
-
-
-class StoredParts:
-    """The segments that rows in flight need, with counts. A segment is freed with its last row."""
-
-    def __init__(self) -> None:
-        self._parts: dict[StoredPart, None] = {}
-        self._freed: list[Segment] = []
-        self.num_bytes = 0
-        self.published_bytes = 0
-        self.finished_bytes = 0.0
-        """Published bytes of finished groups. Groups that share a segment have their share by
-        rows."""
-        self.largest_group_bytes = 0
-
-    @property
-    def segments(self) -> list[Segment]:
-        return [part.segment for part in self._parts]
-
-    def add_segment(self, segment: Segment, rows: int) -> StoredPart:
-        """Add a segment that a call wrote, with its number of rows."""
-        self.published_bytes += segment.num_bytes
-        part = StoredPart(segment, rows, rows)
-        self.restore(part)
-        if not rows:  # no row will ever need it
-            self.finished_bytes += segment.num_bytes
-            self._free(part)
-        return part
-
-    def restore(self, part: StoredPart) -> None:
-        self._parts[part] = None
-        self.num_bytes += part.segment.num_bytes
-
-    def discard(self, segment: Segment) -> None:
-        self._freed.append(segment)
-
-    def finish_group(self, group: Group) -> None:
-        """Count a finished group, and free the segments that only it needed."""
-        num_bytes = 0.0
-        columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
-        for column in columns:  # in a fixed order, so that a replayed ledger frees in the same order
-            first = column[0]
-            whole = first is not None and column.count(first) == len(column)
-            for part, rows in ((first, len(column)),) if whole else Counter(column).items():
-                if part is not None:
-                    num_bytes += part.segment.num_bytes / part.written * rows
-                    part.in_flight -= rows
-                    if not part.in_flight:
-                        self._free(part)
-        self.finished_bytes += num_bytes
-        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
-
-    def _free(self, part: StoredPart) -> None:
-        del self._parts[part]
-        self.num_bytes -= part.segment.num_bytes
-        self._freed.append(part.segment)
-
-    def take_freed(self) -> list[Segment]:
-        """Return segments that no row in flight refers to, each once."""
-        freed, self._freed = self._freed, []
-        return freed
 
 
 # Wiring

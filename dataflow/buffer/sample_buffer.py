@@ -22,7 +22,8 @@ from ..errors import DamagedSegment, UserError
 from ..graph import Graph
 from ..operation import Shape
 from ..runs.files import LOG, SEGMENTS, Disk, is_full, make_folder, remove
-from ..runs.log import SYNC_INTERVAL_S, Fence, Log, LogCutting, LogReader, Position, Record, graph_record
+from ..runs.lock import RunLock
+from ..runs.log import SYNC_INTERVAL_S, Log, LogCutting, LogReader, Position, Record, graph_record
 from .events import RESTARTED
 from .leases import Fate, Lease, Published, Spread, Written
 from .ledger import Ledger
@@ -124,7 +125,7 @@ class SampleBuffer:
         node: str = "driver",
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
-        fence: Fence | None = None,
+        fence: RunLock | None = None,
         ids: Ids | None = None,
         scratch: Scratch | None = None,
         sync_interval_s: float = SYNC_INTERVAL_S,
@@ -175,7 +176,7 @@ class SampleBuffer:
         check: Callable[[Segment], None] | None = None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
-        fence: Fence | None = None,
+        fence: RunLock | None = None,
         scratch: Scratch | None = None,
         sync_interval_s: float = SYNC_INTERVAL_S,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
@@ -425,8 +426,8 @@ class SampleBuffer:
         staleness: int | None = None,
         lag: int = 0,
         taken: int = 0,
-    ) -> Capacity:
-        """Return how many groups of a graph may be issued, by the smallest of the limits.
+    ) -> tuple[int, str]:
+        """Return how many groups of a graph may be issued, and the limit that allows no more.
 
         Assumes that each group is as large as the largest finished one; `max_bytes` has no effect
         before a group is finished.
@@ -468,7 +469,7 @@ class SampleBuffer:
             free = (staleness + 1 - lag) * groups_per_update - ahead
             bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
         free, reason = min(bounds, default=(UNBOUNDED, ""))
-        return Capacity(max(0, free), reason)
+        return max(0, free), reason
 
 
 def _make_store(folder: Path, node: str, scratch: Scratch | None) -> SegmentStore:
@@ -481,14 +482,6 @@ def _make_store(folder: Path, node: str, scratch: Scratch | None) -> SegmentStor
 # Capacity
 
 UNBOUNDED = 1 << 30
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Number of groups that may be issued, and the limit that allows no more."""
-
-    groups: int
-    reason: str = ""
 
 
 def expected_rows(graph: Graph) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..batch import is_ragged
 from ..column import IMAGES
 from ..errors import nearest
 from ..json_values import as_json, exact_array, is_json, json_array
 from .files import Rows, short
-from .formats import Format, as_text, count_matches, is_list, is_text, type_name
+from .formats import Format, as_text, count_matches, is_text, type_name
 
 # Answer marks
 #
@@ -279,14 +280,14 @@ def find_images(rows: Rows) -> Images | None:
 def _holds_any(column: pa.ChunkedArray) -> bool:
     if is_text(column.type):
         return any(value.as_py() for value in column)
-    if is_list(column.type):
+    if is_ragged(column.type):
         return any(len(chunk.flatten()) for chunk in column.chunks)
     return column.null_count < len(column)
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:
     """Return a list of images for each row; values that are not images become null."""
-    if is_list(chunk.type):
+    if is_ragged(chunk.type):
         counts, items = chunk.value_lengths().fill_null(0), chunk.flatten()
     else:
         counts, items = chunk.is_valid(), chunk.drop_null()

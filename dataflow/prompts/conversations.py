@@ -257,7 +257,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class _Dialogue:
     """The messages of one row: a prompt, and its responses by column. A response begins with an
     assistant message.
 
@@ -315,7 +315,7 @@ class Renderer:
         self._images = images
 
     def render(
-        self, divide: Callable[[int], Dialogue], columns: Mapping[str, str], *, split: bool = False
+        self, divide: Callable[[int], _Dialogue], columns: Mapping[str, str], *, split: bool = False
     ) -> Texts:
         """Render all rows as text. Gaps exclude everything but assistant turns from training.
 
@@ -367,7 +367,7 @@ class Renderer:
             trained_turns=trained,
         )
 
-    def _render_row(self, row: int, dialogue: Dialogue) -> tuple[bool, str, dict[str, list[_Run]]]:
+    def _render_row(self, row: int, dialogue: _Dialogue) -> tuple[bool, str, dict[str, list[_Run]]]:
         """Return whether the row keeps its own system prompt, its prompt, and its responses."""
         messages, is_own = self._with_system(row, dialogue.prompt)
         for response in dialogue.responses.values():
@@ -480,7 +480,7 @@ def _end(text: str, other: str, characters: int = 30) -> str:
 
 def divide_after_prompt(
     prompt: Messages, responses: Mapping[str, Messages], columns: Mapping[str, str]
-) -> Dialogue:
+) -> _Dialogue:
     """Pair a prompt with its responses, by token column. `columns` are the file's.
 
     A response is either the assistant's turn, or a whole conversation that repeats the prompt,
@@ -489,18 +489,18 @@ def divide_after_prompt(
     """
     begun = prompt[-1]["role"] == "assistant"
     if not responses:
-        return Dialogue(prompt, begun=begun)
+        return _Dialogue(prompt, begun=begun)
     if begun:
         continued = {name: _continued(prompt, response) for name, response in responses.items()}
         if all(continued.values()):
             _check_ends(continued, columns)
-            return Dialogue(prompt, continued, begun=True)
+            return _Dialogue(prompt, continued, begun=True)
     wholes = {name: _whole(prompt, each, columns[name]) for name, each in responses.items()}
     start = max(end for _, end in wholes.values())
     return divide_wholes({name: whole for name, (whole, _) in wholes.items()}, columns, start)
 
 
-def divide_last_turn(messages: Messages, column: str, answered: bool) -> Dialogue:
+def divide_last_turn(messages: Messages, column: str, answered: bool) -> _Dialogue:
     """Split a conversation before its last message, if the first row ends with the assistant's turn
     (`answered`). Otherwise it is a prompt. Raises a `UserError` if the row ends differently."""
     if (messages[-1]["role"] == "assistant") != answered:
@@ -510,20 +510,20 @@ def divide_last_turn(messages: Messages, column: str, answered: bool) -> Dialogu
             "keep the two in different files, or train on every assistant turn (train_on='all')"
         )
     if not answered:
-        return Dialogue(messages)
+        return _Dialogue(messages)
     if len(messages) == 1:
         raise UserError(f"{column!r} holds only a response, with no message before it")
-    return Dialogue(messages[:-1], {"response_ids": messages[-1:]})
+    return _Dialogue(messages[:-1], {"response_ids": messages[-1:]})
 
 
-def divide_all_turns(messages: Messages, column: str) -> Dialogue:
+def divide_all_turns(messages: Messages, column: str) -> _Dialogue:
     """Split a conversation before its first assistant turn. Messages after the last assistant turn
     are dropped. Raises a `UserError` if there is none, or the conversation begins with it."""
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         begins = "begins with the assistant's turn, with no message before it"
         raise UserError(f"{column!r} {begins if turns else 'has no assistant turn'} (train_on='all')")
-    return Dialogue(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]})
+    return _Dialogue(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]})
 
 
 def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
@@ -544,7 +544,7 @@ def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages,
 
 def divide_wholes(
     wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1
-) -> Dialogue:
+) -> _Dialogue:
     """Split whole conversations before an assistant turn, after the longest shared beginning of at
     least `start` messages. Raises a `UserError` if there is no such place."""
     _check_ends(wholes, columns)
@@ -561,7 +561,7 @@ def divide_wholes(
     # Go back to a place where all responses begin with an assistant turn.
     for end in range(min(shared, most), start - 1, -1):
         if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
-            return Dialogue(first[:end], {name: whole[end:] for name, whole in wholes.items()})
+            return _Dialogue(first[:end], {name: whole[end:] for name, whole in wholes.items()})
     raise UserError(f"in {names} no assistant turn follows the prompt, so the response is missing")
 
 

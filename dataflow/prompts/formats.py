@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, field_validator
 
+from ..batch import is_ragged
 from ..config import Config
 from ..errors import UserError
 from .files import Rows, lone_surrogate, start_of
@@ -227,12 +228,8 @@ def column_kind(rows: Rows, column: str) -> Kind:
     )
 
 
-def is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
 def item_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if is_list(kind) else kind
+    return kind.value_type if is_ragged(kind) else kind
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -260,7 +257,7 @@ def matches_all(column: pa.ChunkedArray, pattern: str) -> bool:
 def type_name(kind: pa.DataType) -> str:
     if is_text(kind):
         return "text"
-    if is_list(kind):
+    if is_ragged(kind):
         if pa.types.is_struct(kind.value_type):
             return f"list of {{{', '.join(f.name for f in kind.value_type)}}}"
         return f"list of {type_name(kind.value_type)}"

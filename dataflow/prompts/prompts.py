@@ -69,7 +69,7 @@ _UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
 
 
 @dataclass(frozen=True)
-class Lengths:
+class _Lengths:
     """Distribution of lengths in tokens."""
 
     shortest: int
@@ -79,11 +79,11 @@ class Lengths:
     longest: int
 
     @classmethod
-    def of(cls, tokens: npt.ArrayLike) -> Lengths:
+    def of(cls, tokens: npt.ArrayLike) -> _Lengths:
         """Summarise token counts of rows; there must be at least one row.
 
-        >>> Lengths.of(range(1, 101))
-        Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
+        >>> _Lengths.of(range(1, 101))
+        _Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
         """
         # `higher` chooses a length that occurs in the data.
         quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
@@ -93,7 +93,7 @@ class Lengths:
         """Return a limit for such rows: the 99th percentile, rounded up to a multiple, but not
         above the longest.
 
-        >>> Lengths(10, 60, 90, 130, 5000).limit(), Lengths(10, 60, 90, 130, 135).limit(), Lengths(1, 2, 3, 4, 9).limit()
+        >>> _Lengths(10, 60, 90, 130, 5000).limit(), _Lengths(10, 60, 90, 130, 135).limit(), _Lengths(1, 2, 3, 4, 9).limit()
         (192, 135, 9)
         """
         # `-(-a // b)` rounds up.
@@ -104,7 +104,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Example:
+class _Example:
     """A row as the model will see it."""
 
     prompt: str
@@ -118,7 +118,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Understanding:
+class _Understanding:
     """How a data set was read. A run prints `str` of it at the start.
 
     Lengths include dropped rows.
@@ -136,9 +136,9 @@ class Understanding:
     chat_reason: str
     chat_settings: str
     """Variables and system prompt that the user set."""
-    prompts: Lengths
-    responses: Lengths | None
-    examples: tuple[Example, ...]
+    prompts: _Lengths
+    responses: _Lengths | None
+    examples: tuple[_Example, ...]
     extraction: str
     choices: tuple[str, ...]
     """Defaults that were used: `subset 'main' of main, socratic`."""
@@ -148,12 +148,15 @@ class Understanding:
     """Warnings: empty responses, equal pairs, ignored fields."""
     dropped: Mapping[str, int] = field(default_factory=dict)
 
-    def without(self, rows: int, reason: str) -> Understanding:
+    def without(self, rows: int, reason: str) -> _Understanding:
         """Return a copy that counts more dropped rows."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
-        roles = {name: self._roles_of(name) for name in self.columns}
+        roles = {
+            column: [role for role, name in self.roles.items() if f"{name}.".startswith(f"{column}.")]
+            for column in self.columns
+        }
         named = {name: f"{_clipped(name)} ({_clipped(kind)})" for name, kind in self.columns.items()}
         used = [f"{named[name]} as {' and '.join(roles[name])}" for name in named if roles[name]]
         kept = [named[name] for name in named if not roles[name]]
@@ -184,16 +187,13 @@ class Understanding:
             lines += _example_lines(number, example)
         return "\n".join(map(one_line, lines))
 
-    def _roles_of(self, column: str) -> list[str]:
-        return [r for r, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
-
 
 class _Observer:
     """Collects the summary while rows are read, part by part."""
 
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
-        self._examples: list[Example] = []
+        self._examples: list[_Example] = []
         self._own_system = self._turns = self._trained_turns = self._split = self._rows = 0
         self._empty = self._equal = 0
 
@@ -231,7 +231,7 @@ class _Observer:
                 parts[column] = tuple(decode(piece, skip_special_tokens=False) for piece in pieces)
         # `prompt_ids` is always the first column.
         prompt, response, rejected, *_ = (*shown, None, None)
-        self._examples.append(Example(prompt, response, answer, rejected, parts))
+        self._examples.append(_Example(prompt, response, answer, rejected, parts))
 
     def _trains(self) -> str:
         format, rendering = self._rendering.format, self._rendering
@@ -290,11 +290,11 @@ class _Observer:
         answers: Answers | None,
         lengths: Mapping[str, npt.ArrayLike],
         images: Images | None = None,
-    ) -> Understanding:
+    ) -> _Understanding:
         """Return the summary of all rows. `lengths` are token counts [rows] by token column."""
         rendering = self._rendering
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
-        return Understanding(
+        return _Understanding(
             source=rows.files,
             rows=len(rows.table),
             format=rendering.format.name,
@@ -304,8 +304,8 @@ class _Observer:
             chat=rendering.chat,
             chat_reason=rendering.reason,
             chat_settings=self._chat_settings(),
-            prompts=Lengths.of(lengths["prompt_ids"]),
-            responses=Lengths.of(np.concatenate(responses)) if responses else None,
+            prompts=_Lengths.of(lengths["prompt_ids"]),
+            responses=_Lengths.of(np.concatenate(responses)) if responses else None,
             examples=tuple(self._examples),
             extraction=_extraction(answers, rows, rendering.settings.extract_answer) if answers else "",
             choices=rows.choices,
@@ -359,7 +359,7 @@ def _extraction(answers: Answers, rows: Rows, extract: bool) -> str:
     return "; ".join(said) + none
 
 
-def _example_lines(number: int, example: Example) -> list[str]:
+def _example_lines(number: int, example: _Example) -> list[str]:
     lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
     texts = {"response_ids": example.response}
     if example.rejected is not None:
@@ -456,7 +456,7 @@ class Prompts:
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
     """Columns of the file that were kept unchanged. They belong to the user, whatever their
     names."""
-    understood: Understanding | None = field(default=None, repr=False)
+    understood: _Understanding | None = field(default=None, repr=False)
     """How the rows were read; None if the table was not read here."""
 
     @classmethod

@@ -14,7 +14,6 @@ import pyarrow as pa
 from ..batch import ragged_array
 from ..errors import UserError
 from .conversations import (
-    Dialogue,
     Gap,
     Messages,
     Renderer,
@@ -143,13 +142,14 @@ class Rendering:
         if format.prompt and not prompts:
             asked = read_messages(rows, format.prompt)
 
-        def divide(row: int) -> Dialogue:
-            of_row = {name: column[row] for name, column in replies.items()}
-            return (
-                divide_after_prompt(asked[row], of_row, parts) if asked else divide_wholes(of_row, parts)
-            )
+        def replies_of(row: int) -> dict[str, Messages]:
+            return {name: column[row] for name, column in replies.items()}
 
-        return renderer.render(divide, parts)
+        if asked:
+            return renderer.render(
+                lambda row: divide_after_prompt(asked[row], replies_of(row), parts), parts
+            )
+        return renderer.render(lambda row: divide_wholes(replies_of(row), parts), parts)
 
     def _prompts(self, rows: Rows, path: str) -> list[str]:
         prompts, context = _strings(rows, path, blank=False), self.format.context

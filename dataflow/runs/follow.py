@@ -31,7 +31,7 @@ MOST_FOOTER = 64 << 20
 """[bytes] Largest footer of a Parquet file to read; enough for 300,000 columns."""
 
 
-class StreamTail:
+class _StreamTail:
     """Reads new rows of a stream, which need not exist yet, while another process appends to it."""
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class FollowedTable:
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns
         self._stream, self._parquet = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
-        self._tail = StreamTail(self._stream)
+        self._tail = _StreamTail(self._stream)
         self._begun = 0
         self._damage: Exception | None = None
         self._read_from: object = None

@@ -41,11 +41,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from ..errors import TakenOverError, UserError
 from ..safe_files import open_file, parse_object, read_file
 from .files import LOCK, make_folder
-from .log import Record
 
 BEAT_S = 10.0
 """[s] Interval of heartbeats."""
@@ -124,12 +124,14 @@ class RunLock:
     def epoch(self) -> int:
         return self._claim.holder.epoch
 
-    def record(self) -> Record:
+    def record(self) -> dict[str, Any]:
+        """Return the first record of this holder in the log: its epoch, larger than all earlier."""
         holder = asdict(self._claim.holder)
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write (see `Fence.check`). Raises TakenOverError if not."""
+        """Check that this process may write. Raises TakenOverError if another process took over the
+        run. With `sure`, ask the file server; otherwise this machine's cached state is enough."""
         if self._claim.is_held(sure=sure):
             return
         try:

@@ -12,8 +12,8 @@ After a cut (`cut`), the file of a log begins at a later position. Earlier recor
 (`log_archive.py`); `LogReader` reads both.
 
 A log has one writer. A new writer copies the records to keep into a new file, which replaces the
-old one. A previous writer that is still alive then appends to an unlinked file, and a `Fence` stops
-it before it acts on its records.
+old one. A previous writer that is still alive then appends to an unlinked file, and the lock of
+the run (`lock.py`) stops it before it acts on its records.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import FormatError, TakenOverError, UserError
 from ..graph import Graph
 from ..safe_files import open_file
 from .files import PARTIAL, Disk, remove
+from .lock import RunLock
 from .log_archive import (
     HISTORY,
     Position,
@@ -73,27 +74,8 @@ SYNC_INTERVAL_S = 0.5
 second are soon made again."""
 
 
-class Fence(Protocol):
-    """Ensures that a run has only one writer."""
-
-    def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write.
-
-        Args:
-            sure: ask the file server; without it, this machine's cached state is enough.
-
-        Raises:
-            TakenOverError: another process took over the run.
-        """
-        ...
-
-    def record(self) -> Record:
-        """Return the first record of this writer: an "epoch" larger than all earlier ones."""
-        ...
-
-
 @dataclass(frozen=True)
-class PreparedCut:
+class _PreparedCut:
     """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is
     dropped."""
 
@@ -124,7 +106,7 @@ class Log:
         sync_interval_s: float = SYNC_INTERVAL_S,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
-        fence: Fence | None = None,
+        fence: RunLock | None = None,
     ) -> None:
         """Open the log. Records after `at` are cut off, and kept as `NAME.cut-OFFSET`.
 
@@ -262,7 +244,7 @@ class Log:
             self._synced = self._clock()
             self._unsynced = False
 
-    def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
+    def prepare_cut(self, at: Position) -> Callable[[], _PreparedCut]:
         """Prepare to move the committed records before a position to the archive. Returns a
         function for any thread, which returns the file to pass to `cut`. If it raises OSError, for
         example on a full disk, it leaves no files."""
@@ -270,12 +252,12 @@ class Log:
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
-        def work() -> PreparedCut:
-            cut: PreparedCut | None = None
+        def work() -> _PreparedCut:
+            cut: _PreparedCut | None = None
             try:
                 archive(self.path, descriptor, start, at, self._disk)
                 remove(unnamed)
-                cut = PreparedCut(unnamed, self._disk.open(unnamed), at, end, self._disk)
+                cut = _PreparedCut(unnamed, self._disk.open(unnamed), at, end, self._disk)
                 for data in chain([header(at)], records(descriptor, start, at.offset, end)):
                     self._disk.write(cut.descriptor, data)
                 self._disk.sync(cut.descriptor)
@@ -289,7 +271,7 @@ class Log:
 
         return work
 
-    def cut(self, cut: PreparedCut) -> None:
+    def cut(self, cut: _PreparedCut) -> None:
         """Switch to a file that `prepare_cut` made. All records must be committed. If it fails, the
         file is dropped.
 
@@ -537,7 +519,7 @@ def line_of(record: Record, checksum: int) -> bytes:
 # Log cutting
 
 
-Work = Callable[[], PreparedCut]
+Work = Callable[[], _PreparedCut]
 
 logger = logging.getLogger(__name__)
 
@@ -560,7 +542,7 @@ class LogCutting:
         self,
         log: Log,
         min_bytes: int,
-        run: Callable[[Work], Future[PreparedCut]] | None = None,
+        run: Callable[[Work], Future[_PreparedCut]] | None = None,
         *,
         timeout_s: float = 60.0,
     ) -> None:
@@ -568,7 +550,7 @@ class LogCutting:
         self._min_bytes = min_bytes
         self._run = run or _in_thread
         self._timeout_s = timeout_s
-        self._work: Future[PreparedCut] | None = None
+        self._work: Future[_PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
         """Archive the records before the oldest kept checkpoint, if there are enough. All records
@@ -604,7 +586,7 @@ class LogCutting:
             self._ends_in_time(work)
             work.add_done_callback(_drop)
 
-    def _ends_in_time(self, work: Future[PreparedCut]) -> bool:
+    def _ends_in_time(self, work: Future[_PreparedCut]) -> bool:
         if wait_for([work], self._timeout_s).done:
             return True
         log, text = (
@@ -615,14 +597,14 @@ class LogCutting:
         return False
 
 
-def _drop(work: Future[PreparedCut]) -> None:
+def _drop(work: Future[_PreparedCut]) -> None:
     if work.exception() is None:
         work.result().drop()
 
 
-def _in_thread(work: Work) -> Future[PreparedCut]:
+def _in_thread(work: Work) -> Future[_PreparedCut]:
     """Run work in a daemon thread, which does not keep the process alive."""
-    future: Future[PreparedCut] = Future()
+    future: Future[_PreparedCut] = Future()
 
     def run() -> None:
         try:

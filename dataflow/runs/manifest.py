@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,6 @@ _THREADS = 4
 """Files to read in parallel. Reading and hashing both release the GIL."""
 
 _Entry = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Damage:
-    file: str
-    """Path relative to the folder, with `/` separators."""
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.problem}"
 
 
 def write_manifest(
@@ -65,31 +54,28 @@ def write_manifest(
     disk.write_whole(folder / MANIFEST, _render(files))
 
 
-def verify_manifest(folder: Path) -> list[Damage]:
-    """Compare the files in a folder with its manifest.
-
-    Returns:
-        The damage, sorted by file: files that are missing, changed, unreadable, of another size, or
-        not in the manifest. If the manifest is damaged, only that is listed.
-    """
+def verify_manifest(folder: Path) -> list[str]:
+    """Compare the files in a folder with its manifest. Returns `FILE PROBLEM` for each file that is
+    missing, changed, unreadable, of another size, or not in the manifest, sorted by file. If the
+    manifest is damaged, only that is listed."""
     try:
         written = read_file(folder / MANIFEST)
     except FileNotFoundError:
-        return [Damage(MANIFEST, "is missing")]
+        return [f"{MANIFEST} is missing"]
     except (OSError, UserError) as error:
-        return [Damage(MANIFEST, _unreadable(error))]
+        return [f"{MANIFEST} {_unreadable(error)}"]
     files = _parse(written)
     if files is None:
         problem = f"is damaged: its {len(written)} bytes do not have the checksum that it names"
-        return [Damage(MANIFEST, problem)]
+        return [f"{MANIFEST} {problem}"]
     found = set(_files(folder))
-    strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
+    wrong = dict.fromkeys(found - files.keys(), "is not in the manifest")
     with ThreadPoolExecutor(_THREADS) as pool:
         checked = pool.map(
             lambda name: _check(folder, name, files[name]) if name in found else "is missing", files
         )
-        wrong = [Damage(name, problem) for name, problem in zip(files, checked, strict=True) if problem]
-    return sorted([*wrong, *strange], key=lambda damage: damage.file)
+        wrong |= {name: problem for name, problem in zip(files, checked, strict=True) if problem}
+    return [f"{name} {problem}" for name, problem in sorted(wrong.items())]
 
 
 def _check(folder: Path, name: str, entry: _Entry) -> str:

@@ -41,36 +41,30 @@ def _request(path: Path, epoch: int, **asked: str) -> None:
 
 
 class RunRequests:
-    """Reads requests of one kind from their file, in the driver with this epoch."""
-
-    def __init__(self, path: Path, epoch: int) -> None:
-        self._path, self._epoch = path, epoch
-        self._heeded: Any = None
-
-    def new(self) -> Mapping[str, Any]:
-        """Return a request that is new since the last call, or an empty mapping."""
-        with suppress(OSError, ValueError):  # usually there is no file
-            asked = read_json(self._path)
-            # The file stays, so remember the request.
-            if asked.get("epoch") == self._epoch and asked != self._heeded:
-                self._heeded = asked
-                return asked
-        return {}
-
-
-class StopRequests:
-    """Requests to end a run, checked at most every LOOK_S."""
+    """Reads the requests to the driver with this epoch."""
 
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests, self._clock = RunRequests(run / STOP, epoch), clock
+        self._run, self._epoch, self._clock = run, epoch, clock
+        self._heeded: dict[str, Any] = {}
+        """Name of a file -> the last request in it."""
         self._looked = -LOOK_S
         self._asked = False
 
+    def new(self, file: str) -> Mapping[str, Any]:
+        """Return a request that is new since the last call for this file, or an empty mapping."""
+        with suppress(OSError, ValueError):  # usually there is no file
+            asked = read_json(self._run / file)
+            # The file stays, so remember the request.
+            if asked.get("epoch") == self._epoch and asked != self._heeded.get(file):
+                self._heeded[file] = asked
+                return asked
+        return {}
+
     @property
-    def asked(self) -> bool:
+    def stop_asked(self) -> bool:
         """Whether the run was asked to end. The answer is at most LOOK_S old."""
         now = self._clock()
         if not self._asked and now - self._looked >= LOOK_S:
             self._looked = now
-            self._asked = bool(self._requests.new())
+            self._asked = bool(self.new(STOP))
         return self._asked

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,7 +136,7 @@ def noted_checksums(run: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class SampleFile:
+class _SampleFile:
     path: Path
     graph: str
     step: int
@@ -152,14 +152,22 @@ class SampleFile:
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
-def sample_files(run: Path) -> list[SampleFile]:
+def sample_files(run: Path) -> list[_SampleFile]:
     """Return all sample files of a run, including unfinished leases, sorted by graph and step."""
-    found: list[SampleFile] = []
+    found: list[_SampleFile] = []
     for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
         if name is not None and path.is_file():
-            found.append(SampleFile(path, name["graph"], int(name["step"]), int(name["lease"])))
+            found.append(_SampleFile(path, name["graph"], int(name["step"]), int(name["lease"])))
     return sorted(found, key=lambda part: (part.graph, part.step, part.lease, part.path.name))
+
+
+def files_by(found: Sequence[_SampleFile], *fields: str) -> dict[tuple[Any, ...], list[_SampleFile]]:
+    """Group sample files by some of their fields, such as "graph" and "lease"."""
+    groups: dict[tuple[Any, ...], list[_SampleFile]] = {}
+    for file in found:
+        groups.setdefault(tuple(getattr(file, name) for name in fields), []).append(file)
+    return groups
 
 
 def unfinished_files(run: Path) -> list[Path]:
@@ -168,7 +176,7 @@ def unfinished_files(run: Path) -> list[Path]:
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
-def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
+def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
     recorder. `notes` gets a line for each gap in the log; samples are then missing. Raises a
     FormatError for a log of another version of Weft."""
@@ -184,7 +192,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     return [part for part in everything if (part.graph, part.lease) in finished]
 
 
-def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
+def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]:
     """Yield the rows of each file. Unreadable files are skipped, with a line in `notes`."""
     for part in found:
         try:

@@ -24,7 +24,7 @@ from weft.controllers.simulation.backend import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import recovery, sample_buffer
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.leases import ColumnPiece, ColumnPieces
+from weft.dataflow.buffer.leases import ColumnPiece, column_pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
@@ -166,8 +166,9 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     lease = ledger.claim(score)
     assert lease is not None
     reader = SegmentReader(buffer.segments, node)
-    [(answers, responses)] = ColumnPieces(ledger.graph, ledger.source, lease).cut(
-        [range(lease.num_rows)], np.arange(lease.num_rows)
+    every = range(lease.num_rows)
+    [(answers, responses)] = column_pieces(
+        ledger.graph, ledger.source, lease, [every], np.arange(len(every))
     )
     operation = score.operation
     rows = gather(

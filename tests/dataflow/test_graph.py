@@ -23,7 +23,7 @@ from weft.dataflow.errors import GraphError, UserError
 from weft.dataflow.graph import Graph, Handle, Node, ParameterEdge, group
 from weft.dataflow.operation import GROUPS, Operation, Shape, TrainingBatch, node
 from weft.dataflow.source import TableSource
-from weft.dataflow.tracing import SymbolicRows, graph
+from weft.dataflow.tracing import _SymbolicRows, graph
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
@@ -694,7 +694,7 @@ def test_rows_know_their_columns():
     seen: list[tuple[str, ...]] = []
 
     @graph
-    def look(prompts: SymbolicRows) -> None:
+    def look(prompts: _SymbolicRows) -> None:
         seen.append(prompts.columns)
 
     look(PROMPTS)

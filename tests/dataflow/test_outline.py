@@ -12,7 +12,7 @@ from weft.dataflow.errors import GraphError, UserError
 from weft.dataflow.graph import SOURCE, Graph
 from weft.dataflow.operation import GROUPS, Declaration, Quorum, Shape
 from weft.dataflow.source import TableSource
-from weft.dataflow.tracing import SymbolicRows, Trace
+from weft.dataflow.tracing import _SymbolicRows, _Trace
 
 
 def function(rows: object, n: int = 1) -> None: ...
@@ -20,8 +20,8 @@ def function(rows: object, n: int = 1) -> None: ...
 
 def two_expansions() -> Graph:
     """A graph that expands prompts to samples, and samples to turns."""
-    drawn = Trace("train", TableSource("prompts", pa.table({"prompt": ["a"]})))
-    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
+    drawn = _Trace("train", TableSource("prompts", pa.table({"prompt": ["a"]})))
+    rows = _SymbolicRows(drawn, SOURCE, {"prompt": ""})
     for declaration in (
         Declaration("clean", reads=("prompt",), writes=("cleaned",)),
         Declaration(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,15 +13,9 @@ import pydantic
 
 from ...dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS
 from ...dataflow.config import Config
-from ...dataflow.errors import ResultError, SampleError, nearest
+from ...dataflow.errors import nearest
 from ...dataflow.operation import ALL_COLUMNS
-from ...dataflow.untrusted_text import beginning
 from .signature import ANSWERS, RewardRows, Signature, find_signature
-
-_TOTALS = ("reward", "score", "rewards")
-"""Keys of a returned dictionary that hold the reward, in order of preference."""
-LARGEST = 3.4028234663852886e38
-"""Largest reward: columns of rewards are float32."""
 
 
 class Reward(Config):
@@ -230,125 +222,6 @@ class Reward(Config):
         return self.function(*positional, **named)
 
 
-@dataclass(frozen=True)
-class SampleScore:
-    """The score of one sample."""
-
-    value: float | None
-    """None if the function does not apply to the sample."""
-    parts: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-def results(reward: Reward, result: Any, number: int) -> list[Any]:
-    """Split the result of a batch call into one result per sample. Raises a ResultError if the
-    result is neither a list with one entry for each sample nor a dictionary of such lists."""
-    if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
-        return _of_lists(reward, result, number)
-    listed = _listed(result)
-    if listed is None or len(listed) != number:
-        raise ResultError(
-            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            "it must return a list with a reward for each"
-        )
-    return listed
-
-
-def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists by sample. A single number applies to the whole batch."""
-    extra = result.get("extra_logs")
-    entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
-    lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
-    total = reward.part or next((name for name in _TOTALS if name in entries), "")
-    wrong = next((name for name, listed in lists.items() if len(listed) != number), None)
-    if wrong is None and total and total not in lists:
-        wrong = total
-    if wrong is None and not total:  # the sum is the reward, so each entry is a part of it
-        wrong = next(
-            (name for name in entries if name not in lists and entries[name] is not extra), None
-        )
-    if wrong is not None or not lists:
-        which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
-        raise ResultError(
-            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            f"it must return a list with a reward for each{which}"
-        )
-    single = {name: value for name, value in entries.items() if name not in lists}
-    whole = {name: value for name, value in single.items() if _as_number(value) is not None}
-    return [{**whole, **{name: values[k] for name, values in lists.items()}} for k in range(number)]
-
-
-def score(reward: Reward, result: Any) -> SampleScore:
-    """Return the score in the result of a call with one sample.
-
-    Raises:
-        ResultError: the result is not a number, None or a dictionary of numbers.
-        SampleError: the result or one of its parts is not finite.
-    """
-    if result is None:
-        return SampleScore(None)
-    if not isinstance(result, Mapping):
-        return SampleScore(number_of(reward, result))
-    who = f"reward function {name_of(reward.function)} returned {_shown(result)}"
-    each = {str(name): _as_number(value) for name, value in result.items()}
-    numbers = {name: number for name, number in each.items() if number is not None}
-    odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
-    if odd is not None:
-        raise SampleError(f"{who}; its {odd!r} is not a finite number")
-    total = reward.part or next((name for name in _TOTALS if name in result), "")
-    if total and total in result and result[total] is None:
-        return SampleScore(None, numbers)
-    if total and total not in numbers:
-        raise ResultError(f"{who}; its {total!r} is not a finite number")
-    if total:
-        return SampleScore(numbers.pop(total), numbers)
-    other = [
-        str(name) for name, value in result.items() if value is not None and each[str(name)] is None
-    ]
-    if other:
-        raise ResultError(
-            f"{who}; its {other[0]!r} is not a number, so the parts have no sum: name the "
-            "part with the reward 'reward', or choose it with Reward(part=...)"
-        )
-    if not numbers:
-        raise ResultError(f"{who}; it has no finite number")
-    if not _is_finite(total := sum(numbers.values())):
-        raise SampleError(f"{who}; the sum of its parts is not a finite number that float32 can hold")
-    return SampleScore(total, numbers)
-
-
-def number_of(reward: Reward, result: Any) -> float:
-    number = _as_number(result)
-    if number is None or not _is_finite(number):
-        refused = ResultError if number is None else SampleError
-        raise refused(
-            f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward must be a finite number that float32 can hold"
-        )
-    return number
-
-
-def _as_number(value: object) -> float | None:
-    """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
-    # float() would accept text such as "1".
-    if isinstance(value, str | bytes | complex):
-        return None
-    try:
-        return float(value)  # pyright: ignore[reportArgumentType]
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _is_finite(number: float) -> bool:
-    return abs(number) <= LARGEST
-
-
-def _listed(values: Any) -> list[Any] | None:
-    """Return a list, tuple, array, series or tensor as a list, or None for anything else."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return list(values) if isinstance(values, list | tuple) else None
-
-
 def _takes_none(annotation: Any) -> bool:
     """Return whether a parameter's type allows None; a parameter without a type does."""
     said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -409,10 +282,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     several = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     hands_on = inspect.Parameter.VAR_KEYWORD in kinds <= several
     return signature_of(wrapped) if hands_on and callable(wrapped) else own
-
-
-def _shown(value: object) -> str:
-    return beginning(repr(value), 200)
 
 
 def name_of(function: Any) -> str:

@@ -9,23 +9,38 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bdb import BdbQuit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...dataflow.errors import ResultError, SampleError
 from ...dataflow.metrics import Mean
+from ...dataflow.untrusted_text import beginning
 from ..worker import Context
 from .calls import Caller, deadline
-from .function import LARGEST, Reward, SampleScore, as_failure, name_of, results, score
+from .function import Reward, as_failure, name_of
 from .signature import RewardRows
 
+_TOTALS = ("reward", "score", "rewards")
+"""Keys of a returned dictionary that hold the reward, in order of preference."""
+_LARGEST = 3.4028234663852886e38
+"""Largest reward: columns of rewards are float32."""
 PART_S = 1.0
 """[s] Longest time to hold back finished rewards in order to yield them together."""
+
+
+@dataclass(frozen=True)
+class _SampleScore:
+    """The score of one sample."""
+
+    value: float | None
+    """None if the function does not apply to the sample."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Outcome:
     """The result of a sample that every function has scored."""
 
     reward: float
-    scores: Sequence[SampleScore]
+    scores: Sequence[_SampleScore]
     """One score from each function, in the functions' order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
@@ -60,7 +75,7 @@ class Scoring:
         self._context = context
         self._caller = caller
         self._deadline_s = deadline_s
-        self._scores: list[dict[int, SampleScore]] = [{} for _ in range(len(samples))]
+        self._scores: list[dict[int, _SampleScore]] = [{} for _ in range(len(samples))]
         self._ids: list[int] = samples.rows["sample_id"].to_pylist()
         self._given: set[int] = set()
         self._gave_s = time.monotonic()
@@ -89,7 +104,7 @@ class Scoring:
             for f, reward, columns in arguments:
                 with self._blaming(k):
                     result = self._called(f, {name: v[k] for name, v in columns.items()})
-                    self._put(f, k, score(reward, result))
+                    self._put(f, k, _score(reward, result))
             self._context.at(None)
             self._context.advance()
 
@@ -112,7 +127,7 @@ class Scoring:
             self._context.at(sample_id)
             with self._blaming(k):
                 result = self._called(f, reward.arguments(self._samples.one(k)))
-                self._put(f, k, score(reward, results(reward, result, 1)[0]))
+                self._put(f, k, _score(reward, _results(reward, result, 1)[0]))
             self._context.at(None)
             self._context.advance()
 
@@ -165,7 +180,7 @@ class Scoring:
         reward = self._rewards[f]
         if k is not None:
             with self._blaming(k):
-                self._put(f, k, score(reward, _result(future)))
+                self._put(f, k, _score(reward, _result(future)))
             return
         try:
             result = _result(future)
@@ -195,15 +210,15 @@ class Scoring:
 
     def _put_all(self, f: int, reward: Reward, result: Any) -> None:
         try:
-            each = results(reward, result, len(self._samples))
+            each = _results(reward, result, len(self._samples))
         except ResultError as error:
             self.failed = dict.fromkeys(range(len(self._samples)), error)
             raise
         for k, said in enumerate(each):
             with self._blaming(k):
-                self._put(f, k, score(reward, said))
+                self._put(f, k, _score(reward, said))
 
-    def _put(self, f: int, k: int, said: SampleScore) -> None:
+    def _put(self, f: int, k: int, said: _SampleScore) -> None:
         scores = self._scores[k]
         scores[f] = said
         if len(scores) < len(self._rewards):
@@ -213,11 +228,11 @@ class Scoring:
             if len(self._rewards) == 1:
                 who = f"reward function {name_of(self._rewards[0].function)}"
             self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
-        elif abs(total := self._total(scores)) > LARGEST:
+        elif abs(total := self._total(scores)) > _LARGEST:
             why = f"the weighted sum of the rewards is {total}, which float32 cannot hold"
             self._fail(k, SampleError(why))
 
-    def _total(self, scores: Mapping[int, SampleScore]) -> float:
+    def _total(self, scores: Mapping[int, _SampleScore]) -> float:
         return sum(
             reward.weight * s.value
             for f, reward in enumerate(self._rewards)
@@ -250,3 +265,117 @@ def _result(future: Future[Any]) -> Any:
         return future.result()
     except GeneratorExit as error:
         raise as_failure(error) from error
+
+
+# Results of functions
+
+
+def _results(reward: Reward, result: Any, number: int) -> list[Any]:
+    """Split the result of a batch call into one result per sample. Raises a ResultError if the
+    result is neither a list with one entry for each sample nor a dictionary of such lists."""
+    if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
+        return _of_lists(reward, result, number)
+    listed = _listed(result)
+    if listed is None or len(listed) != number:
+        raise ResultError(
+            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
+            "it must return a list with a reward for each"
+        )
+    return listed
+
+
+def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
+    """Split a dictionary of lists by sample. A single number applies to the whole batch."""
+    extra = result.get("extra_logs")
+    entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
+    lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
+    total = reward.part or next((name for name in _TOTALS if name in entries), "")
+    wrong = next((name for name, listed in lists.items() if len(listed) != number), None)
+    if wrong is None and total and total not in lists:
+        wrong = total
+    if wrong is None and not total:  # the sum is the reward, so each entry is a part of it
+        wrong = next(
+            (name for name in entries if name not in lists and entries[name] is not extra), None
+        )
+    if wrong is not None or not lists:
+        which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
+        raise ResultError(
+            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
+            f"it must return a list with a reward for each{which}"
+        )
+    single = {name: value for name, value in entries.items() if name not in lists}
+    whole = {name: value for name, value in single.items() if _as_number(value) is not None}
+    return [{**whole, **{name: values[k] for name, values in lists.items()}} for k in range(number)]
+
+
+def _score(reward: Reward, result: Any) -> _SampleScore:
+    """Return the score in the result of a call with one sample.
+
+    Raises:
+        ResultError: the result is not a number, None or a dictionary of numbers.
+        SampleError: the result or one of its parts is not finite.
+    """
+    if result is None:
+        return _SampleScore(None)
+    if not isinstance(result, Mapping):
+        number = _as_number(result)
+        if number is None or not _is_finite(number):
+            refused = ResultError if number is None else SampleError
+            raise refused(
+                f"reward function {name_of(reward.function)} returned {_shown(result)}; "
+                "a reward must be a finite number that float32 can hold"
+            )
+        return _SampleScore(number)
+    who = f"reward function {name_of(reward.function)} returned {_shown(result)}"
+    each = {str(name): _as_number(value) for name, value in result.items()}
+    numbers = {name: number for name, number in each.items() if number is not None}
+    odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
+    if odd is not None:
+        raise SampleError(f"{who}; its {odd!r} is not a finite number")
+    total = reward.part or next((name for name in _TOTALS if name in result), "")
+    if total and total in result and result[total] is None:
+        return _SampleScore(None, numbers)
+    if total and total not in numbers:
+        raise ResultError(f"{who}; its {total!r} is not a finite number")
+    if total:
+        return _SampleScore(numbers.pop(total), numbers)
+    other = [
+        str(name) for name, value in result.items() if value is not None and each[str(name)] is None
+    ]
+    if other:
+        raise ResultError(
+            f"{who}; its {other[0]!r} is not a number, so the parts have no sum: name the "
+            "part with the reward 'reward', or choose it with Reward(part=...)"
+        )
+    if not numbers:
+        raise ResultError(f"{who}; it has no finite number")
+    if not _is_finite(total := sum(numbers.values())):
+        raise SampleError(f"{who}; the sum of its parts is not a finite number that float32 can hold")
+    return _SampleScore(total, numbers)
+
+
+def _as_number(value: object) -> float | None:
+    """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
+    # float() would accept text such as "1".
+    if isinstance(value, str | bytes | complex):
+        return None
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_finite(number: float) -> bool:
+    return abs(number) <= _LARGEST
+
+
+def _listed(values: Any) -> list[Any] | None:
+    """Return a list, tuple, array, series or tensor as a list, or None for anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return list(values) if isinstance(values, list | tuple) else None
+
+
+def _shown(value: object) -> str:
+    return beginning(repr(value), 200)

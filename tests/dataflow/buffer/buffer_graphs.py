@@ -6,7 +6,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.graph import SOURCE, Graph, Handle
 from weft.dataflow.operation import Declaration, Quorum, Shape, TrainingBatch
 from weft.dataflow.source import TableSource
-from weft.dataflow.tracing import SymbolicRows, Trace
+from weft.dataflow.tracing import _SymbolicRows, _Trace
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -24,8 +24,8 @@ def first_of_each_group(rows: object, n: int, deadline_s: float | None = None) -
 
 def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True) -> Graph:
     """A graph that generates, scores, takes the first samples per group, filters, and updates."""
-    drawn = Trace("train", PROMPTS)
-    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
+    drawn = _Trace("train", PROMPTS)
+    rows = _SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": samples})
     rows = drawn.add_node(
@@ -45,8 +45,8 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
 
 
 def eval_graph() -> Graph:
-    drawn = Trace("eval", PROMPTS)
-    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
+    drawn = _Trace("eval", PROMPTS)
+    rows = _SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": 1})
     drawn.add_node(

@@ -15,7 +15,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.graph import SOURCE, Graph, Handle, Node
 from weft.dataflow.operation import GROUPS, Declaration, Quorum, Shape, TrainingBatch
 from weft.dataflow.source import TableSource
-from weft.dataflow.tracing import SymbolicRows, Trace
+from weft.dataflow.tracing import _SymbolicRows, _Trace
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -41,10 +41,12 @@ class Drawing:
     """Builds a graph node by node."""
 
     def __init__(self, name: str = "drawn") -> None:
-        self.recording = Trace(name, PROMPTS)
-        self.prompts = SymbolicRows(self.recording, SOURCE, {"prompt": ""})
+        self.recording = _Trace(name, PROMPTS)
+        self.prompts = _SymbolicRows(self.recording, SOURCE, {"prompt": ""})
 
-    def add(self, rows: SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> SymbolicRows:
+    def add(
+        self, rows: _SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any
+    ) -> _SymbolicRows:
         updates = isinstance(rule.get("takes"), TrainingBatch)
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         declaration = Declaration(name, shape, **rule)

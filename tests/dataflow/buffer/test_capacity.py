@@ -64,10 +64,10 @@ class Stream:
         self.buffer.log.close()
 
     def produce(self) -> bool:
-        capacity = self.buffer.capacity(
+        room, _ = self.buffer.capacity(
             "train", staleness=self.staleness, groups_per_update=self.groups_per_update
         )
-        number = min(capacity.groups, self.prompts - self.issued)
+        number = min(room, self.prompts - self.issued)
         if number:
             self.ledger.issue(range(number), [1] * number, step=0)
             self.issued += number
@@ -179,10 +179,9 @@ def random_stream(folder: Path, chance: random.Random, prompts: int) -> Stream:
 def test_a_capacity_names_the_bound_that_allows_no_more(tmp_path: Path):
     config = BufferConfig(max_rows=9, max_bytes=10_000)
     buffer = SampleBuffer.create(tmp_path, {"train": train_graph(2, quorum=False)}, config=config)
-    assert buffer.capacity("train").groups == 3
+    assert buffer.capacity("train")[0] == 3
     buffer.ledgers["train"].issue([0, 1], [1, 1], step=0)
-    assert buffer.capacity("train").groups == 1
-    assert buffer.capacity("train").reason == "2 rows in flight, max_rows=9, 3 a group"
+    assert buffer.capacity("train") == (1, "2 rows in flight, max_rows=9, 3 a group")
     capacity = buffer.capacity("train", staleness=0, groups_per_update=2)
-    assert (capacity.groups, capacity.reason) == (0, "2 groups wait to be trained on, max_staleness=0")
+    assert capacity == (0, "2 groups wait to be trained on, max_staleness=0")
     buffer.log.close()

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from counting import calls_of
@@ -10,13 +11,14 @@ from ledgers import dapo
 from played_ledgers import at, drive, publish, report_of
 from recorded_run import write_samples
 
-from weft.dataflow.buffer.check import RecordedSamples, check_log
+from weft.dataflow.buffer.check import _RecordedSamples, check_log
 from weft.dataflow.buffer.queries import history
 from weft.dataflow.buffer.recovery import read_checkpoint, restore, save, write_checkpoint
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import FormatError, UserError
 from weft.dataflow.runs.files import LOG
-from weft.dataflow.runs.log import Log, LogReader, Position, Record
+from weft.dataflow.runs.lock import RunLock
+from weft.dataflow.runs.log import Log, LogReader, Position
 
 
 def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
@@ -81,14 +83,14 @@ def test_a_torn_tail_and_cut_records_are_reported_without_violation(tmp_path: Pa
 
 
 @dataclass
-class Epoch:
-    """One writer of the log."""
+class Epoch(RunLock):
+    """One writer of the log, without a file."""
 
     number: int
 
     def check(self, *, sure: bool = False) -> None: ...
 
-    def record(self) -> Record:
+    def record(self) -> dict[str, Any]:
         return {
             "do": "epoch",
             "epoch": self.number,
@@ -187,7 +189,7 @@ def test_a_log_of_the_format_before_is_read_as_it_is(tmp_path: Path):
 
 
 def test_a_file_that_a_live_run_writes_after_the_files_were_listed_is_not_missing(tmp_path: Path):
-    samples = RecordedSamples(tmp_path)
+    samples = _RecordedSamples(tmp_path)
     write_samples(tmp_path)
     samples.compare("train", 1, {1: 1, 2: 1})
     samples.compare("eval", 1, {3: 2, 4: 2})

@@ -17,7 +17,7 @@ import pyarrow.flight as pf
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.flight import Deletions, Peers, SegmentClient, SegmentServer, make_certificate
+from weft.dataflow.buffer.flight import Deletions, Peers, SegmentServer, _SegmentClient, make_certificate
 from weft.dataflow.buffer.segments import (
     Segment,
     SegmentReader,
@@ -84,8 +84,8 @@ def reader_of(
 
 def client_of(
     location: str, timeout_s: float = 60, token: str = TOKEN, certificate: bytes | None = None
-) -> SegmentClient:
-    return SegmentClient(location, token, certificate, timeout_s=timeout_s)
+) -> _SegmentClient:
+    return _SegmentClient(location, token, certificate, timeout_s=timeout_s)
 
 
 # Fetching

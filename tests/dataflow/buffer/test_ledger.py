@@ -18,7 +18,7 @@ from ledgers import (
     segment,
 )
 
-from weft.dataflow.buffer.leases import ColumnPieces, Published, Spread
+from weft.dataflow.buffer.leases import Published, Spread, column_pieces
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.errors import LeaseError
@@ -337,8 +337,8 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
     lease = claim(ledger, "join")
-    pieces = ColumnPieces(ledger.graph, ledger.source, lease)
-    found = {p.columns: p for p in pieces.cut([[1, 2, 3]], np.array([1, 2, 3]))[0]}
+    [pieces] = column_pieces(ledger.graph, ledger.source, lease, [[1, 2, 3]], np.array([1, 2, 3]))
+    found = {piece.columns: piece for piece in pieces}
     assert lease.ids.tolist() == [100, 101, 200, 201]
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]
     assert found[("difficulty_c",)].keys.tolist() == [0, 1, 1]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ledger_model import Model
 from ledgers import Clock, forgotten, random_graph, readiness_state, segment
 
-from weft.dataflow.buffer.leases import ColumnPieces, Fate, Lease, Published, Staleness
+from weft.dataflow.buffer.leases import Fate, Lease, Published, Staleness, column_pieces
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.live_rows import Readiness
 from weft.dataflow.buffer.recovery import count, load, replay, save
@@ -161,8 +161,9 @@ class Play:
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        pieces, every = ColumnPieces(self.graph, self.ledger.source, lease), range(lease.num_rows)
-        for piece in pieces.cut([every], np.arange(len(every)))[0]:
+        source, index = self.ledger.source, np.arange(lease.num_rows)
+        [pieces] = column_pieces(self.graph, source, lease, [range(lease.num_rows)], index)
+        for piece in pieces:
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:

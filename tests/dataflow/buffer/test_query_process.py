@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.buffer import queries
-from weft.dataflow.buffer.queries import QueryProcess, ask, end_prepared, prepare
+from weft.dataflow.buffer.queries import _QueryProcess, ask, end_prepared, prepare
 
 QUESTION = {
     "sql": "select max(x) as most from numbers",
@@ -34,12 +34,12 @@ def none_waits() -> Iterator[None]:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pids: list[int] = []
 
-    class Noted(QueryProcess):
+    class Noted(_QueryProcess):
         def __init__(self) -> None:
             super().__init__()
             pids.append(self.pid)
 
-    monkeypatch.setattr(queries, "QueryProcess", Noted)
+    monkeypatch.setattr(queries, "_QueryProcess", Noted)
     return pids
 
 
@@ -76,7 +76,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
 
 def test_an_unused_process_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(queries, "PREPARED_S", 1)  # waited out
-    waiting = QueryProcess()
+    waiting = _QueryProcess()
     deadline = time.monotonic() + 30
     while waiting.exit_code is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -87,8 +87,8 @@ def test_an_unused_process_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
 ENDS = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from weft.dataflow.buffer.queries import QueryProcess
-waiting = QueryProcess()
+from weft.dataflow.buffer.queries import _QueryProcess
+waiting = _QueryProcess()
 print(waiting.pid)
 """
 

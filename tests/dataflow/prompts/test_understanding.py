@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizers import BLUE, USER, jsonl, text_of
 
 from weft.dataflow.prompts.formats import ReadArguments, ReadSettings
-from weft.dataflow.prompts.prompts import Example, Lengths, Prompts
+from weft.dataflow.prompts.prompts import Prompts, _Example, _Lengths
 
 
 def test_columns_roles_lengths_and_dropped_rows_are_reported(tmp_path: Path, qwen: Path) -> None:
@@ -22,7 +22,7 @@ def test_columns_roles_lengths_and_dropped_rows_are_reported(tmp_path: Path, qwe
     understood = prompts.understood
     assert understood is not None
     short = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    assert understood.examples[:1] == (Example(short + "<think>\n\n</think>\n\n", None, "0"),)
+    assert understood.examples[:1] == (_Example(short + "<think>\n\n</think>\n\n", None, "0"),)
     assert len(understood.examples) == 3
     tokens = len(prompts.table["prompt_ids"][0])
     assert str(understood).replace(str(tmp_path), "").splitlines()[:8] == [
@@ -56,8 +56,8 @@ def test_examples_show_the_models_input_not_the_file(qwen: Path, llama: Path) ->
     assert prompts.understood is not None
     (example,) = prompts.understood.examples
     row = prompts.table.to_pylist()[0]
-    assert example == Example(text_of(llama, row["prompt_ids"]), text_of(llama, row["response_ids"]))
-    assert prompts.understood.responses == Lengths(*[len(row["response_ids"])] * 5)
+    assert example == _Example(text_of(llama, row["prompt_ids"]), text_of(llama, row["response_ids"]))
+    assert prompts.understood.responses == _Lengths(*[len(row["response_ids"])] * 5)
     assert prompts.understood.roles == {"prompt": "prompt", "response": "completion"}
     assert "  answers   none" in str(prompts.understood)
     pair = Prompts.from_rows([{"prompt": [USER], "chosen": [BLUE], "rejected": [BLUE]}], qwen).understood
@@ -68,7 +68,7 @@ def test_a_limit_for_the_prompts_comes_from_their_lengths(base: Path) -> None:
     rows = [{"prompt": "1" * (k + 1)} for k in range(200)]
     understood = Prompts.from_rows(rows, base).understood
     assert understood is not None
-    assert understood.prompts == Lengths(1, 101, 181, 199, 200)
+    assert understood.prompts == _Lengths(1, 101, 181, 199, 200)
     assert understood.prompts.limit() == 200 and understood.prompts.limit(multiple=1) == 199
 
 

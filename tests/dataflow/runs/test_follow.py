@@ -1,10 +1,10 @@
-"""StreamTail reads only the new part of a stream."""
+"""_StreamTail reads only the new part of a stream."""
 
 from pathlib import Path
 
 import pyarrow as pa
 
-from weft.dataflow.runs.follow import StreamTail
+from weft.dataflow.runs.follow import _StreamTail
 from weft.dataflow.runs.tables import TableStream
 
 NUMBERS = pa.schema([("number", pa.int64())])
@@ -12,7 +12,7 @@ NUMBERS = pa.schema([("number", pa.int64())])
 
 def test_each_read_returns_rows_appended_since_the_last(tmp_path: Path):
     path = tmp_path / "numbers.arrows"
-    tail, stream = StreamTail(path), TableStream(path, NUMBERS)
+    tail, stream = _StreamTail(path), TableStream(path, NUMBERS)
 
     def seen() -> list[int]:
         return [number for batch in tail.new_batches() for number in batch["number"].to_pylist()]
@@ -41,7 +41,7 @@ def test_each_read_returns_rows_appended_since_the_last(tmp_path: Path):
 
 def test_a_stream_that_is_replaced_is_read_from_its_beginning(tmp_path: Path):
     path = tmp_path / "numbers.arrows"
-    tail = StreamTail(path)
+    tail = _StreamTail(path)
     for name, number in (("first", 1), ("second", 2)):
         stream = TableStream(tmp_path / name, NUMBERS)
         stream.add(number=number)
@@ -52,4 +52,4 @@ def test_a_stream_that_is_replaced_is_read_from_its_beginning(tmp_path: Path):
 
 def test_a_file_that_is_not_a_stream_reads_as_empty(tmp_path: Path):
     (tmp_path / "garbled").write_bytes(b"\xff\x00 not a stream" * 40)
-    assert StreamTail(tmp_path / "garbled").new_batches() == []
+    assert _StreamTail(tmp_path / "garbled").new_batches() == []

@@ -28,8 +28,8 @@ from weft.dataflow.runs.log import (
     LogCutting,
     LogReader,
     Position,
-    PreparedCut,
     Work,
+    _PreparedCut,
     damage_before,
     has_position,
 )
@@ -38,9 +38,9 @@ from weft.dataflow.runs.log_archive import HISTORY, start_of
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(12)]
 
 
-def at_once(work: Work) -> Future[PreparedCut]:
+def at_once(work: Work) -> Future[_PreparedCut]:
     """Run the work before returning its future."""
-    done: Future[PreparedCut] = Future()
+    done: Future[_PreparedCut] = Future()
     done.set_result(work())
     return done
 
@@ -240,7 +240,7 @@ def open_files() -> set[str]:
     return {os.readlink(one) for one in descriptors.iterdir() if one.exists()}
 
 
-def half_cut(folder: Path, run: Callable[[Work], Future[PreparedCut]]) -> tuple[Log, LogCutting]:
+def half_cut(folder: Path, run: Callable[[Work], Future[_PreparedCut]]) -> tuple[Log, LogCutting]:
     """Return a log with an unfinished cut."""
     log = Log(folder / LOG)
     for record in RECORDS:
@@ -264,9 +264,9 @@ def test_a_cut_that_the_log_never_took_leaves_no_open_file(tmp_path: Path):
 def test_an_archive_that_does_not_finish_hits_a_deadline_that_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
 ):
-    works: list[tuple[Work, Future[PreparedCut]]] = []
+    works: list[tuple[Work, Future[_PreparedCut]]] = []
 
-    def never(work: Work) -> Future[PreparedCut]:
+    def never(work: Work) -> Future[_PreparedCut]:
         works.append((work, Future()))
         return works[-1][1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.dataflow.runs.files import Disk
-from weft.dataflow.runs.manifest import MANIFEST, Damage, verify_manifest, write_manifest
+from weft.dataflow.runs.manifest import MANIFEST, verify_manifest, write_manifest
 
 CONTENT = bytes(range(240))
 
@@ -74,7 +74,7 @@ def test_an_untouched_folder_is_intact(folder: Path):
 def test_damage_is_found_and_named(folder: Path, damage: str):
     change, expected = DAMAGES[damage]
     change(folder)
-    found = [str(one) for one in verify_manifest(folder)]
+    found = verify_manifest(folder)
     assert len(found) == len(expected)
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
 
@@ -83,7 +83,11 @@ def test_all_damaged_files_are_named_at_once(folder: Path):
     remove("empty")(folder)
     flip("actor/rank_0.json", 1)(folder)
     replace("zzz", b"")(folder)
-    assert [damage.file for damage in verify_manifest(folder)] == ["actor/rank_0.json", "empty", "zzz"]
+    assert [damage.split()[0] for damage in verify_manifest(folder)] == [
+        "actor/rank_0.json",
+        "empty",
+        "zzz",
+    ]
 
 
 def test_any_changed_or_lost_byte_of_the_manifest_is_found(folder: Path):
@@ -92,13 +96,13 @@ def test_any_changed_or_lost_byte_of_the_manifest_is_found(folder: Path):
         for changed in (whole[:byte], whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :]):
             (folder / MANIFEST).write_bytes(changed)
             (damage,) = verify_manifest(folder)
-            assert damage.file == MANIFEST and "is damaged" in damage.problem
+            assert damage.startswith(f"{MANIFEST} is damaged")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_file_that_cannot_be_read_is_named(folder: Path):
     (folder / STATE).chmod(0)
-    assert verify_manifest(folder) == [Damage(STATE, "cannot be read: Permission denied")]
+    assert verify_manifest(folder) == [f"{STATE} cannot be read: Permission denied"]
 
 
 class NotingDisk(Disk):
@@ -143,7 +147,7 @@ def test_the_manifest_comes_after_everything_that_it_names_is_synced(folder: Pat
 def test_a_full_disk_leaves_no_manifest(folder: Path):
     with pytest.raises(OSError, match="No space left"):
         write_manifest(folder, disk=NotingDisk(full=True))
-    assert verify_manifest(folder) == [Damage(MANIFEST, "is missing")]
+    assert verify_manifest(folder) == [f"{MANIFEST} is missing"]
     assert not list(folder.glob("manifest*"))
     write_manifest(folder)
     assert verify_manifest(folder) == []
