@@ -133,7 +133,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
     path = find_run(run)
     if not json:
-        shown = WatchedRun(path, display_for("auto"), last)
+        shown = _WatchedRun(path, display_for("auto"), last)
         shown.show_news()
         while not once and shown.goes_on:
             time.sleep(LOOK_S)
@@ -146,7 +146,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
 
 @dataclass
-class WatchedRun:
+class _WatchedRun:
     """A run that is shown on a display. Each look reads only new data."""
 
     run: Path

@@ -229,10 +229,10 @@ class UnderWay:
         return len(self._calls)
 
 
-class Loads:
+class _Loads:
     """Unfinished rows of each replica of a group, to balance load.
 
-    >>> loads = Loads([0, 1, 2])
+    >>> loads = _Loads([0, 1, 2])
     >>> loads.add_rows(0, 4)
     >>> loads.spread(5)
     {1: 3, 2: 2}
@@ -251,8 +251,8 @@ class Loads:
             self._heap = [(rows, replica) for replica, rows in self._rows.items()]
             heapq.heapify(self._heap)
 
-    def only(self, replicas: Iterable[int]) -> Loads:
-        some = Loads(())
+    def only(self, replicas: Iterable[int]) -> _Loads:
+        some = _Loads(())
         for replica in replicas:
             some._rows[replica] = 0
             some.add_rows(replica, self._rows[replica])
@@ -305,7 +305,7 @@ class WorkerGroup:
             for dp, ranks in self._ranks_of.items()
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
-        self._loads = Loads(self._replicas)
+        self._loads = _Loads(self._replicas)
         worker = handle.worker_class
         self._row_cost = worker.row_cost(handle.config) if issubclass(worker, Worker) else RowCost()
 

@@ -249,7 +249,7 @@ class Standing:
     node_id: str
 
 
-class Rank:
+class _Rank:
     """One rank of a group, in a process of `rank_process`, with a log in the run's directory.
 
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
@@ -389,7 +389,7 @@ def start_rank(
         context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus
     )
     remote: Any = ray.remote
-    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
+    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(_Rank)).options(
         # Groups on a pool take turns, so together they count as its CPUs.
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
@@ -398,7 +398,7 @@ def start_rank(
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
-    rank = cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
+    rank = cloudpickle.dumps((_Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
     return actor.remote(_environment(place, gpus), rank, found)
 
 
