@@ -47,7 +47,8 @@ from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .reports.dashboard_process import start_dashboard
-from .reports.progress import Form, Progress, display_for
+from .reports.displays import Form, display_for
+from .reports.progress import Progress
 from .reports.symptoms import check_stop_on, mistakes
 from .reports.tracker_threads import TrackerThreads
 from .reports.trackers import check_trackers
@@ -385,7 +386,7 @@ class Driver:
         self._restarts[point.path.name] += 1
         self._point = point
         self.directory = point.reopen(lock)
-        self._history.progress.died(str(error))
+        self._history.progress.alert("restarted", f"{error}\nall groups are restarted", warning=False)
         self._write_config()
         self._start()
 

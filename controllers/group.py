@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/row_io.py`)
 and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
 (`loop/calls.py`)."""
 RANK_S = 4e-3
@@ -306,11 +307,15 @@ class WorkerGroup:
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
         self._loads = _Loads(self._replicas)
-        worker = handle.worker_class
-        self._row_cost = worker.row_cost(handle.config) if issubclass(worker, Worker) else RowCost()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
+
+    # Some workers read the files of their model for it, so only groups that balance rows ask.
+    @cached_property
+    def _row_cost(self) -> RowCost:
+        worker = self.handle.worker_class
+        return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
     @property
     def busy(self) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ...dataflow.runs.alerts import Alerts
 from ...dataflow.runs.files import is_full
@@ -19,48 +17,8 @@ from ...dataflow.untrusted_text import redacted
 from ..placement import Place
 from ..signals import redirect_to_null
 from .columns import Ending, Step, score_of
-from .displays import Display, JsonLines, PlainLines
+from .displays import Display, is_closed
 from .sample import Sample, read_sample
-
-Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""Form of the display; auto is rich on a terminal and plain otherwise."""
-
-
-def is_closed() -> bool:
-    """Whether standard output is closed, by `>&-` or a script."""
-    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
-
-
-def display_for(form: Form | bool) -> Display:
-    """Return a display on standard output.
-
-    Args:
-        form: the form; True means auto, False means none.
-
-    Raises:
-        UserError: the form is unknown.
-
-    >>> display_for("plian")
-    Traceback (most recent call last):
-    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
-    """
-    if isinstance(form, bool):
-        form = "auto" if form else "none"
-    forms = get_args(Form)
-    if form not in forms:
-        known = f"It is one of {', '.join(forms)}"
-        raise UserError(f"progress={form!r}{nearest(form, forms)}? {known}".replace("??", "?"))
-    if is_closed():
-        form = "none"
-    if form == "auto":
-        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    if form == "rich":
-        from .terminal import Terminal
-
-        return Terminal(sys.stdout)
-    if form == "none":
-        return Display()
-    return PlainLines(sys.stdout) if form == "plain" else JsonLines(sys.stdout)
 
 
 class Progress:
@@ -95,11 +53,6 @@ class Progress:
     def shows(self) -> bool:
         return type(self._display) is not Display
 
-    def starting(self, groups: Iterable[str], backend: str) -> None:
-        self.say(
-            f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}"
-        )
-
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
         """Show how the rows of each source were understood, or only how many are left out."""
         # Several graphs may share a source.
@@ -119,61 +72,14 @@ class Progress:
         self.alerts.step = step
         self.say(f"goes on after step {step}, from {checkpoint}")
 
-    def alert(self, name: str, text: str, *, ends: bool = False) -> None:
-        """Add an alert, and show it as a warning unless it ends the run with an error."""
+    def alert(self, name: str, text: str, *, ends: bool = False, warning: bool = True) -> None:
+        """Add an alert, and show it as a warning or message unless it ends the run with an error."""
         self.alerts.report(name, text, ends=ends)
         if not ends:
-            self._show(lambda: self._display.say(redacted(text), warning=True))
-
-    def _happened(self, name: str, text: str) -> None:
-        self.alerts.report(name, text)
-        self.say(text)
+            self._show(lambda: self._display.say(redacted(text), warning=warning))
 
     def say(self, text: str) -> None:
         self._show(lambda: self._display.say(redacted(text)))
-
-    def given_up(self, evaluation: str, step: int) -> None:
-        self.say(f"the evaluation {evaluation!r} of step {step} was still running, and is discarded")
-
-    def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
-        self._happened(
-            "replaced",
-            f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}",
-        )
-
-    def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
-        self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
-
-    def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
-        self._happened(
-            "left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}"
-        )
-
-    def dropped(self, what: str, others: Sequence[int], why: str) -> None:
-        more = f", and {len(others)} more" if others else ""
-        self._happened("dropped", f"{what}{more}; dropped: {why}")
-
-    def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
-        at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
-        self.say(f"{who} failed{at}; its rows are requeued: {why}")
-
-    def paused(self, why: str) -> None:
-        self._happened(
-            "disk_full",
-            f"paused because the disk is full: {why}; the run continues when there is space",
-        )
-
-    def lost_node(self, text: str) -> None:
-        self._happened("node_lost", text)
-
-    def died(self, why: str) -> None:
-        self._happened("restarted", f"{why}\nall groups are restarted")
-
-    def left(self, checkpoints: Path) -> None:
-        self._happened(
-            "ended_early",
-            f"ended early, and saved in {checkpoints}; resume='latest' continues from there",
-        )
 
     def started(
         self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]

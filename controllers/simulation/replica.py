@@ -62,7 +62,7 @@ class Generating:
     """[prompts] of [n] versions of the weights that wrote the first token."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, number) of finished responses in the batching delay (`../ranks/executor.py`)."""
+    """(prompt, number) of finished responses in the batching delay (`../ranks/row_io.py`)."""
     due_s: float = math.inf
     """[s] Time when they are published."""
     interruptible = True
