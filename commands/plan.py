@@ -19,7 +19,6 @@ from .command_line import Answer, Script, ScriptArguments, find_run
 from .run import run_script, script_file
 
 if TYPE_CHECKING:
-    from ..controllers.node_layout import OtherMachine
     from ..controllers.prechecks.dry_run import Planning
     from ..controllers.prechecks.plan import Plan
     from ..controllers.prechecks.plan_memory import GroupMemory
@@ -45,12 +44,13 @@ def plan(
         like: Directory of an earlier run, or its name under runs/. Its calls are used to compute
             the time of a step.
     """
+    from ..controllers.node_layout import assumed_machine
     from ..controllers.prechecks.dry_run import planning
     from ..controllers.prechecks.plan import plan_of
 
     path, other = script_file(script), None if machine is None else _other(machine)
     earlier = None if like is None else find_run(like).resolve()
-    with planning() as made, nullcontext() if other is None else other.assumed():
+    with planning() as made, nullcontext() if other is None else assumed_machine(*other):
         try:
             # Keep the output of the script apart from the plan.
             with redirect_stdout(sys.stderr):
@@ -65,18 +65,16 @@ def plan(
         return Answer(_found(planned, made), "\n".join(lines(planned, made)))
 
 
-def _other(machine: str) -> OtherMachine:
-    """Parse `--machine`.
+def _other(machine: str) -> tuple[int, int]:
+    """Parse `--machine` into GPUs, and bytes of each.
 
     >>> _other("8x80")
-    OtherMachine(gpus=8, gpu_bytes=85899345920)
+    (8, 85899345920)
     """
-    from ..controllers.node_layout import OtherMachine
-
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):
         raise UserError(f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80")
-    return OtherMachine(int(number), int(size) << 30)
+    return int(number), int(size) << 30
 
 
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:

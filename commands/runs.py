@@ -19,7 +19,6 @@ from .command_line import RUNS, Answer, Json, RunName, Switch, find_run, run_nam
 
 if TYPE_CHECKING:
     from ..controllers.reports.displays import Display
-    from ..dashboard.reading.comparison import SampleDifference
     from ..dataflow.runs.facts import RunFacts
 
 
@@ -277,12 +276,12 @@ def diff(
         "versions": versions,
         "data": data,
         "metrics": {"steps": common, "first_step": step, "values": metrics},
-        "sample": sample.for_programs if sample else None,
+        "sample": asdict(sample) if sample else None,
     }
-    return Answer(found, "\n".join(_differences(found, sample)), notes)
+    return Answer(found, "\n".join(_differences(found, str(sample or ""))), notes)
 
 
-def _differences(found: Mapping[str, Any], sample: SampleDifference | None) -> Iterator[str]:
+def _differences(found: Mapping[str, Any], sample: str) -> Iterator[str]:
     from ..dashboard.reading.comparison import MISSING
 
     def text(value: Any) -> str:

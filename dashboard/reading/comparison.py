@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ LOGPROBS = "response_logprobs"
 
 
 @dataclass(frozen=True)
-class SampleDifference:
+class _SampleDifference:
     graph: str
     step: int
     sample_id: int
@@ -159,10 +159,6 @@ class SampleDifference:
     a response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
-
-    @property
-    def for_programs(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [
@@ -185,7 +181,7 @@ def _side(token: int | None, logprob: float | None) -> str:
     return f"{'end' if token is None else token!s:>8} {'' if logprob is None else f'{logprob:.6f}':>11}"
 
 
-def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
+def first_difference(a: Path, b: Path, notes: list[str]) -> _SampleDifference | None:
     """Return the first recorded sample that differs between two runs, in the order of steps, or
     None. `notes` receives a line for each unreadable file, and for each log with lost records."""
     from ...dataflow.runs.samples import SampleFile, recorded, tables
@@ -202,9 +198,9 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
         for sample in sorted(set(ones) | set(twos)):
             if sample not in ones or sample not in twos:
                 only = "A" if sample in ones else "B"
-                return SampleDifference(graph, step, sample, f"only run {only} has it")
+                return _SampleDifference(graph, step, sample, f"only run {only} has it")
             if found := _difference(ones[sample], twos[sample]):
-                return SampleDifference(graph, step, sample, **found)
+                return _SampleDifference(graph, step, sample, **found)
     return None
 
 
@@ -219,7 +215,7 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the first difference of two rows as fields of `SampleDifference`; empty if there is
+    """Return the first difference of two rows as fields of `_SampleDifference`; empty if there is
     none."""
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
