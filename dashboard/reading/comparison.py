@@ -108,19 +108,17 @@ def compare_metrics(
     return None, {}
 
 
-def at_last_common_step(
+def _at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
-) -> tuple[int | None, list[dict[str, Any]]]:
-    """Return the last step that both runs have made, and the metrics of both at that step.
+) -> list[dict[str, Any]]:
+    """Return the metrics of both runs at the last step that both have made.
 
-    >>> at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
-    (1, [{'name': 'loss', 'a': 1.0, 'b': 2.0}])
+    >>> _at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
+    [{'name': 'loss', 'a': 1.0, 'b': 2.0}]
     """
     step = max(set(a) & set(b), default=None)
-    if step is None:
-        return None, []
-    names = dict.fromkeys([*a[step], *b[step]])
-    return step, [{"name": n, "a": a[step].get(n), "b": b[step].get(n)} for n in names if n != "step"]
+    names = dict.fromkeys([] if step is None else [*a[step], *b[step]])
+    return [{"name": n, "a": a[step].get(n), "b": b[step].get(n)} for n in names if n != "step"]
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
@@ -249,10 +247,8 @@ READ_S = 5.0
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
     notes: list[str] = []
-    facts = a.facts, b.facts
-    compared = compare_configs(facts[0].config, facts[1].config)
-    measured = metrics_of(a.path, notes), metrics_of(b.path, notes)
-    step, metrics = at_last_common_step(*measured)
+    compared = compare_configs(a.facts.config, b.facts.config)
+    metrics = _at_last_common_step(metrics_of(a.path, notes), metrics_of(b.path, notes))
     found = first_difference(a.path, b.path, notes)
     return {
         "a": a.name,
@@ -262,7 +258,6 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
             for part, pairs in zip(("settings", "versions", "data"), compared, strict=True)
         },
         "metrics": [{**row, "unit": meaning(row["name"])["unit"]} for row in metrics],
-        "metrics_step": step,
         "first_difference": found
         and {
             "step": found.step,
@@ -271,7 +266,6 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
             "a": _sample(a, found.sample_id),
             "b": _sample(b, found.sample_id),
         },
-        "notes": [*facts[0].damage, *facts[1].damage, *notes],
     }
 
 

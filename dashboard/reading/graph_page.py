@@ -165,19 +165,15 @@ def buffer_page(
     dropped = Counter[str]()
     for one in graphs.values():
         dropped.update(nested(one, "dropped"))
-    leases = [
-        {"graph": name, "rank": lease.get("holder"), **lease}
-        for name, one in graphs.items()
-        for lease in one.get("leases", ())
-    ]
-    leased = sum(lease.get("left", 0) for lease in leases)
+    held = [lease for one in graphs.values() for lease in one.get("leases", ())]
+    shown = ("lease", "node", "rows", "age_s")
+    leases = [{"rank": lease.get("holder"), **{k: lease.get(k) for k in shown}} for lease in held]
+    leased = sum(lease.get("left", 0) for lease in held)
     issued, flying, done = (
         sum(one.get(key, 0) for one in graphs.values()) for key in ("issued", "in_flight", "done")
     )
     waiting = [
-        {"graph": name, **_waiting_group(one, oldest)}
-        for name, one in graphs.items()
-        for oldest in one.get("oldest", ())
+        _waiting_group(one, oldest) for one in graphs.values() for oldest in one.get("oldest", ())
     ]
     totals = {"issued": issued, "waiting": max(0, flying - leased), "leased": leased, "done": done}
     files, size = _folder_bytes(run / BUFFER / SEGMENTS)
@@ -196,12 +192,7 @@ def buffer_page(
 def _waiting_group(graph: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     step = nested(graph, "steps").get(str(group["step"]))
     age = step[1] if isinstance(step, list) else None
-    return {
-        "group": group["group"],
-        "step": group["step"],
-        "age_s": age,
-        "for": "; ".join(group["waits"]),
-    }
+    return {"group": group["group"], "age_s": age, "for": "; ".join(group["waits"])}
 
 
 def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,11 +213,11 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """Count trained samples by the lag of their oldest token, in versions behind the trained
-    weights, for ranges of steps.
+    weights, for ranges of steps that begin with `step`.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
-    [{'step': 1, 'to': 1, 'counts': {'0': 1}}, {'step': 2, 'to': 2, 'counts': {'0': 1, '1': 1}}]
+    [{'step': 1, 'counts': {'0': 1}}, {'step': 2, 'counts': {'0': 1, '1': 1}}]
     """
     if "version_min" not in samples.column_names:
         return []
@@ -246,10 +237,7 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):
         found.setdefault(key // 1001, {})[str(key % 1001)] = number
-    return [
-        {"step": first + bar * width, "to": min(last, first + (bar + 1) * width - 1), "counts": counts}
-        for bar, counts in found.items()
-    ]
+    return [{"step": first + bar * width, "counts": counts} for bar, counts in found.items()]
 
 
 def _folder_bytes(folder: Path) -> tuple[int, int]:

@@ -97,11 +97,9 @@ class Lanes:
             lanes.append({**self._drawn(lane, width, "group"), "group": name, "gaps": gaps})
             ranks = range(self._num_ranks[name])
             folded = name not in unfolded
-            for rank, own in enumerate(() if folded else timeline.rank_lanes(name, ranks)):
+            for own in () if folded else timeline.rank_lanes(name, ranks):
                 gaps = [self._rank_gap(name, gap, own) for gap in self._told(own)]
-                lanes.append(
-                    {**self._drawn(own, width, "rank"), "group": name, "rank": rank, "gaps": gaps}
-                )
+                lanes.append({**self._drawn(own, width, "rank"), "group": name, "gaps": gaps})
         for number, name in enumerate(self.log.words("graph")):
             own = timeline.lane(name, rows[c["graph"][rows] == number])
             if name not in ("", TRAIN) and len(own.calls):
@@ -141,7 +139,6 @@ class Lanes:
             "kind": kind,
             "group": None,
             "busy_share": round(1 - lane.idle_share, 4),
-            "num_calls": len(lane.calls),
             "calls": self._bars(lane) if few else [],
             "bins": None if few else _bins(lane, max(50, width // 3)),
             "gaps": [],

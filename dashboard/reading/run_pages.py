@@ -105,23 +105,23 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
         return run.sample_pages.group(number, run.facts.config)
     except UserError:
         with suppress(UserError):
-            return {"group": number, "waits": why(run, number)["why"]}
+            return {"group": number, "waits": why(run, number)}
         raise
 
 
-def why(run: RunReader, number: int) -> dict[str, Any]:
+def why(run: RunReader, number: int) -> list[str]:
     """Return what a group waits for, from the driver's last report or from the log. Raises
     UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
-                return {"group": number, "why": oldest["waits"]}
+                return oldest["waits"]
     log = run.path / BUFFER / LOG
     if log.is_file() and (size := log.stat().st_size) > MOST_LOG:
         raise UserError(
             f"the log of the run's rows has {size / 1e6:.0f} MB, too much for this page; run: weft buffer why {run.path} {number}"
         )
-    return {"group": number, "why": queries.why(queries.buffer_folder(run.path), number).splitlines()}
+    return queries.why(queries.buffer_folder(run.path), number).splitlines()
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:

@@ -59,9 +59,9 @@ def workers_page(run: Path, live: Mapping[str, Any], facts: RunFacts) -> dict[st
             device = None if gpus is None else f"GPU {rank % gpus}" if gpus else "CPU"
             log = f"{name}_{rank}.log"
             state = {"state": OVER[facts.life]} if facts.life in OVER else _state(group, rank, live)
-            own = {"group": name, "device": device, "log": log if log in logs else None}
+            own = {"device": device, "log": log if log in logs else None}
             found.append({**worker(f"{name}[{rank}]"), **state, **own})
-    found.append({**worker(DRIVER), "group": None, "state": OVER.get(facts.life, "busy")})
+    found.append({**worker(DRIVER), "state": OVER.get(facts.life, "busy")})
     return {"workers": found}
 
 
@@ -119,4 +119,4 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     with (run / LOGS / file).open("rb") as opened:
         opened.seek(start)
         data = opened.read(MOST_LOG)
-    return {"log": file, "text": redacted(data.decode(errors="replace")), "next": start + len(data)}
+    return {"text": redacted(data.decode(errors="replace")), "next": start + len(data)}
