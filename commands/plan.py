@@ -81,7 +81,7 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
     spec, sizes = plan.spec, plan.sizes
     return {
         "settings": {
-            name: {"value": value, "origin": origin} for name, value, origin in _settings(made)
+            name: {"value": value, "origin": origin} for name, value, origin in made.settings or ()
         },
         "sketched": [str(path) for path in made.sketched],
         "passes_before": dict(made.passes),
@@ -118,7 +118,7 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
 def lines(plan: Plan, made: Planning) -> Iterator[str]:
     yield from _before(made)
     if made.settings is not None:
-        yield from ("SETTINGS", *_columns(_settings(made)))
+        yield from ("SETTINGS", *_columns(made.settings))
     yield from ("", "WHAT HAPPENS", *_columns(_graphs(plan)))
     yield from ("", f"A STEP ({plan.spec.schedule!r})", *_step(plan))
     yield from ("", "MEMORY OF A RANK, at most", *_columns([_group(group) for group in plan.groups]))
@@ -137,13 +137,6 @@ def _before(made: Planning) -> Iterator[str]:
     found += [f"makes one pass over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
     if found:
         yield from ("BEFORE THE RUN the script", *(f"  {each}" for each in found), "")
-
-
-def _settings(made: Planning) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, origin) of each setting."""
-    if made.settings is not None:
-        for name, origin in made.settings.origins.items():
-            yield name, str(made.settings.values[name]), str(origin)
 
 
 def _graphs(plan: Plan) -> Iterable[Sequence[str]]:

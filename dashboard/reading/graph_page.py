@@ -17,23 +17,19 @@ import pyarrow.compute as pc
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.runs.files import BUFFER, SEGMENTS
+from ...dataflow.runs.lock import Life
 from ..timeline import CallLog
 from .metrics import MetricLog, numbers
-from .run_reader import nested
+from .run_reader import RunReader, nested, read_graphs, read_live
 
 
-def graph_page(
-    graphs: Mapping[str, Any],
-    live: Mapping[str, Any],
-    calls: CallLog,
-    metrics: MetricLog,
-    config: Mapping[str, Any],
-    *,
-    goes_on: bool,
-) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json`
-    and `live.json`. `goes_on` tells whether its driver is alive."""
-    worked = calls.totals("graph")
+def graph_page(run: RunReader) -> dict[str, Any]:
+    """Return nodes, edges and followers of all graphs of a run."""
+    facts, graphs, live = run.facts, read_graphs(run.path), read_live(run.path)
+    goes_on = facts.life is Life.ALIVE
+    with run.parts() as (metrics, calls):
+        worked = calls.totals("graph")
+        weights = _weights(graphs, live, calls, metrics, goes_on=goes_on)
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
     for name in graphs:
@@ -47,13 +43,12 @@ def graph_page(
             now = nested(state, "nodes", node["name"])
             group = nested(live, "groups", node.get("group") or FUNCTIONS)
             own = worked.get((name, node["name"]), {})
-            place = nested(config, "placement", node.get("group") or FUNCTIONS)
+            place = nested(facts.config, "placement", node.get("group") or FUNCTIONS)
             ranks = group.get("ranks") or place.get("ranks")
             nodes.append(
                 {"graph": name, "ranks": ranks, **_node(node, now, group, own, goes_on=goes_on)}
             )
             edges += _edges(str(source.get("name")), node, now)
-    weights = _weights(graphs, live, calls, metrics, goes_on=goes_on)
     shown = {"live": goes_on and bool(live), "at": live.get("at")}
     return {"nodes": nodes, "edges": edges, "weights": weights, **shown}
 
@@ -158,9 +153,8 @@ MOST_BARS = 200
 """Most bars of the staleness chart; each covers a range of steps."""
 
 
-def buffer_page(
-    run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def buffer_page(run: RunReader) -> dict[str, Any]:
+    live = read_live(run.path)
     graphs = {name: nested(live, "graphs", name) for name in nested(live, "graphs")}
     dropped = Counter[str]()
     for one in graphs.values():
@@ -176,14 +170,14 @@ def buffer_page(
         _waiting_group(one, oldest) for one in graphs.values() for oldest in one.get("oldest", ())
     ]
     totals = {"issued": issued, "waiting": max(0, flying - leased), "leased": leased, "done": done}
-    files, size = _folder_bytes(run / BUFFER / SEGMENTS)
-    budget = nested(config, "buffer").get("memory_bytes")
+    files, size = _folder_bytes(run.path / BUFFER / SEGMENTS)
+    budget = nested(run.facts.config, "buffer").get("memory_bytes")
     return {
         "totals": {**totals, "dropped": dropped.total()},
         "drops": [{"reason": reason, "rows": rows} for reason, rows in dropped.most_common()],
         "waiting": waiting,
         "ages": _ages(graphs.get(TRAIN, {})),
-        "staleness": staleness(samples),
+        "staleness": staleness(run.samples.table()),
         "leases": leases,
         "segments": {"count": files, "bytes": size, "budget_bytes": budget},
     }

@@ -12,7 +12,7 @@ import numpy as np
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
 from ..timeline import CallLog, Gap, Lane, Timeline
-from .run_reader import nested
+from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
 """Most calls of a lane to send one by one. Beyond that, send the busy share of `width / 3` bins."""
@@ -31,7 +31,20 @@ LATE = 0.1
 """A rank is named as the slowest if it answered later than the others by this share of its time."""
 
 
-class Lanes:
+def timeline_page(
+    run: RunReader,
+    start: float | None,
+    end: float | None,
+    width: int,
+    unfolded: Collection[str],
+    steps: tuple[float, float] | None,
+) -> dict[str, Any]:
+    graphs, config = read_graphs(run.path), run.facts.config
+    with run.parts() as (_, calls):
+        return _Lanes(calls, graphs, config).page(start, end, width, unfolded, steps)
+
+
+class _Lanes:
     """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the
     ranks and pools of groups."""
 

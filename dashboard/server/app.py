@@ -26,9 +26,11 @@ from ...dataflow.runs.follow import changed, state_of
 from ..reading import run_pages
 from ..reading.catalogue import Catalogue, parted
 from ..reading.comparison import compare_page
+from ..reading.graph_page import buffer_page, graph_page
+from ..reading.lanes import timeline_page
 from ..reading.metrics import Axis, cards, meaning
 from ..reading.run_reader import RunReader
-from ..reading.workers_page import log_part
+from ..reading.workers_page import log_part, workers_page
 from .safety import Access, Guard
 
 # Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
@@ -280,9 +282,9 @@ def _add_runs(app: FastAPI, catalogue: Catalogue) -> None:
 
     add("run", lambda run: run.described)
     add("alerts", lambda run: {"alerts": run.alerts})
-    add("graph", run_pages.graph)
-    add("buffer", run_pages.buffer)
-    add("workers", run_pages.workers)
+    add("graph", graph_page)
+    add("buffer", buffer_page)
+    add("workers", workers_page)
     add("weights", run_pages.weights)
 
 
@@ -322,7 +324,7 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
         last: float | None = None,
     ) -> Response:
         steps = None if first is None or last is None else (first, last)
-        return answer(run_pages.timeline(catalogue[run], start, end, width, parted(ranks), steps))
+        return answer(timeline_page(catalogue[run], start, end, width, parted(ranks), steps))
 
     @app.get("/api/log")
     def log(run: str, worker: str, after: int = 0) -> Response:

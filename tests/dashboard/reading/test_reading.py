@@ -16,7 +16,7 @@ from served import client_of  # pyright: ignore[reportMissingImports]
 from starlette.testclient import TestClient
 
 from weft.dashboard.reading.catalogue import Catalogue
-from weft.dashboard.reading.lanes import Lanes
+from weft.dashboard.reading.lanes import _Lanes
 from weft.dashboard.reading.metrics import MetricLog
 from weft.dashboard.reading.run_pages import why
 from weft.dashboard.reading.run_reader import RunReader
@@ -465,12 +465,12 @@ def test_the_line_of_a_finished_run_is_recomputed_only_when_its_files_change(run
 
 def lanes(
     *calls: tuple[str, str, float, float], graphs: dict | None = None, pools: dict | None = None
-) -> Lanes:
+) -> _Lanes:
     log = CallLog.of_rows(
         {**CALL, "group": group, "node": node, "start_s": start, "end_s": end}
         for group, node, start, end in calls
     )
-    return Lanes(log, graphs or {}, {"placement": pools or {}})
+    return _Lanes(log, graphs or {}, {"placement": pools or {}})
 
 
 def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
@@ -519,7 +519,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
     log = CallLog.of_rows([update, generate])
     placement = {"placement": {"rollout": {"ranks": 2}, "actor": {"ranks": 1}}}
     graphs = {"train": {"nodes": [{"name": "actor.update", "after": ["rollout.generate"]}]}}
-    found = Lanes(log, graphs, placement).page(0, 4, unfolded=["rollout"])
+    found = _Lanes(log, graphs, placement).page(0, 4, unfolded=["rollout"])
     assert found["ranks"] == {"rollout": 2}
     assert [lane["lane"] for lane in found["lanes"]] == ["actor", "rollout", "rollout[0]", "rollout[1]"]
     first, second = found["lanes"][2:]
@@ -536,7 +536,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
         waits["text"]
         == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"
     )
-    assert [lane["lane"] for lane in Lanes(log, graphs, placement).page(0, 4)["lanes"]] == [
+    assert [lane["lane"] for lane in _Lanes(log, graphs, placement).page(0, 4)["lanes"]] == [
         "actor",
         "rollout",
     ]
