@@ -4,7 +4,7 @@ import { ago, count, duration, measured, number } from "./format.js";
 import { line } from "./text.js";
 
 /** What each status is called, its colour, and its sign: a colour never says something alone. */
-export const STATUS = {
+const STATUS = {
   running: { word: "running", tone: "busy", sign: "▶" },
   done: { word: "done", tone: "ok", sign: "✓" },
   stopped: { word: "stopped", tone: "idle", sign: "■" },
