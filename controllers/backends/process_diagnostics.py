@@ -244,9 +244,9 @@ Frame = tuple[str, str, str]
 """File, line and function."""
 
 
-def write_on_request(stream: int = 2) -> None:
-    """Let this process write its stacks to a file descriptor on request."""
-    faulthandler.register(SIGNAL, file=stream, all_threads=True)
+def write_on_request() -> None:
+    """Let this process write its stacks to its standard error on request."""
+    faulthandler.register(SIGNAL, file=2, all_threads=True)
 
 
 def threads_in(text: str) -> list[list[Frame]]:
