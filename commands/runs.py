@@ -127,7 +127,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
         last: Number of past steps to show first.
         once: Show the current state, and do not wait for more.
     """
-    from ..controllers.reports.displays import display_for
+    from ..controllers.reports.progress import display_for
     from ..dataflow.runs.facts import facts_of
 
     path = find_run(run)

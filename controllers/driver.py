@@ -47,8 +47,7 @@ from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .reports.dashboard_process import start_dashboard
-from .reports.displays import Form, display_for
-from .reports.progress import Progress
+from .reports.progress import Form, Progress, display_for
 from .reports.symptoms import check_stop_on, mistakes
 from .reports.tracker_threads import TrackerThreads
 from .reports.trackers import check_trackers

@@ -38,7 +38,7 @@ from .node_layout import OTHER, THIS_MACHINE, Nodes, machine_cpus, machine_gpus
 from .placement import Place, ResourcePool
 from .program import Program
 from .recovery.checkpoints import CheckpointConfig
-from .reports.displays import Form
+from .reports.progress import Form
 from .run_spec import Evaluation
 from .schedule import Synchronous
 from .signals import StopOnSignal, endings_noted, write_line

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TextIO, TypeAlias, get_args
+from typing import Any, TextIO
 
-from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import cut, show, show_json
 from .columns import Ending, EvaluationScore, Step, clock
 from .sample import Sample
@@ -39,7 +36,7 @@ class Display:
         pass
 
 
-class _PlainLines(Display):
+class PlainLines(Display):
     """One line per step, for files and pipes."""
 
     interval_s = 0.0
@@ -66,7 +63,7 @@ class _PlainLines(Display):
             self.say(f"  {what + ':':17} {value}")
 
 
-class _JsonLines(Display):
+class JsonLines(Display):
     """One JSON object per event, for programs. `event` names its kind; a step has all metrics."""
 
     interval_s = 0.0
@@ -128,44 +125,3 @@ def _of_score(score: EvaluationScore) -> dict[str, Any]:
         "mean_reward": score.mean_reward,
         **lost,
     }
-
-
-Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""Form of the display; auto is rich on a terminal and plain otherwise."""
-
-
-def is_closed() -> bool:
-    """Whether standard output is closed, by `>&-` or a script."""
-    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
-
-
-def display_for(form: Form | bool) -> Display:
-    """Return a display on standard output.
-
-    Args:
-        form: the form; True means auto, False means none.
-
-    Raises:
-        UserError: the form is unknown.
-
-    >>> display_for("plian")
-    Traceback (most recent call last):
-    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
-    """
-    if isinstance(form, bool):
-        form = "auto" if form else "none"
-    forms = get_args(Form)
-    if form not in forms:
-        known = f"It is one of {', '.join(forms)}"
-        raise UserError(f"progress={form!r}{nearest(form, forms)}? {known}".replace("??", "?"))
-    if is_closed():
-        form = "none"
-    if form == "auto":
-        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    if form == "rich":
-        from .terminal import Terminal
-
-        return Terminal(sys.stdout)
-    if form == "none":
-        return Display()
-    return _PlainLines(sys.stdout) if form == "plain" else _JsonLines(sys.stdout)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ...dataflow.runs.alerts import Alerts
 from ...dataflow.runs.files import is_full
@@ -17,8 +19,48 @@ from ...dataflow.untrusted_text import redacted
 from ..placement import Place
 from ..signals import redirect_to_null
 from .columns import Ending, Step, score_of
-from .displays import Display, is_closed
+from .displays import Display, JsonLines, PlainLines
 from .sample import Sample, read_sample
+
+Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
+"""Form of the display; auto is rich on a terminal and plain otherwise."""
+
+
+def is_closed() -> bool:
+    """Whether standard output is closed, by `>&-` or a script."""
+    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
+
+
+def display_for(form: Form | bool) -> Display:
+    """Return a display on standard output.
+
+    Args:
+        form: the form; True means auto, False means none.
+
+    Raises:
+        UserError: the form is unknown.
+
+    >>> display_for("plian")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
+    """
+    if isinstance(form, bool):
+        form = "auto" if form else "none"
+    forms = get_args(Form)
+    if form not in forms:
+        known = f"It is one of {', '.join(forms)}"
+        raise UserError(f"progress={form!r}{nearest(form, forms)}? {known}".replace("??", "?"))
+    if is_closed():
+        form = "none"
+    if form == "auto":
+        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if form == "rich":
+        from .terminal import Terminal
+
+        return Terminal(sys.stdout)
+    if form == "none":
+        return Display()
+    return PlainLines(sys.stdout) if form == "plain" else JsonLines(sys.stdout)
 
 
 class Progress:

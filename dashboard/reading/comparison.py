@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...dataflow.errors import UserError
 from ...dataflow.runs.tables import present, read_metrics
 from .metrics import meaning
 from .run_reader import RunReader
@@ -271,7 +270,4 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
 
 def _sample(reader: RunReader, id: int) -> dict[str, Any] | None:
     reader.samples.wait(READ_S)
-    try:
-        return reader.sample_pages.sample(id, {})
-    except UserError:
-        return None
+    return reader.sample_pages.sample(id)

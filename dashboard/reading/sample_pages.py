@@ -173,13 +173,11 @@ class SamplePages:
     def _state(self) -> dict[str, Any]:
         return {"indexed": self._index.progress}
 
-    def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one sample, with the text and all columns of its tokens. Raises UserError if there
-        is no such sample."""
+    def sample(self, id: int) -> dict[str, Any] | None:
+        """Return one sample, with the text and all columns of its tokens; None if it is not
+        recorded."""
         row = self._index.row(id)
-        if row is None:
-            raise UserError(f"the run has recorded no sample {id}{self._hint}")
-        return _whole(row, config)
+        return None if row is None else _whole(row, {})
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
         rows = self._index.rows_of_group(id, MOST_OF_GROUP)

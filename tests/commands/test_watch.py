@@ -11,7 +11,7 @@ from recorded_runs import Live
 
 from weft.__main__ import main
 from weft.commands.runs import _WatchedRun
-from weft.controllers.reports.displays import _PlainLines
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import Alerts
 
@@ -78,7 +78,7 @@ def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFix
 
 def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
     live, shown = Live(tmp_path, "live"), io.StringIO()
-    view = _WatchedRun(live.path, _PlainLines(shown), last=3)
+    view = _WatchedRun(live.path, PlainLines(shown), last=3)
     view.show_news()
     assert (
         view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from weft.controllers.reports.columns import ending_of
-from weft.controllers.reports.displays import Display, _JsonLines, _PlainLines
+from weft.controllers.reports.displays import Display, JsonLines, PlainLines
 from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.terminal import Terminal
 
-DISPLAYS = {"plain": _PlainLines, "json": _JsonLines, "rich": Terminal}
+DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}
 
 ROW = {
     "reward/mean": 0.5,

@@ -10,8 +10,8 @@ import pytest
 from shown import DISPLAYS, ROW, run, stream, write_samples, written
 
 from weft.controllers.reports.columns import Ending, EvaluationScore, Step
-from weft.controllers.reports.displays import Display, _JsonLines, _PlainLines, display_for
-from weft.controllers.reports.progress import Progress
+from weft.controllers.reports.displays import Display, JsonLines, PlainLines
+from weft.controllers.reports.progress import Progress, display_for
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import read_alerts
 
@@ -124,24 +124,24 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_form_follows_from_the_terminal(monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(display_for("auto"), _PlainLines) and isinstance(display_for("json"), _JsonLines)
+    assert isinstance(display_for("auto"), PlainLines) and isinstance(display_for("json"), JsonLines)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(display_for(True), Terminal) and isinstance(display_for("plain"), _PlainLines)
+    assert isinstance(display_for(True), Terminal) and isinstance(display_for("plain"), PlainLines)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(display_for("auto"), _PlainLines)
+    assert isinstance(display_for("auto"), PlainLines)
 
 
 def test_names_do_not_steer_a_terminal_and_json_has_finite_numbers():
     score = EvaluationScore("eval\x1b[2J", 1, 0.5, (math.nan, 1.0))
-    for display in (Terminal, _PlainLines, _JsonLines):
+    for display in (Terminal, PlainLines, JsonLines):
         stream = io.StringIO()
         display(stream).evaluated(score)
         display(stream).ended(
             Ending("run\x1b[2J", 1, 1.0, (), (score,), {"samples\x1b[2J": Path("a\x1b[2J")})
         )
         assert "\x1b[2J" not in stream.getvalue() and (
-            display is not _JsonLines or "NaN" not in stream.getvalue()
+            display is not JsonLines or "NaN" not in stream.getvalue()
         )
 
 

@@ -8,14 +8,14 @@ import pytest
 from shown import run, stream, write_samples, written
 
 from weft.controllers.reports.columns import Step, ending_of, score_of
-from weft.controllers.reports.displays import _PlainLines
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.terminal import Terminal
 
 
 def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path):
     to = stream()
-    run(_PlainLines(to), tmp_path, 4)
+    run(PlainLines(to), tmp_path, 4)
     lines = written(to).splitlines()
     assert [line.split("  ")[0] for line in lines[:4]] == [f"step {k}/4" for k in range(1, 5)]
     assert lines[4].startswith("run run: 4 steps") and lines[-1].split() == ["run:", str(tmp_path)]
@@ -26,7 +26,7 @@ def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path)
 
 def test_an_evaluation_is_shown_with_its_interval(tmp_path: Path):
     to = stream()
-    progress = Progress(2, tmp_path, _PlainLines(to))
+    progress = Progress(2, tmp_path, PlainLines(to))
     progress.evaluated(
         "eval",
         0,
@@ -51,7 +51,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
     torn = tmp_path / "torn.arrow"
     torn.write_bytes(file.read_bytes()[:90])
     to = stream()
-    progress = Progress(40, tmp_path, _PlainLines(to), show_every=5)
+    progress = Progress(40, tmp_path, PlainLines(to), show_every=5)
     for step in range(1, 21):
         if step != 15:
             progress.recorded(
@@ -68,7 +68,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
 
 def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     program = (
-        "from weft.controllers.reports.displays import display_for\n"
+        "from weft.controllers.reports.progress import display_for\n"
         "from weft.controllers.reports.progress import Progress\n"
         f"progress = Progress(5000, __import__('pathlib').Path({str(tmp_path)!r}), display_for('plain'))\n"
         "[progress.stepped({'step': float(step)}) for step in range(5001)]\n"

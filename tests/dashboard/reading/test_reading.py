@@ -110,7 +110,7 @@ def test_samples_are_filtered_sorted_and_followed(client: TestClient):
     visits = client.get("/api/prompt", params={"run": "one", "key": one["prompt_key"]}).json()["visits"]
     assert [visit["step"] for visit in visits] == sorted(visit["step"] for visit in visits)
     assert one["group"] in [visit["group"] for visit in visits]
-    assert client.get("/api/group", params={"run": "one", "id": 10**9}).status_code == 400
+    assert client.get("/api/prompt", params={"run": "one", "key": "unknown"}).status_code == 400
 
 
 def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
