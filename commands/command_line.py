@@ -109,7 +109,7 @@ class Answer:
         return cls.partial(found, render_table(table, limit=limit), notes)
 
 
-class ParsedCommand(NamedTuple):
+class _ParsedCommand(NamedTuple):
     command: Callable[..., Answer]
     arguments: Mapping[str, Any]
     as_json: bool
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _show(answer, as_json)
 
 
-def parse(words: Sequence[str]) -> ParsedCommand:
+def parse(words: Sequence[str]) -> _ParsedCommand:
     """Parse the words of a command line into a command. Raises UserError if there is no such
     command, and SystemExit after help or a completion was printed (0), or if an argument is wrong
     (2)."""
@@ -174,15 +174,15 @@ def parse(words: Sequence[str]) -> ParsedCommand:
     return tyro.cli(_collecting(command), prog=name, args=rest, config=(FlagCreatePairsOff,))
 
 
-def _collecting(command: Callable[..., Answer]) -> Callable[..., ParsedCommand]:
+def _collecting(command: Callable[..., Answer]) -> Callable[..., _ParsedCommand]:
     """Return a function for tyro with the arguments of a command, and `--json`."""
     own = inspect.signature(command).parameters
 
-    def collect(*, json: bool, **arguments: Any) -> ParsedCommand:
+    def collect(*, json: bool, **arguments: Any) -> _ParsedCommand:
         # Only commands that print while they run need to know.
         if "json" in own:
             arguments["json"] = json
-        return ParsedCommand(command, arguments, json)
+        return _ParsedCommand(command, arguments, json)
 
     hints = {"json": Json, **get_type_hints(command, include_extras=True)}
     flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False)

@@ -19,7 +19,6 @@ from .command_line import Answer, Script, ScriptArguments, find_run
 from .run import run_script, script_file
 
 if TYPE_CHECKING:
-    from ..controllers.node_layout import OtherMachine
     from ..controllers.prechecks.dry_run import Planning
     from ..controllers.prechecks.plan import Plan
     from ..controllers.prechecks.plan_memory import GroupMemory
@@ -45,12 +44,13 @@ def plan(
         like: Directory of an earlier run, or its name under runs/. Its calls are used to compute
             the time of a step.
     """
+    from ..controllers.node_layout import assumed_machine
     from ..controllers.prechecks.dry_run import planning
     from ..controllers.prechecks.plan import plan_of
 
     path, other = script_file(script), None if machine is None else _other(machine)
     earlier = None if like is None else find_run(like).resolve()
-    with planning() as made, nullcontext() if other is None else other.assumed():
+    with planning() as made, nullcontext() if other is None else assumed_machine(*other):
         try:
             # Keep the output of the script apart from the plan.
             with redirect_stdout(sys.stderr):
@@ -65,25 +65,23 @@ def plan(
         return Answer(_found(planned, made), "\n".join(lines(planned, made)))
 
 
-def _other(machine: str) -> OtherMachine:
-    """Parse `--machine`.
+def _other(machine: str) -> tuple[int, int]:
+    """Parse `--machine` into GPUs, and bytes of each.
 
     >>> _other("8x80")
-    OtherMachine(gpus=8, gpu_bytes=85899345920)
+    (8, 85899345920)
     """
-    from ..controllers.node_layout import OtherMachine
-
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):
         raise UserError(f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80")
-    return OtherMachine(int(number), int(size) << 30)
+    return int(number), int(size) << 30
 
 
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:
     spec, sizes = plan.spec, plan.sizes
     return {
         "settings": {
-            name: {"value": value, "origin": origin} for name, value, origin in _settings(made)
+            name: {"value": value, "origin": origin} for name, value, origin in made.settings or ()
         },
         "sketched": [str(path) for path in made.sketched],
         "passes_before": dict(made.passes),
@@ -120,7 +118,7 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
 def lines(plan: Plan, made: Planning) -> Iterator[str]:
     yield from _before(made)
     if made.settings is not None:
-        yield from ("SETTINGS", *_columns(_settings(made)))
+        yield from ("SETTINGS", *_columns(made.settings))
     yield from ("", "WHAT HAPPENS", *_columns(_graphs(plan)))
     yield from ("", f"A STEP ({plan.spec.schedule!r})", *_step(plan))
     yield from ("", "MEMORY OF A RANK, at most", *_columns([_group(group) for group in plan.groups]))
@@ -139,13 +137,6 @@ def _before(made: Planning) -> Iterator[str]:
     found += [f"makes one pass over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
     if found:
         yield from ("BEFORE THE RUN the script", *(f"  {each}" for each in found), "")
-
-
-def _settings(made: Planning) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, origin) of each setting."""
-    if made.settings is not None:
-        for name, origin in made.settings.origins.items():
-            yield name, str(made.settings.values[name]), str(origin)
 
 
 def _graphs(plan: Plan) -> Iterable[Sequence[str]]:

@@ -19,7 +19,6 @@ from .command_line import RUNS, Answer, Json, RunName, Switch, find_run, run_nam
 
 if TYPE_CHECKING:
     from ..controllers.reports.displays import Display
-    from ..dashboard.reading.comparison import SampleDifference
     from ..dataflow.runs.facts import RunFacts
 
 
@@ -133,7 +132,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
     path = find_run(run)
     if not json:
-        shown = WatchedRun(path, display_for("auto"), last)
+        shown = _WatchedRun(path, display_for("auto"), last)
         shown.show_news()
         while not once and shown.goes_on:
             time.sleep(LOOK_S)
@@ -146,7 +145,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
 
 @dataclass
-class WatchedRun:
+class _WatchedRun:
     """A run that is shown on a display. Each look reads only new data."""
 
     run: Path
@@ -277,12 +276,12 @@ def diff(
         "versions": versions,
         "data": data,
         "metrics": {"steps": common, "first_step": step, "values": metrics},
-        "sample": sample.for_programs if sample else None,
+        "sample": asdict(sample) if sample else None,
     }
-    return Answer(found, "\n".join(_differences(found, sample)), notes)
+    return Answer(found, "\n".join(_differences(found, str(sample or ""))), notes)
 
 
-def _differences(found: Mapping[str, Any], sample: SampleDifference | None) -> Iterator[str]:
+def _differences(found: Mapping[str, Any], sample: str) -> Iterator[str]:
     from ..dashboard.reading.comparison import MISSING
 
     def text(value: Any) -> str:

@@ -35,7 +35,7 @@ Figures = Mapping[str, float | str]
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     name: str
     claim: str
     """The claim that it supports, and the page with that claim."""
@@ -57,7 +57,7 @@ class _TrialRecord:
     figures: Figures = field(default_factory=dict)
 
 
-def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[_TrialRecord]:
+def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_TrialRecord]:
     """Run the trials, and print the name of each on standard error when it begins.
 
     Args:
@@ -81,7 +81,7 @@ def run_trials(gpu: bool, trials: Sequence[Trial] | None = None) -> list[_TrialR
     return records
 
 
-def run_trial(trial: Trial, gpu: bool) -> _TrialRecord:
+def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
     """Run a trial in a separate process, and kill it with its children after its deadline."""
     if trial.skipped_on_cpu and not gpu:
         return _TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
@@ -349,26 +349,26 @@ def letters(response: str) -> float:
 
 ARCHITECTURE = "(docs/architecture.md)"
 TRIALS = (
-    Trial(
+    _Trial(
         "packed attention",
         f"rows are packed and answer as eager attention does {ARCHITECTURE}",
         packed_attention,
         90,
     ),
-    Trial(
+    _Trial(
         "collectives", f"ranks of a group are joined over NCCL or gloo {ARCHITECTURE}", collectives, 60
     ),
-    Trial(
+    _Trial(
         "weight sync", f"published weights arrive, by their checksum {ARCHITECTURE}", weight_sync, 130
     ),
-    Trial(
+    _Trial(
         "colocated",
         f"groups of one pool take turns on its devices {ARCHITECTURE}",
         colocated,
         130,
         "needs a GPU: on a CPU nothing is moved",
     ),
-    Trial("GRPO", "one call trains, on GPUs with vLLM (docs/train.md)", grpo, 190),
+    _Trial("GRPO", "one call trains, on GPUs with vLLM (docs/train.md)", grpo, 190),
 )
 
 

@@ -385,7 +385,7 @@ class Driver:
         self._restarts[point.path.name] += 1
         self._point = point
         self.directory = point.reopen(lock)
-        self._history.progress.died(str(error))
+        self._history.progress.alert("restarted", f"{error}\nall groups are restarted", warning=False)
         self._write_config()
         self._start()
 

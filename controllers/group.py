@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/row_io.py`)
 and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
 (`loop/calls.py`)."""
 RANK_S = 4e-3
@@ -229,10 +230,10 @@ class UnderWay:
         return len(self._calls)
 
 
-class Loads:
+class _Loads:
     """Unfinished rows of each replica of a group, to balance load.
 
-    >>> loads = Loads([0, 1, 2])
+    >>> loads = _Loads([0, 1, 2])
     >>> loads.add_rows(0, 4)
     >>> loads.spread(5)
     {1: 3, 2: 2}
@@ -251,8 +252,8 @@ class Loads:
             self._heap = [(rows, replica) for replica, rows in self._rows.items()]
             heapq.heapify(self._heap)
 
-    def only(self, replicas: Iterable[int]) -> Loads:
-        some = Loads(())
+    def only(self, replicas: Iterable[int]) -> _Loads:
+        some = _Loads(())
         for replica in replicas:
             some._rows[replica] = 0
             some.add_rows(replica, self._rows[replica])
@@ -305,12 +306,16 @@ class WorkerGroup:
             for dp, ranks in self._ranks_of.items()
         }
         """Replica -> coordinates of its ranks in a call to this replica only."""
-        self._loads = Loads(self._replicas)
-        worker = handle.worker_class
-        self._row_cost = worker.row_cost(handle.config) if issubclass(worker, Worker) else RowCost()
+        self._loads = _Loads(self._replicas)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
+
+    # Some workers read the files of their model for it, so only groups that balance rows ask.
+    @cached_property
+    def _row_cost(self) -> RowCost:
+        worker = self.handle.worker_class
+        return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
     @property
     def busy(self) -> bool:

@@ -37,10 +37,10 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        composed = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
-        note_settings(composed)
+        settings, origins = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
+        note_settings(settings, origins)
         with signals_end_script():
-            main(composed.settings)
+            main(settings)
         return 0
     except UserError as error:
         show(f"error: {error}")

@@ -308,26 +308,24 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
 # The machine
 
 
-@dataclass(frozen=True)
-class OtherMachine:
-    """A machine other than this one, to plan a run for."""
-
+class _OtherMachine(NamedTuple):
     gpus: int
     gpu_bytes: int
     """[bytes] Memory of each GPU."""
 
-    @contextmanager
-    def assumed(self) -> Iterator[None]:
-        """Pretend that this machine has these GPUs and at least four CPUs for each."""
-        before = OTHER.set(self)
-        try:
-            yield
-        finally:
-            OTHER.reset(before)
 
-
-OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
+OTHER: ContextVar[_OtherMachine | None] = ContextVar("OTHER", default=None)
 """The machine to plan for; None for this machine."""
+
+
+@contextmanager
+def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
+    """Pretend that this machine has these GPUs and at least four CPUs for each."""
+    before = OTHER.set(_OtherMachine(gpus, gpu_bytes))
+    try:
+        yield
+    finally:
+        OTHER.reset(before)
 
 
 def machine_cpus() -> int:

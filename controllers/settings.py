@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -135,33 +134,14 @@ def _toml_lines(text: str) -> dict[str, int]:
 OPTION = "--config"
 
 
-@dataclass(frozen=True)
-class _Origin:
-    kind: Literal["default", "file", "flag"]
-    place: str = ""
-    """`FILE:LINE`, or the flag."""
-
-    def __str__(self) -> str:
-        return self.place or self.kind
-
-
-@dataclass(frozen=True)
-class Composed:
-    """Settings, and the origin of each value."""
-
-    settings: Config
-    origins: Mapping[str, _Origin]
-    """Name (nested names have dots) -> origin."""
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return {name: attrgetter(name)(self.settings) for name in self.origins}
-
-
 def compose(
     settings_class: type[Config], arguments: Sequence[str], description: str | None = None
-) -> Composed:
+) -> tuple[Config, dict[str, str]]:
     """Read settings from the command line, and from a settings file if it names one.
+
+    Returns:
+        The settings; and name of each (nested names have dots) -> its flag, `FILE:LINE`, or
+            "default".
 
     Raises:
         UserError: A value is not allowed; the message has its place (flag, or file and line), the
@@ -190,7 +170,7 @@ def compose(
             raise UserError("\n".join(_placed(settings_class, error, given, rest))) from None
         show(said.getvalue(), end="")
         raise
-    return Composed(settings, dict(_origins(settings, given, rest)))
+    return settings, dict(_origins(settings, given, rest))
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
@@ -377,18 +357,16 @@ def _flags(arguments: Sequence[str]) -> dict[str, str]:
 
 def _origins(
     settings: Config, given: Mapping[str, _Placed], arguments: Sequence[str], above: str = ""
-) -> Iterator[tuple[str, _Origin]]:
+) -> Iterator[tuple[str, str]]:
     flags = _flags(arguments)
     for name in type(settings).model_fields:
         full, value = f"{above}{name}", getattr(settings, name)
         if isinstance(value, Config):
             yield from _origins(value, given, arguments, f"{full}.")
         elif full in flags:
-            yield full, _Origin("flag", flags[full])
-        elif full in given:
-            yield full, _Origin("file", given[full].place)
+            yield full, flags[full]
         else:
-            yield full, _Origin("default")
+            yield full, given[full].place if full in given else "default"
 
 
 def _placed(

@@ -34,7 +34,7 @@ from ..ranks.tasks import Task
 from .backend import Backend, Event, Setup, check_machine, this_node
 from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 
-# SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
+# _SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
 # thread, so another thread has to do it.
 #
 #     limit_s over ──> `Silent` is raised in the thread that executes the call
@@ -50,7 +50,7 @@ ASLEEP_S = 5.0
 DEBUGGERS = {"pdb.py", "bdb.py", "pydevd.py", "pydevd_bundle"}
 
 
-class SilenceWatch:
+class _SilenceWatch:
     """Watches the calls of the thread that creates it."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Local(Backend):
         self._executors: dict[str, Executor] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
-        self._watch: SilenceWatch | None = None
+        self._watch: _SilenceWatch | None = None
         self._limits: dict[str, float] = {}
         """[s] Group -> longest time without progress."""
         self._silent: dict[str, str] = {}
@@ -194,7 +194,7 @@ class Local(Backend):
                 "use weft.RayBackend() to use them"
             )
         self._data = setup.files.access(this_node(), "local")
-        self._watch, self._silent = SilenceWatch(), {}
+        self._watch, self._silent = _SilenceWatch(), {}
         for name in itertools.chain.from_iterable(start_turns(setup.placement, setup.follows)):
             handle, pool = setup.handles[name], setup.placement[name].pool
             place = Place(replace(pool, nodes=None))  # one rank, whatever the placement says
@@ -209,7 +209,7 @@ class Local(Backend):
         self._executors = {name: self._executors[name] for name in setup.handles}
         return {name: groups[name] for name in setup.handles}
 
-    def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:
+    def _made(self, name: str, handle: Handle, setup: Setup, watch: _SilenceWatch) -> Worker:
         context = Context(name=name, run_dir=setup.run_dir, seed=setup.seed, advance=watch.advance)
         try:
             with watch.over(setup.start_timeout_s):
@@ -245,7 +245,7 @@ class Local(Backend):
         events, self._events = list(self._events), deque()
         return events
 
-    def _take_turn(self, name: str, executor: Executor, watch: SilenceWatch) -> None:
+    def _take_turn(self, name: str, executor: Executor, watch: _SilenceWatch) -> None:
         try:
             with watch.over(self._limits[name]):
                 executor.take_turn()

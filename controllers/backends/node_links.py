@@ -70,10 +70,10 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
     return found
 
 
-class NodeLogs:
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
-        self._asked_at = clock()
+class _NodeLogs:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._asked_at = time.monotonic()
         self._asked: dict[Any, str] = {}
         """Promise of new text -> its node."""
         self._seen: dict[str, dict[str, int]] = {}
@@ -86,7 +86,7 @@ class NodeLogs:
         asked = {*self._asked.values()}
         self._store(take_answers(self._asked))
         self.silent -= asked - {*self._asked.values()}
-        if self._clock() - self._asked_at >= LOG_S:
+        if time.monotonic() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class NodeLogs:
         self.silent = {*self._asked.values()}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         for node in hosts.keys() - {*self._asked.values()}:
             self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
 
@@ -142,7 +142,7 @@ LOOK_S = 1.0
 """[s] Time between two checks that the servers are alive."""
 
 
-class SegmentHost:
+class _SegmentHost:
     """The segment server of a node, in a Ray actor. It also watches the run's processes there."""
 
     def __init__(
@@ -191,14 +191,14 @@ class SegmentHost:
         threading.Event().wait()
 
 
-class SegmentServers:
+class _SegmentServers:
     """The segment servers of a run, one per node; none with a single node."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
         self.deletions: Deletions | None = None
         self.hosts: dict[str, Any] = {}
-        """Node name -> its `SegmentHost` actor; empty if the run has one node."""
+        """Node name -> its `_SegmentHost` actor; empty if the run has one node."""
         self._lives: dict[Any, str] = {}
         """Promise that breaks when a server dies -> its node."""
         self._asked: dict[Any, str] = {}
@@ -243,7 +243,9 @@ class SegmentServers:
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
         remote: Any = ray.remote
         # Two threads: `last` never returns, so it takes one of them.
-        server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
+        server = remote(_SegmentHost).options(
+            num_cpus=0, scheduling_strategy=strategy, max_concurrency=2
+        )
         # Traffic on loopback does not leave the machine.
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
@@ -376,8 +378,8 @@ class NodeLinks:
         died: Callable[[str, BaseException], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.servers = SegmentServers()
-        self.logs = NodeLogs(Path())
+        self.servers = _SegmentServers()
+        self.logs = _NodeLogs(Path())
         self.stands_on: dict[tuple[str, int], str] = {}
         """(group, rank) -> name of its node, also after its process has ended."""
         self.lost: set[str] = set()
@@ -413,7 +415,7 @@ class NodeLinks:
             used: Ray's id -> name, for the driver's node and the nodes of all ranks.
         """
         self._files, self._run, self._used = files, run, dict(used)
-        self.logs = NodeLogs(run / LOGS)
+        self.logs = _NodeLogs(run / LOGS)
         self._connect()
         self._by, deadline = math.inf, self._clock() + timeout_s
         while self._connecting:

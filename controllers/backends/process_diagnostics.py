@@ -31,7 +31,7 @@ from ...workers.node_memory import NodeMemory, cgroup_folders, node_memory
 
 
 @dataclass(frozen=True)
-class ProcessMemory:
+class _ProcessMemory:
     """Resident memory of a process."""
 
     resident_bytes: int
@@ -45,14 +45,14 @@ class ProcessMemory:
 class Memory:
     """Memory of a node, and of the run's processes on it."""
 
-    processes: dict[str, ProcessMemory]
+    processes: dict[str, _ProcessMemory]
     """Worker, such as `rollout[0]` -> its memory."""
     node: NodeMemory | None = None
     object_store_bytes: int = 0
     """Bytes in Ray's object store."""
 
 
-def memory_of(pid: int) -> ProcessMemory | None:
+def memory_of(pid: int) -> _ProcessMemory | None:
     """Return the memory of a process on this machine, or None if it has ended.
 
     psutil tells shared memory from mapped files only at the cost of milliseconds.
@@ -69,7 +69,7 @@ def memory_of(pid: int) -> ProcessMemory | None:
     }
     if "RssAnon" not in found:  # a zombie
         return None
-    return ProcessMemory(found["RssAnon"] + found.get("RssFile", 0), found.get("RssShmem", 0))
+    return _ProcessMemory(found["RssAnon"] + found.get("RssFile", 0), found.get("RssShmem", 0))
 
 
 def object_store() -> int:
@@ -92,6 +92,27 @@ def memory_course(readings: Sequence[tuple[float, int]]) -> str:
     chosen = sorted({round(k * (len(readings) - 1) / 3) for k in range(4)})
     seconds, said = readings[-1][0] - readings[0][0], ", ".join(gib(readings[k][1]) for k in chosen)
     return f"its own memory in the last {seconds:.0f} s: {said}"
+
+
+def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
+    """Return the memory of processes and stores, and the free memory of the fullest node."""
+    by_group: dict[str, list[_ProcessMemory]] = {}
+    for node in nodes.values():
+        for who, memory in node.processes.items():
+            by_group.setdefault(who.partition("[")[0], []).append(memory)
+    metrics: dict[str, float] = {}
+    for group, own in by_group.items():
+        # Ranks on one node share the same memory, so a sum would count it several times.
+        metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
+        metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
+    metrics["segment_bytes"] = float(segment_bytes)
+    metrics["object_store_bytes"] = float(sum(node.object_store_bytes for node in nodes.values()))
+    limits = [node.node for node in nodes.values() if node.node is not None]
+    if limits:
+        fullest = max(limits, key=lambda limit: limit.share)
+        metrics["host_free_bytes"] = float(fullest.free_bytes)
+        metrics["host_limit_bytes"] = float(fullest.limit_bytes)
+    return metrics
 
 
 # Exit reasons: exit status of a process that need not be a child of this one, through its pidfd.
@@ -223,9 +244,9 @@ Frame = tuple[str, str, str]
 """File, line and function."""
 
 
-def write_on_request(stream: int = 2) -> None:
-    """Let this process write its stacks to a file descriptor on request."""
-    faulthandler.register(SIGNAL, file=stream, all_threads=True)
+def write_on_request() -> None:
+    """Let this process write its stacks to its standard error on request."""
+    faulthandler.register(SIGNAL, file=2, all_threads=True)
 
 
 def threads_in(text: str) -> list[list[Frame]]:
@@ -292,7 +313,7 @@ class _Watched:
     process: _HeldProcess
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=READINGS))
     """Pairs of seconds and private bytes."""
-    memory: ProcessMemory | None = None
+    memory: _ProcessMemory | None = None
 
 
 class ProcessWatch:

@@ -9,7 +9,6 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
@@ -25,7 +24,7 @@ from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.worker import Context, Worker
 from ..node_layout import devices, position
 from ..placement import Place
-from ..ranks.executor import Activity, ExecutorThread
+from ..ranks.executor import ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
 from .model_folders import ModelFolders
@@ -249,7 +248,7 @@ class Standing:
     node_id: str
 
 
-class Rank:
+class _Rank:
     """One rank of a group, in a process of `rank_process`, with a log in the run's directory.
 
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
@@ -275,9 +274,8 @@ class Rank:
             # A variable that the user has set wins.
             os.environ.setdefault(variable, value)
         write_on_request()
-        self._activity = Activity()
         address = "" if files.alone else ray.util.get_node_ip_address()
-        context = replace(context, advance=self._activity, address=address)
+        context = replace(context, address=address)
         self._note: _SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
         # An unknown node has just joined the cluster.
@@ -301,10 +299,11 @@ class Rank:
         self._data = files.files.access(self._node, f"{context.name}-{context.rank}{again}")
         if files.peers is not None:
             self.connect(files.peers)
-        self._worker_class, self._config, self._context = worker_class, config, context
+        self._executor = ExecutorThread(self._data)
+        self._context = replace(context, advance=self._executor.advance)
+        self._worker_class, self._config = worker_class, config
         self._models = files.models
         self._port: socket.socket | None = None
-        self._begun: Future[ExecutorThread] = Future()
 
     def process(self) -> tuple[str, int]:
         return self._node, os.getpid()
@@ -330,38 +329,34 @@ class Rank:
                 raise UserError(self._hidden)
             config = self._config
             if self._models is not None:
-                config = self._models.on_node(self._node_id, config, self._activity)
+                config = self._models.on_node(self._node_id, config, context.advance)
             worker = self._worker_class(config, context)
             if offload:
                 worker.offload()
             return worker
 
-        thread = ExecutorThread(make, self._data, self._activity)
-        self._begun.set_result(thread)
-        worker = thread.worker()
+        worker = self._executor.begin(make)
         return Standing(
             worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id
         )
 
     def advanced(self) -> bool:
-        return self._activity.is_new()
+        return self._executor.has_advanced()
 
     def connect(self, peers: Peers) -> None:
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
-        # A call may arrive before `begin`, and waits here.
-        yield from self._begun.result().replies_to(task)
+        yield from self._executor.replies_to(task)
 
     def cancel_call(self, number: int) -> None:
-        self._begun.result().between_turns(lambda executor: executor.cancel_call(number))
+        self._executor.between_turns(lambda executor: executor.cancel_call(number))
 
     def give_up_rows(self, number: int, sample_ids: list[int]) -> None:
-        self._begun.result().between_turns(lambda executor: executor.give_up_rows(number, sample_ids))
+        self._executor.between_turns(lambda executor: executor.give_up_rows(number, sample_ids))
 
     def close(self) -> None:
-        if self._begun.done():
-            self._begun.result().close()
+        self._executor.close()
         if self._port is not None:
             self._port.close()
         self._data.close()
@@ -389,7 +384,7 @@ def start_rank(
         context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus
     )
     remote: Any = ray.remote
-    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
+    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(_Rank)).options(
         # Groups on a pool take turns, so together they count as its CPUs.
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
@@ -398,7 +393,7 @@ def start_rank(
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
-    rank = cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
+    rank = cloudpickle.dumps((_Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
     return actor.remote(_environment(place, gpus), rank, found)
 
 

@@ -38,7 +38,7 @@ class _Pool:
     waiting: deque[CallRequest] = field(default_factory=deque)
 
 
-class DeviceTurns:
+class _DeviceTurns:
     """Groups on one pool with GPUs take turns: the holder is offloaded before the next group is
     onloaded.
 
@@ -122,7 +122,7 @@ class Calls:
         self._graph_runs = graph_runs
         self._failures = failures
         self._saving = saving
-        self._devices = DeviceTurns()
+        self._devices = _DeviceTurns()
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()

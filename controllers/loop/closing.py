@@ -10,7 +10,7 @@ from ...dataflow.errors import nearest
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import RunRequests
-from ..backends.process_diagnostics import Memory, ProcessMemory
+from ..backends.process_diagnostics import Memory, memory_metrics
 from ..graph_run import EvaluationRun, GraphRuns
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
@@ -23,27 +23,6 @@ from .calls import Calls
 
 READ_S = 1.0
 """[s] How long a reading of memory stays valid."""
-
-
-def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return the memory of processes and stores, and the free memory of the fullest node."""
-    by_group: dict[str, list[ProcessMemory]] = {}
-    for node in nodes.values():
-        for who, memory in node.processes.items():
-            by_group.setdefault(who.partition("[")[0], []).append(memory)
-    metrics: dict[str, float] = {}
-    for group, own in by_group.items():
-        # Ranks on one node share the same memory, so a sum would count it several times.
-        metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
-        metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
-    metrics["segment_bytes"] = float(segment_bytes)
-    metrics["object_store_bytes"] = float(sum(node.object_store_bytes for node in nodes.values()))
-    limits = [node.node for node in nodes.values() if node.node is not None]
-    if limits:
-        fullest = max(limits, key=lambda limit: limit.share)
-        metrics["host_free_bytes"] = float(fullest.free_bytes)
-        metrics["host_limit_bytes"] = float(fullest.limit_bytes)
-    return metrics
 
 
 class Closing:

@@ -9,7 +9,7 @@
   far behind.
 - If generation overlaps training, evaluation rows go first, because they are few. Otherwise they go
   last, and use groups that training leaves idle.
-- Single rows wait briefly for others, so that calls have more rows (`Gathering`).
+- Single rows wait briefly for others, so that calls have more rows (`_Gathering`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLOCK_S = 1e-6
 """[s] Ignore shorter waits, because a simulated clock may have rounding errors."""
 
 
-class Gathering:
+class _Gathering:
     """Decide how long ready rows may wait for more rows before their node is called.
 
     - Only maps and filters that take rows wait, and only until a group is complete, because later
@@ -132,7 +132,7 @@ class Dispatcher:
         self._groups = calls.groups
         self._weights = weights
         self._calls = calls
-        self._gathering = Gathering(spec.backend.clock)
+        self._gathering = _Gathering(spec.backend.clock)
         self._seen = self._ready_rows()
         """Graph -> number of ready rows of each node after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}

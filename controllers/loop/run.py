@@ -341,7 +341,10 @@ class Run:
         number = asked_to_end()
         self._save_as_it_stands()
         self._end_copies(LEAVE_S)
-        self._progress.left(self._saving.folder.path)
+        text = (
+            f"ended early, and saved in {self._saving.folder.path}; resume='latest' continues from there"
+        )
+        self._progress.alert("ended_early", text, warning=False)
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:

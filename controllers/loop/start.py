@@ -83,7 +83,9 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
 def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full: bool) -> None:
     for note in directory.notes:
         progress.say(note)
-    progress.starting(spec.handles, repr(spec.backend))
+    progress.say(
+        f"run {directory.path.name}: starting {', '.join(spec.handles)} with {spec.backend!r}; files in {directory.path}"
+    )
     configs = [handle.config for handle in spec.handles.values()]
     for note in dict.fromkeys(n for config in configs for n in getattr(config, "notes", ())):
         progress.say(note)
@@ -243,7 +245,9 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
     """Give up evaluations that were running at the checkpoint, because the weights of their step
     are gone. The evaluation of the current step starts again."""
     for step in sorted(run.ledger.live.groups_of_step):
-        history.progress.given_up(run.name, step)
+        history.progress.say(
+            f"the evaluation {run.name!r} of step {step} was still running, and is discarded"
+        )
     for group in run.ledger.live.ids_at_work:
         run.ledger.lose(
             group, "the run was started again, and its evaluation is given up", issue_again=False

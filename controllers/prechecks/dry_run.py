@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from ...dataflow.config import Config
 from ...dataflow.errors import Planned, UserError
 from ..run_spec import RunSpec
-from ..settings import Composed
 
 
 @dataclass
@@ -25,8 +26,8 @@ class Planning:
 
     scratch: Path
     """The only folder that the script may write to; removed afterwards."""
-    settings: Composed | None = None
-    """Settings of the script, or None if it does not call `launch`."""
+    settings: Sequence[tuple[str, str, str]] | None = None
+    """(name, value, origin) of each setting, or None if the script does not call `launch`."""
     spec: RunSpec | None = None
     """The run that the script's driver describes, or None if it made no driver."""
     sketched: list[Path] = field(default_factory=list)
@@ -108,9 +109,10 @@ def note_pass(graph: str, rows: int) -> None:
         _Present.planning.passes.append((graph, rows))
 
 
-def note_settings(composed: Composed) -> None:
+def note_settings(settings: Config, origins: Mapping[str, str]) -> None:
     if _Present.planning is not None:
-        _Present.planning.settings = composed
+        given = [(name, str(attrgetter(name)(settings)), at) for name, at in origins.items()]
+        _Present.planning.settings = given
 
 
 def end_if_planned(spec: RunSpec) -> None:

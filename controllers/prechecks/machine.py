@@ -36,7 +36,7 @@ Outcome = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class _Finding:
     """The result of one check, with advice if something is wrong."""
 
     outcome: Outcome
@@ -49,14 +49,14 @@ class Finding:
     name: str = ""
 
 
-_ok, _warn, _fail = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fail")
+_ok, _warn, _fail = partial(_Finding, "ok"), partial(_Finding, "warn"), partial(_Finding, "fail")
 
 
-def text_of(findings: Sequence[Finding]) -> str:
+def text_of(findings: Sequence[_Finding]) -> str:
     """Format findings for a terminal: one line each, and one for advice.
 
-    >>> full = Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
-    >>> print(text_of([Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
+    >>> full = _Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
+    >>> print(text_of([_Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
     room
       ok    memory: 20.0 GiB free
       fail  disk: 0.1 GiB free
@@ -74,7 +74,7 @@ def text_of(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in counted)])
 
 
-def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
+def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[_Finding]:
     """Return all findings about this machine. The folder of runs need not exist."""
     root, there = Path("/"), len(os.sched_getaffinity(0))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,7 +86,7 @@ def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]
     names = [name for _, name in socket.if_nameindex()]
     remove = "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
     unused = "remove unused files, or set TMPDIR to another disk"
-    findings: list[tuple[str, str, Finding]] = [
+    findings: list[tuple[str, str, _Finding]] = [
         *(("packages", *found) for found in package_findings(packages, sys.version_info[:2])),
         ("room", "runs", disk(runs, remove)),
         ("room", "temporary files", disk(Path(tempfile.gettempdir()), unused)),
@@ -111,7 +111,7 @@ def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]
     return [replace(finding, about=about, name=name) for about, name, finding in findings]
 
 
-def _judged(value: float, warn_below: float, fail_below: float, found: str, todo: str) -> Finding:
+def _judged(value: float, warn_below: float, fail_below: float, found: str, todo: str) -> _Finding:
     if value >= warn_below:
         return _ok(found)
     return _fail(found, todo) if value < fail_below else _warn(found, todo)
@@ -124,7 +124,7 @@ NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fus
 """File systems on other machines."""
 
 
-def disk(folder: Path, todo: str) -> Finding:
+def disk(folder: Path, todo: str) -> _Finding:
     """Check that a folder can be written, and that its disk has free space."""
     # The folder need not exist: check the nearest parent that does.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -140,7 +140,7 @@ def disk(folder: Path, todo: str) -> Finding:
     return _judged(free, enough, least, found, todo)
 
 
-def segments(runs: Path) -> Finding:
+def segments(runs: Path) -> _Finding:
     """Check that rows in flight, files in the folder of the run, stay on a local disk."""
     kind = file_system(runs, Path("/proc/mounts"))
     if kind in NETWORK_FILE_SYSTEMS:
@@ -165,7 +165,7 @@ def file_system(folder: Path, mounts: Path) -> str:
     return max(over)[2] if over else ""
 
 
-def shared_memory(folder: Path) -> Finding:
+def shared_memory(folder: Path) -> _Finding:
     todo = "enlarge it: mount -o remount,size=8G /dev/shm, docker run --shm-size=8g, an emptyDir of medium Memory"
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return _fail("it cannot be written", todo)
@@ -175,7 +175,7 @@ def shared_memory(folder: Path) -> Finding:
     return _judged(usage.free, 1 * GIB, 0, found, todo)
 
 
-def memory(root: Path = Path("/")) -> Finding:
+def memory(root: Path = Path("/")) -> _Finding:
     """Check how much memory is free, by the tightest limit."""
     found = node_memory(root)
     if found is None:
@@ -191,7 +191,7 @@ def memory(root: Path = Path("/")) -> Finding:
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def open_files(soft: int, hard: int) -> Finding:
+def open_files(soft: int, hard: int) -> _Finding:
     """
     >>> open_files(1024, 524288).todo
     'ulimit -n 65536 (up to 524288 without an administrator)'
@@ -202,20 +202,20 @@ def open_files(soft: int, hard: int) -> Finding:
     return _limit(soft, 4096, 256, todo)
 
 
-def processes(limit: int, left: int | None) -> Finding:
+def processes(limit: int, left: int | None) -> _Finding:
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
     limits = [number for number in (limit, left) if number not in (None, UNLIMITED)]
     # A rank with torch and Ray has about a hundred threads.
     return _limit(min(limits, default=UNLIMITED), 4096, 512, todo)
 
 
-def _limit(limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
+def _limit(limit: int, warn_below: int, fail_below: int, todo: str) -> _Finding:
     if limit == UNLIMITED:
         return _ok("unlimited")
     return _judged(limit, warn_below, fail_below, f"{limit}", todo)
 
 
-def locked_memory(limit: int, *, fast_network: bool) -> Finding:
+def locked_memory(limit: int, *, fast_network: bool) -> _Finding:
     # Only RDMA networks such as InfiniBand need locked memory.
     found = "unlimited" if limit == UNLIMITED else f"{limit / MIB:.0f} MiB"
     if fast_network and limit != UNLIMITED:
@@ -224,7 +224,7 @@ def locked_memory(limit: int, *, fast_network: bool) -> Finding:
     return _ok(found)
 
 
-def cpus(there: int, quota: float | None) -> Finding:
+def cpus(there: int, quota: float | None) -> _Finding:
     """
     >>> cpus(64, 4.0).outcome, cpus(64, None).outcome
     ('warn', 'ok')
@@ -264,7 +264,7 @@ def _words(file: Path) -> list[str]:
 LOOPBACK = "127.0.0.1"
 
 
-def loopback() -> Finding:
+def loopback() -> _Finding:
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
@@ -275,7 +275,7 @@ def loopback() -> Finding:
         return _fail(f"{LOOPBACK}: {error}", "ip link set lo up, and let no firewall close it")
 
 
-def host_name() -> Finding:
+def host_name() -> _Finding:
     # gloo needs an address.
     name = socket.gethostname()
     with suppress(OSError):
@@ -283,7 +283,7 @@ def host_name() -> Finding:
     return _warn(f"{name} has no address", f"add '{LOOPBACK} {name}' to /etc/hosts")
 
 
-def ports(root: Path) -> Finding:
+def ports(root: Path) -> _Finding:
     words = _words(root / "proc/sys/net/ipv4/ip_local_port_range")
     if len(words) != 2:
         return _ok("unknown: the kernel does not report the range")
@@ -300,7 +300,7 @@ def ports(root: Path) -> Finding:
     return _judged(free, 5_000, 0, f"{free} free between {low} and {high}", todo)
 
 
-def proxies(environment: Mapping[str, str]) -> Finding:
+def proxies(environment: Mapping[str, str]) -> _Finding:
     """
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')
@@ -340,14 +340,14 @@ CHANGES: Mapping[str, tuple[str, str]] = {
 """Variable -> (its effect when it is set, advice)."""
 
 
-def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, Finding]]:
+def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, _Finding]]:
     """Report each environment variable that affects all runs, or that there is none.
 
     >>> variables = {"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"}
     >>> [name for name, _ in disturbing_variables(variables)]
     ['RAY_ADDRESS', 'RANK']
     """
-    found: list[tuple[str, Finding]] = []
+    found: list[tuple[str, _Finding]] = []
     for name, (does, todo) in CHANGES.items():
         if environment.get(name, "") not in ("", "0", "false", "False"):
             found.append((name, _warn(f"{environment[name]!r}: {does}", todo)))
@@ -358,7 +358,7 @@ def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, Find
     return found or [("variables", _ok("none that changes what a run does"))]
 
 
-def threads(environment: Mapping[str, str], cpus: int) -> Finding:
+def threads(environment: Mapping[str, str], cpus: int) -> _Finding:
     """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
@@ -373,7 +373,7 @@ def threads(environment: Mapping[str, str], cpus: int) -> Finding:
     return _ok(f"{value} of {cpus} CPUs")
 
 
-def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
+def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> _Finding:
     """
     >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
     'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
@@ -390,7 +390,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
     return _ok(", ".join(there))
 
 
-def hidden_modules(folders: Sequence[Path]) -> Finding:
+def hidden_modules(folders: Sequence[Path]) -> _Finding:
     """Check whether a user's file in these folders hides a package or a module of Python's
     library."""
     ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
@@ -406,7 +406,7 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
     return _ok("no file here or on PYTHONPATH hides a package")
 
 
-def token(environment: Mapping[str, str], home: Path) -> Finding:
+def token(environment: Mapping[str, str], home: Path) -> _Finding:
     """Check that only its owner can read the token of the Ray cluster."""
     if environment.get(MODE, "").lower() not in ("", "token"):
         found = f"{MODE}={environment[MODE]}: anyone who reaches the ports of a cluster can run programs on it"
@@ -442,7 +442,7 @@ CPUs, breaks `import transformers`."""
 
 
 @dataclass(frozen=True)
-class Package:
+class _Package:
     """An installed package."""
 
     name: str
@@ -452,18 +452,18 @@ class Package:
     extras: tuple[str, ...] = ()
 
 
-def installed(name: str) -> Package | None:
+def installed(name: str) -> _Package | None:
     try:
         found: Distribution = distribution(name)
     except PackageNotFoundError:
         return None
     extras = tuple(found.metadata.get_all("Provides-Extra") or ())
-    return Package(name, found.version, tuple(found.requires or ()), extras)
+    return _Package(name, found.version, tuple(found.requires or ()), extras)
 
 
 def package_findings(
-    names: Mapping[str, Package | None], python: tuple[int, int]
-) -> Iterator[tuple[str, Finding]]:
+    names: Mapping[str, _Package | None], python: tuple[int, int]
+) -> Iterator[tuple[str, _Finding]]:
     """Yield the name and the finding of each check of packages."""
     if python < (3, 11):
         yield "python", _fail(".".join(map(str, python)), "Weft needs Python 3.11 or newer")
@@ -489,7 +489,7 @@ def package_findings(
         yield from _extras(weft)
 
 
-def _fits(package: Package, names: Mapping[str, Package | None]) -> Finding:
+def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
     # A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
     own = package.name == "weft"
     problems: list[str] = []
@@ -538,7 +538,7 @@ def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]
             yield need
 
 
-def _extras(weft: Package) -> Iterator[tuple[str, Finding]]:
+def _extras(weft: _Package) -> Iterator[tuple[str, _Finding]]:
     there: list[str] = []
     lacking: list[str] = []
     for extra in weft.extras:
@@ -564,7 +564,7 @@ def _is_met(need: Requirement) -> bool:
 # GPUs: found by the driver, free, and supported by torch?
 
 
-def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, Finding]]:
+def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, _Finding]]:
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     query = "--query-gpu=name,driver_version,memory.total,memory.used"
     driver: str | None = None
@@ -583,7 +583,7 @@ def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, Finding]
 
 def gpu_findings(
     devices: int, driver: str | None, why: str, cuda: str | None, environment: Mapping[str, str]
-) -> Iterator[tuple[str, Finding]]:
+) -> Iterator[tuple[str, _Finding]]:
     """Yield the name and the finding of each check of GPUs.
 
     Args:
@@ -618,7 +618,7 @@ def gpu_findings(
     yield "CUDA_VISIBLE_DEVICES", visible(environment, len(gpus))
 
 
-def visible(environment: Mapping[str, str], number: int) -> Finding:
+def visible(environment: Mapping[str, str], number: int) -> _Finding:
     """
     >>> visible({"CUDA_VISIBLE_DEVICES": "0,7"}, 2).found
     "CUDA_VISIBLE_DEVICES='0,7' names 7, and there are 0 to 1"

@@ -151,7 +151,7 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
 
 
 @dataclass(frozen=True)
-class Machine:
+class _Machine:
     cpus: int
     gpus: int
     memory_bytes: int
@@ -171,7 +171,7 @@ class Plan:
     sizes: StepSizes
     updates: tuple[UpdateSizes, ...]
     groups: tuple[GroupMemory, ...]
-    machine: Machine
+    machine: _Machine
     time: _StepTime | None
     """Time of a step, or None if no costs are known."""
     driver_bytes: int
@@ -271,7 +271,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     return Plan(spec, sizes, updates, groups, machine, time, driver, *plans)
 
 
-def this_machine() -> Machine:
+def this_machine() -> _Machine:
     """Return the resources of this machine, or its GPUs as planned for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
@@ -283,4 +283,4 @@ def this_machine() -> Machine:
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     free, planned_for = shutil.disk_usage(".").free, other is not None
-    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, free, planned_for)
+    return _Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, free, planned_for)

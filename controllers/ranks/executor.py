@@ -24,7 +24,7 @@ from ...dataflow.graph import declared
 from ...dataflow.metrics import Max, Metrics
 from ...dataflow.runs.files import is_full
 from ...workers.worker import Worker, peak_device_bytes
-from .row_io import DataAccess, Gathered, Publisher, Replies, gather
+from .row_io import DataAccess, Publisher, Replies, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 
 # CallOrder: the order of calls on one rank, as a state machine without a worker, thread or clock.
@@ -145,15 +145,14 @@ def _run_on_rows(
     publisher = Publisher(task, rows, data.writer)
     last = Reply()
     if isinstance(result, Iterator):
-        gathered = Gathered(task.gather_s, time.monotonic)
         try:
-            yield from _publish_parts(result, publisher, gathered, rows, given_up)
+            yield from _publish_parts(result, publisher, rows, given_up)
         except Ended:
             raise
         except (Exception, SystemExit, Cancelled):  # publish finished rows before the call ends
-            yield from publisher.publish_parts(gathered.take_all())
+            yield from publisher.publish_rest()
             raise
-        yield from publisher.publish_parts(gathered.take_all())
+        yield from publisher.publish_rest()
     else:
         last = yield from publisher.publish(result)
     publisher.check_complete()
@@ -161,14 +160,14 @@ def _run_on_rows(
 
 
 def _publish_parts(
-    result: Iterator[Any], publisher: Publisher, gathered: Gathered, rows: RowTask, given_up: list[int]
+    result: Iterator[Any], publisher: Publisher, rows: RowTask, given_up: list[int]
 ) -> Replies:
     for part in _parts(result, given_up):
         if part is None and rows.operation.interruptible:
-            yield from publisher.publish_parts(gathered.take_due())
+            yield from publisher.publish_due()
             yield None  # other calls can take a turn
         else:
-            yield from publisher.publish_parts(gathered.add_part(part))
+            yield from publisher.publish_part(part)
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
@@ -288,30 +287,15 @@ POLL_S = 1.0
 """[s] Longest wait for a reply before checking the worker's activity."""
 
 
-class Activity:
-    """Counter that a worker advances, to tell work from a hang, which a heartbeat would survive."""
-
-    def __init__(self) -> None:
-        self._count = self._seen = 0
-
-    def __call__(self) -> None:
-        self._count += 1
-
-    def is_new(self) -> bool:
-        """Whether it has advanced since the last call."""
-        before, self._seen = self._seen, self._count
-        return self._seen != before
-
-
 def replies_of(
-    coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S
+    coming: queue.SimpleQueue[Reply], has_advanced: Callable[[], bool], poll_s: float = POLL_S
 ) -> Iterator[Reply]:
     """Yield replies, and an empty one if the worker has advanced in silence."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
         except queue.Empty:
-            if activity.is_new():
+            if has_advanced():
                 yield Reply()
             continue
         yield reply
@@ -322,22 +306,38 @@ def replies_of(
 class ExecutorThread:
     """A thread that makes the worker, executes its calls, and closes it.
 
-    starting ──the worker is made──> up ──────close──> closed
-        └────────an exception──────> failed ──close──> closed
+    begin ──> starting ──the worker is made──> up ──────close──> closed
+                  └────────an exception──────> failed ──close──> closed
+
+    Tasks and actions may come before `begin`, and wait.
     """
 
-    def __init__(self, make_worker: Callable[[], Worker], data: DataAccess, activity: Activity) -> None:
+    def __init__(self, data: DataAccess) -> None:
         self._data = data
-        self._activity = activity
+        self._steps = self._seen = 0
         self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
         """Actions to run between two turns; None ends the thread."""
         self._up = threading.Event()
         self._worker: Worker | None = None
         self._failure: Failure | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, make_worker: Callable[[], Worker]) -> Worker | Failure:
+        """Make the worker on the thread, and wait until it is up."""
         self._thread = threading.Thread(target=self._work, args=(make_worker,), daemon=True)
         self._thread.start()
+        return self._made()
 
-    def worker(self) -> Worker | Failure:
+    def advance(self) -> None:
+        """Count a step of the worker, to tell work from a hang, which a heartbeat would survive."""
+        self._steps += 1
+
+    def has_advanced(self) -> bool:
+        """Whether the worker has made a step since the last call."""
+        before, self._seen = self._seen, self._steps
+        return self._seen != before
+
+    def _made(self) -> Worker | Failure:
         self._up.wait()
         if self._failure is not None:
             return self._failure
@@ -347,15 +347,15 @@ class ExecutorThread:
     def replies_to(self, task: Task) -> Iterator[Reply]:
         """Yield the replies to a task. They are empty while the worker is being made."""
         while not self._up.wait(POLL_S):
-            if self._activity.is_new():
+            if self.has_advanced():
                 yield Reply()
-        worker = self.worker()
+        worker = self._made()
         if isinstance(worker, Failure):
             yield Reply(failure=worker)
             return
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._requests.put(lambda executor: executor.add_task(task, replies.put))
-        yield from replies_of(replies, self._activity)
+        yield from replies_of(replies, self.has_advanced)
 
     def between_turns(self, action: Callable[[Executor], None]) -> None:
         self._requests.put(action)
@@ -363,7 +363,8 @@ class ExecutorThread:
     def close(self) -> None:
         """Close the worker after its current turn, and end the thread."""
         self._requests.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self, make_worker: Callable[[], Worker]) -> None:
         executor = None

@@ -110,7 +110,7 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
     return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
 
 
-class Gathered:
+class _Gathered:
     """A batching delay for rows that an expansion yields one by one, so that a reply carries
     several.
 
@@ -174,6 +174,7 @@ class Publisher:
         self._made_before = dict(zip(ids, made, strict=True))
         """Given row -> numbers of the children that were published earlier."""
         self._made: set[tuple[int, int]] = set()
+        self._gathered = _Gathered(task.gather_s, time.monotonic)
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
         """Write a result to a segment, and return the reply for the driver. Yield a paused one
@@ -203,7 +204,17 @@ class Publisher:
                 time.sleep(PAUSE_S)
         return Reply(published, metrics=metrics)
 
-    def publish_parts(self, parts: Iterable[Any]) -> Replies:
+    def publish_part(self, part: Any) -> Replies:
+        """Write a part of the results, unless it waits for more (`_Gathered`)."""
+        return self._publish_parts(self._gathered.add_part(part))
+
+    def publish_due(self) -> Replies:
+        return self._publish_parts(self._gathered.take_due())
+
+    def publish_rest(self) -> Replies:
+        return self._publish_parts(self._gathered.take_all())
+
+    def _publish_parts(self, parts: Iterable[Any]) -> Replies:
         for part in parts:
             reply = yield from self.publish(part)
             if self._keep:

@@ -69,9 +69,6 @@ class RunState:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the run (`changed_settings.py`); empty in old checkpoints."""
 
-    def write_into(self, folder: Path) -> None:
-        (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
     @classmethod
     def read(cls, folder: Path) -> RunState:
         """Read it from the folder of a checkpoint, also one from an older version of Weft."""
@@ -176,7 +173,7 @@ class CheckpointFolder:
         shutil.rmtree(path, ignore_errors=True)
         make_folder(self.path)
         make_folder(path)
-        state.write_into(path)
+        (path / RUN).write_text(json.dumps(asdict(state), indent=2) + "\n")
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:

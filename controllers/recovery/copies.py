@@ -62,7 +62,7 @@ COPIED = "copied.json"
 FAILURES = (OSError, pa.ArrowException)
 
 
-class RemoteRun:
+class _RemoteRun:
     """The copy of one run.
 
     Args:
@@ -76,7 +76,7 @@ class RemoteRun:
         """Local file -> (size and modification time when it was read, description)."""
 
     @classmethod
-    def at(cls, address: str, name: str) -> RemoteRun:
+    def at(cls, address: str, name: str) -> _RemoteRun:
         """Open the copy of a run below an address (`s3://bucket/folder`) or a path."""
         check_address(address)
         try:
@@ -322,7 +322,7 @@ class Copies:
     """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits."""
 
     def __init__(
-        self, run: Path, remote: RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
+        self, run: Path, remote: _RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
     ) -> None:
         self._run, self._remote, self._first_pause_s = run, remote, first_pause_s
         self._changed = threading.Condition()
@@ -341,7 +341,7 @@ class Copies:
 
     @classmethod
     def of(cls, run: Path, config: CheckpointConfig) -> Copies:
-        return cls(run, None if config.copy_to is None else RemoteRun.at(config.copy_to, run.name))
+        return cls(run, None if config.copy_to is None else _RemoteRun.at(config.copy_to, run.name))
 
     def resume(self) -> None:
         """Copy the latest local checkpoint, unless an earlier start of the run copied it."""
@@ -392,7 +392,7 @@ class Copies:
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
-    def _work(self, remote: RemoteRun) -> None:
+    def _work(self, remote: _RemoteRun) -> None:
         pause_s = self._first_pause_s
         while True:
             with self._changed:
@@ -418,7 +418,7 @@ class Copies:
                     )
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
-    def _copy(self, remote: RemoteRun, step: int) -> str:
+    def _copy(self, remote: _RemoteRun, step: int) -> str:
         """Copy a checkpoint. Return the error, or an empty string."""
         began = time.monotonic()
         # Even if the checkpoint cannot be read, the thread must continue with the next one.
@@ -465,7 +465,7 @@ def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) ->
             the copy of another run.
         TakenOverError: Another driver took over the run during the fetch. Its files are untouched.
     """
-    remote = RemoteRun.at(address, name or "run")
+    remote = _RemoteRun.at(address, name or "run")
     if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):
         return ""
     run = root / name
@@ -481,7 +481,7 @@ def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) ->
         raise UserError(f"the copy of the run at {remote} cannot be read: {error}") from error
 
 
-def _fetch(remote: RemoteRun, run: Path) -> str:
+def _fetch(remote: _RemoteRun, run: Path) -> str:
     require_folder(run.parent, f"root {str(run.parent)!r}", private=False)
     aside = ""
     if run.exists() and not run.is_dir():

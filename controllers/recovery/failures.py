@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
@@ -298,7 +297,9 @@ class Failures:
         hopeless = self._count(call, event.rank, blamed or held, "failed", said)
         self._give_back(call, event.rank, f"{who} failed")
         if held - {*hopeless}:
-            self._progress.repeated(who, failure.message, sorted(blamed - {*hopeless}))
+            again = sorted(blamed - {*hopeless})[:MOST_SAMPLES]
+            at = f" at sample {', '.join(map(str, again))}" if again else ""
+            self._progress.say(f"{who} failed{at}; its rows are requeued: {failure.message}")
         self._drop_rows(call, hopeless, f"{who} failed", replace(failure, message=said))
         return ()
 
@@ -364,7 +365,10 @@ class Failures:
         reason = failure.message.splitlines()[0]
         ledger.drop(node, samples, f"{what}: {reason}")
         self._counts.dropped[key] = failed
-        self._progress.dropped(f"{what} {MAX_FAILURES} times at {at}", samples[MOST_SAMPLES:], reason)
+        others = len(samples) - MOST_SAMPLES
+        more = f", and {others} more" if others > 0 else ""
+        text = f"{what} {MAX_FAILURES} times at {at}{more}; dropped: {reason}"
+        self._progress.alert("dropped", text, warning=False)
 
     # Processes
 
@@ -391,7 +395,11 @@ class Failures:
             self._leave(group, rank, why, rows)
         else:
             self._counts.replaced += 1
-            tell = partial(self._progress.replaced, why=why, rows=rows)
+
+            def tell(seconds: float) -> None:
+                text = f"worker {group.name}[{rank}] was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}"
+                self._progress.alert("replaced", text, warning=False)
+
             requests = self._start(group, rank, tell, began)
         for call, samples in hopeless.items():
             self._drop_rows(call, samples, f"{call.describe(rank)} was lost", Failure(why))
@@ -410,22 +418,25 @@ class Failures:
         group.absent.add(rank)
         worker = f"{group.name}[{rank}]"
         if was_up:
-            self._progress.left_group(worker, why, rows, len(group.up), len(group.mesh))
+            there = f"{len(group.up)} of {len(group.mesh)} ranks are up"
+            text = f"worker {worker} left, {rows} rows are requeued; {there}; {why}"
+            self._progress.alert("left", text, warning=False)
         else:
             self._progress.say(f"worker {worker} did not start, and is retried later; {why}")
 
     def _join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
         group.absent.discard(rank)
 
-        def tell(worker: str, seconds: float) -> None:
-            self._progress.joined(worker, seconds, len(group.up), len(group.mesh))
+        def tell(seconds: float) -> None:
+            there = f"{len(group.up)} of {len(group.mesh)} ranks are up"
+            self._progress.say(f"worker {group.name}[{rank}] joined after {seconds:.1f} s; {there}")
 
         return self._start(group, rank, tell, self._backend.clock())
 
     def _start(
-        self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
+        self, group: WorkerGroup, rank: int, tell: Callable[[float], None], began: float
     ) -> list[CallRequest]:
-        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds."""
+        """Start the process of a rank. Once it is up, call `tell` with the seconds since `began`."""
         self._cluster.replace(group, rank)
         group.starting.add(rank)
 
@@ -437,7 +448,7 @@ class Failures:
                 raise WorkerError(
                     f"{call.describe(rank)}: it has the coordinates {call.results}, not {group.mesh[rank]}"
                 )
-            tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
+            tell(self._backend.clock() - began)
             return self._weights.resend(group, rank)
 
         return [CallRequest(group, REGISTER, ranks=(rank,), then=registered)]
@@ -466,9 +477,8 @@ class Failures:
         for node in sorted(set(lost) - self._said):
             self._said.add(node)
             ranks = sum(at == node for *_, at in gone)
-            self._progress.lost_node(
-                f"node {node} is gone, with {ranks} ranks; the run continues with the others"
-            )
+            text = f"node {node} is gone, with {ranks} ranks; the run continues with the others"
+            self._progress.alert("node_lost", text, warning=False)
         if again:
             self._progress.say(f"{len(again)} groups with rows on lost nodes are issued again")
         return requests

@@ -44,7 +44,8 @@ class FullDisk:
         self._free = self._free_bytes()
         if time.monotonic() - self._said >= REPORT_AGAIN_S:
             self._said = time.monotonic()
-            self._progress.paused(why)
+            text = f"paused because the disk is full: {why}; the run continues when there is space"
+            self._progress.alert("disk_full", text, warning=False)
 
     def write(self, write: Callable[[], T]) -> T:
         """Call `write` until it succeeds, and return its result. A write that fails halfway must be

@@ -35,7 +35,7 @@ LOOK_S = 5.0
 """[s] Time between two looks at the progress of a checkpoint."""
 
 
-class Phase(Enum):
+class _Phase(Enum):
     """The state of the checkpoint that is being written; drawn above."""
 
     IDLE = auto()
@@ -44,7 +44,7 @@ class Phase(Enum):
     NAMING = auto()
 
 
-class Progressed(NamedTuple):
+class _Progressed(NamedTuple):
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
     """A checkpoint without room on the disk: its position in the log, which may go, and the
@@ -75,7 +75,7 @@ class Saving:
         self._patience_s = patience_s
         self._clock = clock
         self._state = RunState(-1, 0, 0.0, {}, Position())
-        self.phase = Phase.IDLE
+        self.phase = _Phase.IDLE
         self.due = False
         """Whether a checkpoint starts as soon as none is being written."""
         self._last: int | None = None
@@ -119,7 +119,7 @@ class Saving:
 
     @property
     def under_way(self) -> bool:
-        return self.phase is not Phase.IDLE
+        return self.phase is not _Phase.IDLE
 
     @property
     def may_begin(self) -> bool:
@@ -148,7 +148,7 @@ class Saving:
         self._extent = None
         self._copying = {group.name for group in self._groups}
         self._writing = {group.name: group for group in self._groups}
-        self.phase = Phase.COPYING if self._copying else Phase.WRITING
+        self.phase = _Phase.COPYING if self._copying else _Phase.WRITING
         return [
             CallRequest(group, "save_checkpoint", {"path": path / group.name}, then=self._copied)
             for group in self._groups
@@ -158,7 +158,7 @@ class Saving:
         self._pause_s = max([self._pause_s, *call.results])
         self._copying.discard(call.group.name)
         if not self._copying:
-            self.phase = Phase.WRITING
+            self.phase = _Phase.WRITING
         return ()
 
     def take_pause_s(self) -> float:
@@ -166,7 +166,7 @@ class Saving:
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
-    def advance(self, values: Values) -> Progressed:
+    def advance(self, values: Values) -> _Progressed:
         """Advance the checkpoint. Another thread calls `values`.
 
         Returns:
@@ -177,51 +177,51 @@ class Saving:
             DeadlineError: The checkpoint has not grown for too long; names the groups to blame.
             RunError: It could not be completed.
         """
-        if self.phase is Phase.IDLE:
-            return Progressed()
+        if self.phase is _Phase.IDLE:
+            return _Progressed()
         self._check_growth()
-        if self.phase is Phase.WRITING and not self._writing:
+        if self.phase is _Phase.WRITING and not self._writing:
             if self._full_disk:
-                return Progressed(given_up=self._give_up())
+                return _Progressed(given_up=self._give_up())
             self._naming = self._thread.submit(
                 self.folder.complete, self._state.step, values, self._count_hashed
             )
-            self.phase = Phase.NAMING
-        if self.phase is Phase.NAMING:
+            self.phase = _Phase.NAMING
+        if self.phase is _Phase.NAMING:
             return self._named()
         now = self._clock()
-        if self.phase is not Phase.WRITING or now - self._asked < ASK_S:
-            return Progressed()
+        if self.phase is not _Phase.WRITING or now - self._asked < ASK_S:
+            return _Progressed()
         self._asked = now
         idle = [group for group in self._writing.values() if not group.busy]
-        return Progressed([CallRequest(g, "checkpoint_written", then=self._answered) for g in idle])
+        return _Progressed([CallRequest(g, "checkpoint_written", then=self._answered) for g in idle])
 
     def _answered(self, call: Call) -> Iterable[CallRequest]:
         if all(call.results):
             self._writing.pop(call.group.name, None)
         return ()
 
-    def _named(self) -> Progressed:
+    def _named(self) -> _Progressed:
         assert self._naming is not None
         if not self._naming.done():
-            return Progressed()
+            return _Progressed()
         error, self._naming = self._naming.exception(), None
         if error is None:
-            self.phase = Phase.IDLE
-            return Progressed()
+            self.phase = _Phase.IDLE
+            return _Progressed()
         if isinstance(error, RunError):  # another driver has taken over the run
             raise error
         if not is_full(error):
             path = self.folder.path_of(self._state.step)
             raise RunError(f"checkpoint {path} could not be completed: {error}") from error
         self._full_disk = str(error)
-        return Progressed(given_up=self._give_up())
+        return _Progressed(given_up=self._give_up())
 
     def _give_up(self) -> tuple[Position, str]:
         self.folder.discard(self._state.step)
         self._saved_step = -1
         self.due |= self._last is not None
-        self.phase = Phase.IDLE
+        self.phase = _Phase.IDLE
         return self._state.position, self._full_disk
 
     def failed(self, event: Event) -> bool:
@@ -238,7 +238,7 @@ class Saving:
 
     def _check_growth(self) -> None:
         now = self._clock()
-        if self.phase is Phase.COPYING:  # these calls have separate deadlines
+        if self.phase is _Phase.COPYING:  # these calls have separate deadlines
             self._looked = self._grew = now
         if now - self._looked < min(LOOK_S, self._patience_s / 2):
             return

@@ -95,11 +95,6 @@ class Progress:
     def shows(self) -> bool:
         return type(self._display) is not Display
 
-    def starting(self, groups: Iterable[str], backend: str) -> None:
-        self.say(
-            f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}"
-        )
-
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
         """Show how the rows of each source were understood, or only how many are left out."""
         # Several graphs may share a source.
@@ -119,61 +114,14 @@ class Progress:
         self.alerts.step = step
         self.say(f"goes on after step {step}, from {checkpoint}")
 
-    def alert(self, name: str, text: str, *, ends: bool = False) -> None:
-        """Add an alert, and show it as a warning unless it ends the run with an error."""
+    def alert(self, name: str, text: str, *, ends: bool = False, warning: bool = True) -> None:
+        """Add an alert, and show it as a warning or message unless it ends the run with an error."""
         self.alerts.report(name, text, ends=ends)
         if not ends:
-            self._show(lambda: self._display.say(redacted(text), warning=True))
-
-    def _happened(self, name: str, text: str) -> None:
-        self.alerts.report(name, text)
-        self.say(text)
+            self._show(lambda: self._display.say(redacted(text), warning=warning))
 
     def say(self, text: str) -> None:
         self._show(lambda: self._display.say(redacted(text)))
-
-    def given_up(self, evaluation: str, step: int) -> None:
-        self.say(f"the evaluation {evaluation!r} of step {step} was still running, and is discarded")
-
-    def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
-        self._happened(
-            "replaced",
-            f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}",
-        )
-
-    def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
-        self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
-
-    def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
-        self._happened(
-            "left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}"
-        )
-
-    def dropped(self, what: str, others: Sequence[int], why: str) -> None:
-        more = f", and {len(others)} more" if others else ""
-        self._happened("dropped", f"{what}{more}; dropped: {why}")
-
-    def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
-        at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
-        self.say(f"{who} failed{at}; its rows are requeued: {why}")
-
-    def paused(self, why: str) -> None:
-        self._happened(
-            "disk_full",
-            f"paused because the disk is full: {why}; the run continues when there is space",
-        )
-
-    def lost_node(self, text: str) -> None:
-        self._happened("node_lost", text)
-
-    def died(self, why: str) -> None:
-        self._happened("restarted", f"{why}\nall groups are restarted")
-
-    def left(self, checkpoints: Path) -> None:
-        self._happened(
-            "ended_early",
-            f"ended early, and saved in {checkpoints}; resume='latest' continues from there",
-        )
 
     def started(
         self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]

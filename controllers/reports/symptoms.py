@@ -36,7 +36,7 @@ FIRST_WITHOUT_SIGNAL = 2
 class _Symptom:
     name: str
     """Name in alerts and in `Driver(stop_on=...)`."""
-    shows: Callable[[Past], str | None]
+    shows: Callable[[_Past], str | None]
     """Returns a description if the last step shows it, "" if not, and None if it was not
     measured."""
     advice: str
@@ -46,7 +46,7 @@ class _Symptom:
     """Whether the weights are spoiled, so that the run saves no checkpoint."""
 
 
-class Past:
+class _Past:
     """The metrics of a run so far: its last steps, and averages of its first ones."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def _without_signal(row: Row) -> list[float]:
     return [share for share in shares if not math.isnan(share)]
 
 
-def _no_signal(past: Past) -> str | None:
+def _no_signal(past: _Past) -> str | None:
     if _has_signal(past.last) is None:
         return None
     steps = len(past.signal)
@@ -170,7 +170,7 @@ def _no_signal(past: Past) -> str | None:
     )
 
 
-def _signal_lost(past: Past) -> str | None:
+def _signal_lost(past: _Past) -> str | None:
     share = min(_without_signal(past.last), default=None)
     if share is None:
         return None
@@ -181,7 +181,7 @@ def _signal_lost(past: Past) -> str | None:
     return f"{share:.0%} of the groups have equal rewards{reward}, so the run learns nothing from them"
 
 
-def _equal_rewards(past: Past) -> str | None:
+def _equal_rewards(past: _Past) -> str | None:
     """Check rewards that no group compares, such as PPO's."""
     deviations = dict(_training(past.last, "std"))
     if not deviations or _has_signal(past.last) is not None:
@@ -239,7 +239,7 @@ def rewards_of(row: Row) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def _all_truncated(past: Past) -> str | None:
+def _all_truncated(past: _Past) -> str | None:
     rates = [rate for _, rate in _training(past.last, "truncation_rate")]
     if not rates:
         return None
@@ -247,7 +247,7 @@ def _all_truncated(past: Past) -> str | None:
     return said if all(rate == 1 for rate in rates) else ""
 
 
-def _blown_up(past: Past) -> str:
+def _blown_up(past: _Past) -> str:
     row = past.last
     for name, value in (*_training(row, "loss"), *_training(row, "grad_norm")):
         if not math.isfinite(value):
@@ -261,7 +261,7 @@ def _blown_up(past: Past) -> str:
     return ""
 
 
-def _collapsed(past: Past) -> str | None:
+def _collapsed(past: _Past) -> str | None:
     known = [(n, value) for n, value in _training(past.last, "entropy") if math.isfinite(value)]
     for name, value in known:
         if value < 0.05 * (first := past.at_first(name)):
@@ -269,7 +269,7 @@ def _collapsed(past: Past) -> str | None:
     return "" if known else None
 
 
-def _drifted(past: Past) -> str | None:
+def _drifted(past: _Past) -> str | None:
     known = list(_training(past.last, "mean_logprob_gap"))
     for name, value in known:
         if value > 0.05 and value > 5 * (first := past.at_first(name)):
@@ -282,7 +282,7 @@ def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
-def _memory_low(past: Past) -> str | None:
+def _memory_low(past: _Past) -> str | None:
     free, limit = past.last.get("host_free_bytes"), past.last.get("host_limit_bytes")
     if free is None or not limit:
         return None
@@ -295,7 +295,7 @@ def _memory_low(past: Past) -> str | None:
     return f"{gib(free)} of the {gib(limit)} of host memory of a node are left ({takes})"
 
 
-def _memory_grows(past: Past) -> str | None:
+def _memory_grows(past: _Past) -> str | None:
     if len(past.rows) < 32 or "host_free_bytes" not in past.last:
         return None
     for group, now in _resident(past.last).items():
@@ -429,11 +429,11 @@ class Watch:
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._in_a_row: Counter[str] = Counter()
-        self._past = Past()
+        self._past = _Past()
 
     def remember(self, rows: Iterable[Row]) -> None:
         """Replace the history by the steps of a resumed run."""
-        self._past = Past()
+        self._past = _Past()
         self._in_a_row.clear()
         for row in rows:
             self._past.add_step(row)

@@ -72,7 +72,7 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
 
 
 @dataclass
-class SentMetrics:
+class _SentMetrics:
     """The metrics that one tracker has received, so that a resumed run sends nothing twice.
 
     Trackers take the steps of a metric in order, so the latest sent step of each metric is enough.
@@ -84,7 +84,7 @@ class SentMetrics:
     """Metric -> latest sent step."""
 
     @classmethod
-    def of_file(cls, path: Path) -> SentMetrics:
+    def of_file(cls, path: Path) -> _SentMetrics:
         """Read the record, or return an empty one if it is missing or damaged."""
         try:
             found = read_json(path)
@@ -101,7 +101,7 @@ class SentMetrics:
     def go_back(self, step: int) -> None:
         """Forget what was sent for later steps.
 
-        >>> sent = SentMetrics(steps={"loss": 7, "eval/mean": 2})
+        >>> sent = _SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
         >>> sent.steps
         {'loss': 4, 'eval/mean': 2}
@@ -111,7 +111,7 @@ class SentMetrics:
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the unsent metrics of a step.
 
-        >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
+        >>> _SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
         """
         return {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}
@@ -129,7 +129,7 @@ def path_of(run: Path, tracker: str) -> Path:
     return run / TRACKERS / f"{tracker.replace(':', '-')}.json"
 
 
-class Follower(threading.Thread):
+class _Follower(threading.Thread):
     """Sends the metrics of a run to one tracker, on its own thread. The run resumes `after` a
     step."""
 
@@ -144,7 +144,7 @@ class Follower(threading.Thread):
         self._run, self._after, self._samples = run, after, samples
         self._metrics = FollowedTable(run, METRICS)
         self._path = path_of(run, tracker)
-        self._sent = SentMetrics.of_file(self._path)
+        self._sent = _SentMetrics.of_file(self._path)
         self._ended, self._said = threading.Event(), ""
 
     def run(self) -> None:
@@ -264,7 +264,7 @@ class TrackerThreads:
         self._report = report if PROMETHEUS in names else None
         self._warn, self._clock = warn, clock
         self._run, self._samples = run, samples
-        self._threads: list[Follower] = []
+        self._threads: list[_Follower] = []
         self._seen: dict[str, tuple[int, float]] = {}
         """Tracker -> its looks, and when this number was seen first."""
         self._reported: set[str] = set()
@@ -273,7 +273,7 @@ class TrackerThreads:
         """Start the threads of a run that resumes after this step, if any."""
         for name in self._names:
             self._seen[name] = 0, self._clock()
-            self._threads.append(Follower(self._run, name, after, self._samples))
+            self._threads.append(_Follower(self._run, name, after, self._samples))
             self._threads[-1].start()
 
     def stepped(self, row: Mapping[str, float]) -> None:
@@ -309,7 +309,7 @@ class TrackerThreads:
             elif one.error:
                 self._tell(one, f"has ended ({one.error})")
 
-    def _tell(self, one: Follower, problem: str) -> None:
+    def _tell(self, one: _Follower, problem: str) -> None:
         if one.tracker not in self._reported:
             self._reported.add(one.tracker)
             self._warn(

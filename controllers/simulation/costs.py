@@ -396,7 +396,7 @@ def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int
 
 
 @dataclass(frozen=True)
-class Bound:
+class _Bound:
     """A lower bound on the time of a step."""
 
     seconds: float
@@ -416,7 +416,7 @@ def bound(
     steps: int = 1,
     seed: int = 0,
     shuffle: bool = True,
-) -> Bound:
+) -> _Bound:
     """Return a lower bound on the time of a step, for any schedule in this placement.
 
     It counts the work of each pool's groups, perfectly balanced: generation runs at its best batch
@@ -448,7 +448,7 @@ def bound(
             seconds = steps * cost.fixed_s + cost.least_s(*own, OptimizerSteps.of_node(node))
         busy[places[group].pool.name] += seconds / steps  # pyright: ignore[reportArgumentType]
     pool = max(busy, key=lambda name: busy[name])
-    return Bound(float(busy[pool]), pool, dict(busy))
+    return _Bound(float(busy[pool]), pool, dict(busy))
 
 
 def _load(

@@ -62,7 +62,7 @@ class Generating:
     """[prompts] of [n] versions of the weights that wrote the first token."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, number) of finished responses in the batching delay (`../ranks/executor.py`)."""
+    """(prompt, number) of finished responses in the batching delay (`../ranks/row_io.py`)."""
     due_s: float = math.inf
     """[s] Time when they are published."""
     interruptible = True
@@ -101,10 +101,9 @@ class Replica:
         cost: Generation | None,
         on_reply: OnReply,
         invent: Callable[[int], Segment],
-        at: float = 0.0,
     ) -> None:
         self.cost = cost
-        self.at = at
+        self.at = 0.0
         self._seconds_by_batch = cost.seconds_by_batch.tolist() if cost else []
         self._on_reply = on_reply
         self._invent = invent

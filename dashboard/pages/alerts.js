@@ -9,7 +9,7 @@ import { block, line } from "./text.js";
 function entry(alert, place, { run, render }) {
   const where = alert.step != null ? `step ${count(alert.step)}` : "";
   return h("article", { class: `panel alert ${alert.kind === "error" ? "error" : ""}`, key: `${alert.at}${alert.rule}${place}` },
-    h("div", {}, h("b", {}, `${alert.kind === "error" ? "✕" : "▲"} ${line((alert.title ?? alert.rule ?? "").replaceAll("_", " "), 120)}`), block(`alert${place}`, alert.text ?? "", render, { class: (alert.text ?? "").includes("\n") ? "" : "prose" }), alert.advice ? h("p", { class: "soft" }, `Try: ${line(alert.advice, 600)}`) : null),
+    h("div", {}, h("b", {}, `${alert.kind === "error" ? "✕" : "▲"} ${line((alert.rule ?? "").replaceAll("_", " "), 120)}`), block(`alert${place}`, alert.text ?? "", render, { class: (alert.text ?? "").includes("\n") ? "" : "prose" })),
     h("time", { title: moment(alert.at) }, alert.step != null ? h("a", { href: link("curves", { run, x: `${Math.max(0, alert.step - 20)}~${alert.step + 20}` }) }, where) : "", alert.at != null ? ` · ${ago(alert.at)}` : ""));
 }
 

@@ -15,7 +15,6 @@ function waiting(data, { params, set, run }) {
     { name: "group", title: "Group", n: true, value: (row) => row.group, cell: (row) => h("a", { href: link("samples", { run, group: row.group }) }, count(row.group)) },
     { name: "for", title: "Waits for", wraps: true, value: (row) => row.for, cell: (row) => line(row.for, 400) },
     { name: "age", title: "Age", n: true, value: (row) => row.age_s, cell: (row) => duration(row.age_s) },
-    { name: "prompt", title: "Prompt", wide: true, value: (row) => row.prompt, cell: (row) => line(row.prompt, 200) },
   ];
   return [h("h2", { key: "waiting-title" }, "Groups that wait", h("small", {}, "each with what it waits for")), data.waiting.length ? h("div", { class: "panel", key: "waiting" }, table(columns, data.waiting, { sort: params.sort ?? "-age", sorts: (sort) => set({ sort }), key: (row) => row.group, label: "groups that wait" })) : h("p", { class: "soft", key: "waiting" }, "None: every issued group is finished.")];
 }
@@ -42,7 +41,7 @@ function view(data, context) {
   const [from, to] = stepsOf(context.params) ?? [-Infinity, Infinity];
   const staleness = (data.staleness ?? []).filter((row) => row.step >= from && row.step <= to);
   const drops = data.drops.map((drop) => [line(drop.reason, 80), drop.rows, count(drop.rows), "--bad"]);
-  const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--warn"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
+  const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
   return [
     h("h2", { class: "hidden-text", key: "title" }, "Buffer"),
     known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),

@@ -43,7 +43,7 @@ export async function load({ params }, signal) {
   return { runs, metrics: known.metrics, cards, ...curves };
 }
 
-const last = (curve) => curve && (curve.last?.y ?? curve.y.findLast((value) => value != null) ?? null);
+const last = (curve) => curve && (curve.y.findLast((value) => value != null) ?? null);
 const short = (names, name) => (names.length > 1 ? name.split("/")[0] : "");
 
 /** What a card draws of one run: each of its metrics smoothed, itself faint behind, and its interval. */
@@ -151,7 +151,7 @@ function legend(data, { params, set }) {
 function view(data, context) {
   const { params, facts } = context;
   const head = [h("h2", { class: "hidden-text", key: "title" }, "Curves"), toolbar(data, context), legend(data, context)];
-  if (!data.metrics.length) return [...head.slice(0, 1), empty("No step is over yet.", facts?.status === "live" ? "Curves begin with the first step." : "This run ended before its first step was over.")];
+  if (!data.metrics.length) return [...head.slice(0, 1), empty("No step is over yet.", facts?.status === "running" ? "Curves begin with the first step." : "This run ended before its first step was over.")];
   if (!data.cards.length) return [...head, empty("No metric matches.", `There are ${data.metrics.length}; names, titles and meanings are searched.`)];
   const marked = [...new Set(data.marks.map((mark) => mark.kind))];
   const foot = marked.length ? h("p", { class: "faint small", key: "marks" }, `Vertical lines: ${marked.join(", ")}. Drag to zoom, double-click for the whole run.`) : null;

@@ -1,6 +1,6 @@
 // Numbers, times and sizes as people read them. Unknown values are an en dash.
 
-export const NONE = "–";
+const NONE = "–";
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /** A number with three or four figures that matter: 12,140 · 0.738 · 9.1e-7. */
@@ -51,7 +51,7 @@ export function duration(seconds) {
 }
 
 /** A moment of a run by its clock: 2:29:10, or 0:41.250 where marks lie closer than a second. */
-export function clock(seconds, spacing = 1) {
+export function clock(seconds, spacing) {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   const decimals = spacing >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(spacing) - 1e-9));
   const whole = Math.floor(seconds + 0.5 * 10 ** -decimals);
@@ -69,9 +69,9 @@ export function bytes(value) {
 }
 
 /** How long ago a moment (seconds of the Unix clock) was, in one unit. */
-export function ago(at, now = Date.now() / 1000) {
+export function ago(at) {
   if (at == null) return NONE;
-  const passed = Math.max(0, now - at);
+  const passed = Math.max(0, Date.now() / 1000 - at);
   if (passed < 2) return "now";
   const [size, name] = passed < 60 ? [1, "s"] : passed < 3600 ? [60, "min"] : passed < 86400 ? [3600, "h"] : [86400, "d"];
   return `${Math.floor(passed / size)} ${name} ago`;
@@ -80,7 +80,7 @@ export function ago(at, now = Date.now() / 1000) {
 export const moment = (at) => (at == null ? NONE : new Date(at * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC");
 
 /** A value of a metric in its unit; the unit comes back by itself, to be written smaller. */
-export function measured(value, unit = "") {
+export function measured(value, unit) {
   if (value == null) return [NONE, ""];
   if (unit === "0 to 1" || unit === "share") return [percent(value), ""];
   if (unit === "s") return [duration(value), ""];

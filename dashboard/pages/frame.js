@@ -4,7 +4,7 @@ import { ago, count, duration, measured, number } from "./format.js";
 import { line } from "./text.js";
 
 /** What each status is called, its colour, and its sign: a colour never says something alone. */
-export const STATUS = {
+const STATUS = {
   running: { word: "running", tone: "busy", sign: "▶" },
   done: { word: "done", tone: "ok", sign: "✓" },
   stopped: { word: "stopped", tone: "idle", sign: "■" },
@@ -45,7 +45,7 @@ export function runLinks(runs, page, run, link) {
     h("a", { href: link("compare", { run }), class: page === "compare" ? "on" : "", "aria-current": page === "compare" && "page" }, "Compare"));
 }
 
-const fact = (name, value, attributes = {}) => h("div", { class: "fact", key: name }, h("span", { class: "label" }, name), h("span", { class: "value", ...attributes }, value));
+const fact = (name, value) => h("div", { class: "fact", key: name }, h("span", { class: "label" }, name), h("span", { class: "value" }, value));
 
 function figures(facts) {
   const parts = [];

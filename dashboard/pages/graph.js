@@ -75,7 +75,7 @@ function flow(edge, places, width, down) {
 }
 
 /** What an edge of weights says: version, how far behind, how old, and what the last transfer took. */
-export function weightsText(edge) {
+function weightsText(edge) {
   const parts = [edge.version != null ? `weights v${edge.version}` : "weights"];
   if (edge.behind != null) parts.push(`${number(edge.behind)} updates old`);
   if (edge.age_s != null) parts.push(`${duration(edge.age_s)} ago`);

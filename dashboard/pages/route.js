@@ -1,7 +1,7 @@
 // The address holds what is looked at: #page?run=...&step=..., so that a link shows the same to somebody else.
 
-export function parse(hash = location.hash) {
-  const [page, rest = ""] = hash.replace(/^#\/?/, "").split("?");
+export function parse() {
+  const [page, rest = ""] = location.hash.replace(/^#\/?/, "").split("?");
   return { page: page || "runs", params: Object.fromEntries(new URLSearchParams(rest)) };
 }
 

@@ -19,9 +19,8 @@ function spark(values) {
   return s("svg", { class: "spark", width: 72, height: 18, "aria-hidden": "true" }, s("polyline", { points: known.map(at).join(" "), fill: "none", stroke: "var(--s1)", "stroke-width": 1.5 }));
 }
 
-/** Why a run failed, what of it cannot be read, or its last alert: the line below its row. */
+/** What of a run cannot be read, or its last alert: the line below its row. */
 function trouble(run) {
-  if (run.why) return h("span", { class: "bad-text clamped", title: line(run.why, 1000) }, "✕ ", line(run.why, 400));
   if (run.damage?.length) return h("span", { class: "bad-text clamped", title: line(run.damage.join("\n"), 2000) }, "✕ cannot be read: ", line(run.damage[0], 400));
   return run.trouble ? h("span", { class: "soft clamped", title: line(run.trouble.text, 1000) }, h("span", { class: "warn-text" }, "▲ "), line(run.trouble.text, 400)) : null;
 }
@@ -55,7 +54,7 @@ function columns({ params, set }) {
 function matching(data, params) {
   const words = (params.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   return data.runs.filter((run) => {
-    const text = [run.run, statusOf(run).word, run.why, run.trouble?.text, JSON.stringify(run.settings ?? {})].join(" ").toLowerCase();
+    const text = [run.run, statusOf(run).word, run.trouble?.text, JSON.stringify(run.settings ?? {})].join(" ").toLowerCase();
     return words.every((word) => text.includes(word)) && (!params.status || run.status === params.status);
   });
 }

@@ -51,8 +51,8 @@ const piecesOf = (sample) => (sample.tokens?.length && !unnamed(sample) ? sample
 
 function versions(sample) {
   const known = (sample.columns?.version ?? []).filter((version) => version != null);
-  const [low, high] = known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [sample.version_min, sample.version_max];
-  if (low == null) return null;
+  if (!known.length) return null;
+  const [low, high] = [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))];
   return h("span", {}, low === high ? `v${low}` : `v${low} → v${high}`);
 }
 

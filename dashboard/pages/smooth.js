@@ -23,7 +23,7 @@ export function smooth(values, strength) {
 }
 
 /** The value of a curve at `at`, on the line between its neighbours; null outside of it. */
-export function valueAt({ x, y }, at) {
+function valueAt({ x, y }, at) {
   if (!x.length || at < x[0] || at > x[x.length - 1]) return null;
   let low = 0;
   let high = x.length - 1;

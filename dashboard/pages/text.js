@@ -32,21 +32,13 @@ export function line(text, limit = 200) {
   return plain(start.length > limit ? `${start.slice(0, limit)}…` : start);
 }
 
-/** How much of the text under `name` is unfolded, and a button that shows more of it. */
-export function fold(name, total, render, { shown = SHOWN, more = MORE, what = "characters" } = {}) {
-  const limit = unfolded.get(name) ?? shown;
-  if (total <= limit) return null;
-  const show = () => {
-    unfolded.set(name, limit + more);
+/** A text block. A long one folds, and has a button that shows more of it. */
+export function block(name, text, render, attributes = {}) {
+  const whole = String(text ?? ""), limit = unfolded.get(name) ?? SHOWN, rest = whole.length - limit;
+  const unfold = () => {
+    unfolded.set(name, limit + MORE);
     render();
   };
-  return h("button", { class: "more", on: { click: show } }, `${count(total - limit)} more ${what}: show ${count(Math.min(more, total - limit))}`);
-}
-
-export const foldLimit = (name, shown = SHOWN) => unfolded.get(name) ?? shown;
-
-/** A text block that folds when it is long. */
-export function block(name, text, render, attributes = {}) {
-  const whole = String(text ?? "");
-  return h("div", { ...attributes, class: `text ${attributes.class ?? ""}`, dir: "ltr" }, visible(whole.slice(0, foldLimit(name))), fold(name, whole.length, render));
+  const more = rest > 0 ? h("button", { class: "more", on: { click: unfold } }, `${count(rest)} more characters: show ${count(Math.min(MORE, rest))}`) : null;
+  return h("div", { ...attributes, class: `text ${attributes.class ?? ""}`, dir: "ltr" }, visible(whole.slice(0, limit)), more);
 }

@@ -47,7 +47,7 @@ export function ramp(by, scale) {
   return h("span", { class: "ramp" }, `${title}: ${ends[0]} `, steps.map((shade) => h("i", { class: shade })), ` ${ends[1]}${figures}`);
 }
 
-export const oldestOf = (sample) => (sample.columns?.version ?? []).reduce((a, b) => Math.min(a, b ?? a), Infinity);
+const oldestOf = (sample) => (sample.columns?.version ?? []).reduce((a, b) => Math.min(a, b ?? a), Infinity);
 
 /** A stretch of a response, which is drawn as one. */
 export function part(sample, from, to) {

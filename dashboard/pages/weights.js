@@ -1,6 +1,6 @@
-// Weights on their way: each version with its bytes, its time and the pause that it cost, and the bytes of each rank.
+// Weights on their way: each version with its bytes, its time and the pause that it cost.
 import { get } from "./api.js";
-import { bars, figures } from "./bars.js";
+import { figures } from "./bars.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
 import { ago, bytes, count, duration } from "./format.js";
@@ -24,13 +24,11 @@ function view(data, { params, set }) {
     { name: "at", title: "When", n: true, value: (row) => row.at, cell: (row) => ago(row.at) },
   ];
   const last = known[known.length - 1];
-  const ranks = (data.ranks ?? []).filter((rank) => rank.sent_bytes || rank.received_bytes);
   return [
     h("h2", { class: "hidden-text", key: "title" }, "Weights"),
     stepsOf(params) ? h("div", { class: "toolbar", key: "toolbar" }, stepsChip({ params, set })) : null,
     h("div", { key: "figures" }, figures([["version", `v${last.version}`], ["last transfer", duration(last.transfer_s)], ["generation paused for", duration(last.pause_s)], last.bytes != null && ["size", bytes(last.bytes)], last.bytes && last.transfer_s && ["rate", `${bytes(last.bytes / last.transfer_s)}/s`]])),
     h("section", { class: "panel card large", key: "chart" }, h("h3", {}, "Transfer and pause", h("small", {}, "seconds, by version")), h("p", { class: "legend" }, series.map((line) => h("span", {}, h("i", { class: "key", css: { "--shade": `var(${line.colour})` } }), line.name))), widget(chart, { series, axis: "version", range: stepsOf(params), zoom: (from, to) => set({ t: "", axis: "", x: from == null ? "" : `${Math.floor(from)}~${Math.ceil(to)}` }), floor: 0, label: "time of each transfer" }, { class: "chart" })),
-    ranks.length ? h("section", { class: "panel pad", key: "ranks" }, h("h3", {}, "Bytes of the last transfer, by rank"), bars(ranks.flatMap((rank) => [rank.sent_bytes ? [`${line(rank.rank)} sends`, rank.sent_bytes, bytes(rank.sent_bytes), "--s1"] : null, rank.received_bytes ? [`${line(rank.rank)} receives`, rank.received_bytes, bytes(rank.received_bytes), "--s2"] : null].filter(Boolean)))) : null,
     h("div", { class: "panel", key: "table" }, table(columns, known.slice(-SHOWN), { sort: params.sort ?? "-version", sorts: (sort) => set({ sort }), key: (row) => `${row.to}${row.version}`, label: "versions" })),
     known.length > SHOWN ? h("p", { class: "faint small", key: "cut" }, `The last ${SHOWN} of ${count(known.length)}.`) : null,
   ];

@@ -51,7 +51,7 @@ function detail(worker, log, { run, facts, set, say, reload }) {
   const memory = (worker.memory ?? []).filter(([, value]) => value != null);
   const series = [{ x: memory.map(([time]) => time), y: memory.map(([, value]) => value), colour: "--s1", name: "" }];
   return h("section", { class: "panel pad detail", key: `w${worker.rank}` },
-    h("div", { class: "row" }, h("h2", {}, line(worker.rank), h("small", {}, [worker.node, worker.device, worker.pid && `process ${worker.pid}`].filter(Boolean).join(" · "))), h("span", { class: "fill" }), facts?.status === "running" ? h("button", { on: { click: ask } }, "Ask for its stack") : null, h("button", { on: { click: () => set({ worker: "" }) } }, "Close")),
+    h("div", { class: "row" }, h("h2", {}, line(worker.rank), h("small", {}, [worker.node, worker.device].filter(Boolean).join(" · "))), h("span", { class: "fill" }), facts?.status === "running" ? h("button", { on: { click: ask } }, "Ask for its stack") : null, h("button", { on: { click: () => set({ worker: "" }) } }, "Close")),
     worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.text.slice(-6000)))) : null,
     memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
     worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,

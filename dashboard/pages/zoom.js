@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { number } from "./format.js";
 
 /** Parts of the address that stay when a person goes to another page of the same run. */
-export const KEPT = ["x", "t", "axis", "runs", "band", "smooth", "log"];
+const KEPT = ["x", "t", "axis", "runs", "band", "smooth", "log"];
 
 export const keptOf = (params) => Object.fromEntries(KEPT.filter((name) => params[name]).map((name) => [name, params[name]]));
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from ...dataflow.errors import UserError
 from ...dataflow.runs.tables import present, read_metrics
 from .metrics import meaning
 from .run_reader import RunReader
@@ -108,19 +107,17 @@ def compare_metrics(
     return None, {}
 
 
-def at_last_common_step(
+def _at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
-) -> tuple[int | None, list[dict[str, Any]]]:
-    """Return the last step that both runs have made, and the metrics of both at that step.
+) -> list[dict[str, Any]]:
+    """Return the metrics of both runs at the last step that both have made.
 
-    >>> at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
-    (1, [{'name': 'loss', 'a': 1.0, 'b': 2.0}])
+    >>> _at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
+    [{'name': 'loss', 'a': 1.0, 'b': 2.0}]
     """
     step = max(set(a) & set(b), default=None)
-    if step is None:
-        return None, []
-    names = dict.fromkeys([*a[step], *b[step]])
-    return step, [{"name": n, "a": a[step].get(n), "b": b[step].get(n)} for n in names if n != "step"]
+    names = dict.fromkeys([] if step is None else [*a[step], *b[step]])
+    return [{"name": n, "a": a[step].get(n), "b": b[step].get(n)} for n in names if n != "step"]
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
@@ -145,7 +142,7 @@ LOGPROBS = "response_logprobs"
 
 
 @dataclass(frozen=True)
-class SampleDifference:
+class _SampleDifference:
     graph: str
     step: int
     sample_id: int
@@ -159,10 +156,6 @@ class SampleDifference:
     a response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
-
-    @property
-    def for_programs(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [
@@ -185,7 +178,7 @@ def _side(token: int | None, logprob: float | None) -> str:
     return f"{'end' if token is None else token!s:>8} {'' if logprob is None else f'{logprob:.6f}':>11}"
 
 
-def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
+def first_difference(a: Path, b: Path, notes: list[str]) -> _SampleDifference | None:
     """Return the first recorded sample that differs between two runs, in the order of steps, or
     None. `notes` receives a line for each unreadable file, and for each log with lost records."""
     from ...dataflow.runs.samples import files_by, recorded, tables
@@ -196,9 +189,9 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
         for sample in sorted(set(ones) | set(twos)):
             if sample not in ones or sample not in twos:
                 only = "A" if sample in ones else "B"
-                return SampleDifference(graph, step, sample, f"only run {only} has it")
+                return _SampleDifference(graph, step, sample, f"only run {only} has it")
             if found := _difference(ones[sample], twos[sample]):
-                return SampleDifference(graph, step, sample, **found)
+                return _SampleDifference(graph, step, sample, **found)
     return None
 
 
@@ -213,7 +206,7 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the first difference of two rows as fields of `SampleDifference`; empty if there is
+    """Return the first difference of two rows as fields of `_SampleDifference`; empty if there is
     none."""
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
@@ -247,10 +240,8 @@ READ_S = 5.0
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
     notes: list[str] = []
-    facts = a.facts, b.facts
-    compared = compare_configs(facts[0].config, facts[1].config)
-    measured = metrics_of(a.path, notes), metrics_of(b.path, notes)
-    step, metrics = at_last_common_step(*measured)
+    compared = compare_configs(a.facts.config, b.facts.config)
+    metrics = _at_last_common_step(metrics_of(a.path, notes), metrics_of(b.path, notes))
     found = first_difference(a.path, b.path, notes)
     return {
         "a": a.name,
@@ -260,7 +251,6 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
             for part, pairs in zip(("settings", "versions", "data"), compared, strict=True)
         },
         "metrics": [{**row, "unit": meaning(row["name"])["unit"]} for row in metrics],
-        "metrics_step": step,
         "first_difference": found
         and {
             "step": found.step,
@@ -269,13 +259,9 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
             "a": _sample(a, found.sample_id),
             "b": _sample(b, found.sample_id),
         },
-        "notes": [*facts[0].damage, *facts[1].damage, *notes],
     }
 
 
 def _sample(reader: RunReader, id: int) -> dict[str, Any] | None:
     reader.samples.wait(READ_S)
-    try:
-        return reader.sample_pages.sample(id, {})
-    except UserError:
-        return None
+    return reader.sample_pages.sample(id)

@@ -17,23 +17,19 @@ import pyarrow.compute as pc
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.runs.files import BUFFER, SEGMENTS
+from ...dataflow.runs.lock import Life
 from ..timeline import CallLog
 from .metrics import MetricLog, numbers
-from .run_reader import nested
+from .run_reader import RunReader, nested, read_graphs, read_live
 
 
-def graph_page(
-    graphs: Mapping[str, Any],
-    live: Mapping[str, Any],
-    calls: CallLog,
-    metrics: MetricLog,
-    config: Mapping[str, Any],
-    *,
-    goes_on: bool,
-) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run, from the content of `graph.json`
-    and `live.json`. `goes_on` tells whether its driver is alive."""
-    worked = calls.totals("graph")
+def graph_page(run: RunReader) -> dict[str, Any]:
+    """Return nodes, edges and followers of all graphs of a run."""
+    facts, graphs, live = run.facts, read_graphs(run.path), read_live(run.path)
+    goes_on = facts.life is Life.ALIVE
+    with run.parts() as (metrics, calls):
+        worked = calls.totals("graph")
+        weights = _weights(graphs, live, calls, metrics, goes_on=goes_on)
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
     for name in graphs:
@@ -47,13 +43,12 @@ def graph_page(
             now = nested(state, "nodes", node["name"])
             group = nested(live, "groups", node.get("group") or FUNCTIONS)
             own = worked.get((name, node["name"]), {})
-            place = nested(config, "placement", node.get("group") or FUNCTIONS)
+            place = nested(facts.config, "placement", node.get("group") or FUNCTIONS)
             ranks = group.get("ranks") or place.get("ranks")
             nodes.append(
                 {"graph": name, "ranks": ranks, **_node(node, now, group, own, goes_on=goes_on)}
             )
             edges += _edges(str(source.get("name")), node, now)
-    weights = _weights(graphs, live, calls, metrics, goes_on=goes_on)
     shown = {"live": goes_on and bool(live), "at": live.get("at")}
     return {"nodes": nodes, "edges": edges, "weights": weights, **shown}
 
@@ -158,36 +153,31 @@ MOST_BARS = 200
 """Most bars of the staleness chart; each covers a range of steps."""
 
 
-def buffer_page(
-    run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def buffer_page(run: RunReader) -> dict[str, Any]:
+    live = read_live(run.path)
     graphs = {name: nested(live, "graphs", name) for name in nested(live, "graphs")}
     dropped = Counter[str]()
     for one in graphs.values():
         dropped.update(nested(one, "dropped"))
-    leases = [
-        {"graph": name, "rank": lease.get("holder"), **lease}
-        for name, one in graphs.items()
-        for lease in one.get("leases", ())
-    ]
-    leased = sum(lease.get("left", 0) for lease in leases)
+    held = [lease for one in graphs.values() for lease in one.get("leases", ())]
+    shown = ("lease", "node", "rows", "age_s")
+    leases = [{"rank": lease.get("holder"), **{k: lease.get(k) for k in shown}} for lease in held]
+    leased = sum(lease.get("left", 0) for lease in held)
     issued, flying, done = (
         sum(one.get(key, 0) for one in graphs.values()) for key in ("issued", "in_flight", "done")
     )
     waiting = [
-        {"graph": name, **_waiting_group(one, oldest)}
-        for name, one in graphs.items()
-        for oldest in one.get("oldest", ())
+        _waiting_group(one, oldest) for one in graphs.values() for oldest in one.get("oldest", ())
     ]
     totals = {"issued": issued, "waiting": max(0, flying - leased), "leased": leased, "done": done}
-    files, size = _folder_bytes(run / BUFFER / SEGMENTS)
-    budget = nested(config, "buffer").get("memory_bytes")
+    files, size = _folder_bytes(run.path / BUFFER / SEGMENTS)
+    budget = nested(run.facts.config, "buffer").get("memory_bytes")
     return {
         "totals": {**totals, "dropped": dropped.total()},
         "drops": [{"reason": reason, "rows": rows} for reason, rows in dropped.most_common()],
         "waiting": waiting,
         "ages": _ages(graphs.get(TRAIN, {})),
-        "staleness": staleness(samples),
+        "staleness": staleness(run.samples.table()),
         "leases": leases,
         "segments": {"count": files, "bytes": size, "budget_bytes": budget},
     }
@@ -196,12 +186,7 @@ def buffer_page(
 def _waiting_group(graph: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     step = nested(graph, "steps").get(str(group["step"]))
     age = step[1] if isinstance(step, list) else None
-    return {
-        "group": group["group"],
-        "step": group["step"],
-        "age_s": age,
-        "for": "; ".join(group["waits"]),
-    }
+    return {"group": group["group"], "age_s": age, "for": "; ".join(group["waits"])}
 
 
 def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,11 +207,11 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """Count trained samples by the lag of their oldest token, in versions behind the trained
-    weights, for ranges of steps.
+    weights, for ranges of steps that begin with `step`.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
-    [{'step': 1, 'to': 1, 'counts': {'0': 1}}, {'step': 2, 'to': 2, 'counts': {'0': 1, '1': 1}}]
+    [{'step': 1, 'counts': {'0': 1}}, {'step': 2, 'counts': {'0': 1, '1': 1}}]
     """
     if "version_min" not in samples.column_names:
         return []
@@ -246,10 +231,7 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):
         found.setdefault(key // 1001, {})[str(key % 1001)] = number
-    return [
-        {"step": first + bar * width, "to": min(last, first + (bar + 1) * width - 1), "counts": counts}
-        for bar, counts in found.items()
-    ]
+    return [{"step": first + bar * width, "counts": counts} for bar, counts in found.items()]
 
 
 def _folder_bytes(folder: Path) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
 from ..timeline import CallLog, Gap, Lane, Timeline
-from .run_reader import nested
+from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
 """Most calls of a lane to send one by one. Beyond that, send the busy share of `width / 3` bins."""
@@ -31,7 +31,20 @@ LATE = 0.1
 """A rank is named as the slowest if it answered later than the others by this share of its time."""
 
 
-class Lanes:
+def timeline_page(
+    run: RunReader,
+    start: float | None,
+    end: float | None,
+    width: int,
+    unfolded: Collection[str],
+    steps: tuple[float, float] | None,
+) -> dict[str, Any]:
+    graphs, config = read_graphs(run.path), run.facts.config
+    with run.parts() as (_, calls):
+        return _Lanes(calls, graphs, config).page(start, end, width, unfolded, steps)
+
+
+class _Lanes:
     """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the
     ranks and pools of groups."""
 
@@ -97,11 +110,9 @@ class Lanes:
             lanes.append({**self._drawn(lane, width, "group"), "group": name, "gaps": gaps})
             ranks = range(self._num_ranks[name])
             folded = name not in unfolded
-            for rank, own in enumerate(() if folded else timeline.rank_lanes(name, ranks)):
+            for own in () if folded else timeline.rank_lanes(name, ranks):
                 gaps = [self._rank_gap(name, gap, own) for gap in self._told(own)]
-                lanes.append(
-                    {**self._drawn(own, width, "rank"), "group": name, "rank": rank, "gaps": gaps}
-                )
+                lanes.append({**self._drawn(own, width, "rank"), "group": name, "gaps": gaps})
         for number, name in enumerate(self.log.words("graph")):
             own = timeline.lane(name, rows[c["graph"][rows] == number])
             if name not in ("", TRAIN) and len(own.calls):
@@ -141,7 +152,6 @@ class Lanes:
             "kind": kind,
             "group": None,
             "busy_share": round(1 - lane.idle_share, 4),
-            "num_calls": len(lane.calls),
             "calls": self._bars(lane) if few else [],
             "bins": None if few else _bins(lane, max(50, width // 3)),
             "gaps": [],

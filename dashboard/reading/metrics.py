@@ -235,7 +235,7 @@ def marks(
     for alert in alerts[-MOST_ALERTS:]:
         kind = "restart" if alert.name == "restarted" else "alert"
         text = alert.text.partition("\n")[0][:MOST_CHARACTERS]
-        found.append({"step": alert.step, "kind": kind, "name": alert.name, "text": text})
+        found.append({"step": alert.step, "kind": kind, "text": text})
     return sorted(found, key=lambda mark: mark["step"])
 
 

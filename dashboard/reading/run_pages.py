@@ -1,9 +1,9 @@
-"""The content of each page of one run, and the requests to its driver."""
+"""The weights page, a group of samples, SQL queries, and the requests to a run's driver."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,8 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.requests import request_stacks, request_stop
-from .graph_page import buffer_page, graph_page, received
-from .lanes import Lanes
-from .run_reader import RunReader, read_graphs, read_live
+from .graph_page import graph_page, received
+from .run_reader import RunReader, read_live
 from .workers_page import workers_page
 
 MOST_VERSIONS = 2000
@@ -35,37 +34,10 @@ MOST_CELL = 20_000
 """Most characters of a value in a SQL answer."""
 
 
-def graph(run: RunReader) -> dict[str, Any]:
-    facts, graphs, live = run.facts, read_graphs(run.path), read_live(run.path)
-    with run.parts() as (metrics, calls):
-        return graph_page(graphs, live, calls, metrics, facts.config, goes_on=facts.life is Life.ALIVE)
-
-
-def timeline(
-    run: RunReader,
-    start: float | None,
-    end: float | None,
-    width: int,
-    unfolded: Collection[str] = (),
-    steps: tuple[float, float] | None = None,
-) -> dict[str, Any]:
-    graphs, config = read_graphs(run.path), run.facts.config
-    with run.parts() as (_, calls):
-        return Lanes(calls, graphs, config).page(start, end, width, unfolded, steps)
-
-
-def buffer(run: RunReader) -> dict[str, Any]:
-    return buffer_page(run.path, read_live(run.path), run.samples.table(), run.facts.config)
-
-
-def workers(run: RunReader) -> dict[str, Any]:
-    return workers_page(run.path, read_live(run.path), run.facts)
-
-
 def weights(run: RunReader) -> dict[str, Any]:
     """Return the versions that followers received: transfer time, bytes, and the pause of
     generation."""
-    live, edges = read_live(run.path), graph(run)["weights"]
+    live, edges = read_live(run.path), graph_page(run)["weights"]
     began_at = live["at"] - live["time_s"] if live else None
     with run.parts() as (metrics, calls):
         c, groups = calls.columns, calls.words("group")
@@ -105,23 +77,23 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
         return run.sample_pages.group(number, run.facts.config)
     except UserError:
         with suppress(UserError):
-            return {"group": number, "waits": why(run, number)["why"]}
+            return {"group": number, "waits": why(run, number)}
         raise
 
 
-def why(run: RunReader, number: int) -> dict[str, Any]:
+def why(run: RunReader, number: int) -> list[str]:
     """Return what a group waits for, from the driver's last report or from the log. Raises
     UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
-                return {"group": number, "why": oldest["waits"]}
+                return oldest["waits"]
     log = run.path / BUFFER / LOG
     if log.is_file() and (size := log.stat().st_size) > MOST_LOG:
         raise UserError(
             f"the log of the run's rows has {size / 1e6:.0f} MB, too much for this page; run: weft buffer why {run.path} {number}"
         )
-    return {"group": number, "why": queries.why(queries.buffer_folder(run.path), number).splitlines()}
+    return queries.why(queries.buffer_folder(run.path), number).splitlines()
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
@@ -166,7 +138,7 @@ def stop(run: RunReader) -> dict[str, Any]:
 
 def stacks(run: RunReader, worker: str) -> dict[str, Any]:
     """Ask the driver for a worker's stack; the answer appears in `live.json`."""
-    known = [one["rank"] for one in workers(run)["workers"]]
+    known = [one["rank"] for one in workers_page(run)["workers"]]
     if worker not in known:
         raise UserError(f"there is no worker {worker!r}; there are {', '.join(known)}")
     return _request(run, lambda epoch: request_stacks(run.path, epoch, worker), "show its stack")

@@ -17,7 +17,7 @@ from ...dataflow.config import flattened
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import score_label
 from ...dataflow.runs.facts import RunFacts, facts_of
-from ...dataflow.runs.files import BUFFER, CHECKPOINTS, GRAPH, LIVE, LOG, SAMPLES_ARCHIVE
+from ...dataflow.runs.files import CHECKPOINTS, GRAPH, LIVE
 from ...dataflow.runs.follow import PARTS, state_of
 from ...dataflow.runs.lock import Life
 from ...dataflow.safe_files import read_json
@@ -251,8 +251,9 @@ class RunReader:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The run without its data: its line in the list, latest values, and pages with data."""
+        """The run without its data: its line in the list, and latest values."""
         facts, live = self.facts, read_live(self.path)
+        schedule = nested(facts.config, "schedule")
         if live:
             ranks = [one["ranks"] for one in live["groups"].values()]
         else:
@@ -262,31 +263,14 @@ class RunReader:
         return {
             **self.summary,
             "why": facts.error,
-            "max_staleness": nested(facts.config, "schedule").get("max_staleness", 0),
+            "max_staleness": schedule.get("max_staleness", 0) if schedule else None,
             "staleness": facts.last_of("mean_staleness"),
             "gap": facts.last_of("mean_logprob_gap"),
             "alerts": len(facts.alerts),
             "samples": len(self.samples.table()),
             "rows_in_flight": sum(one["in_flight"] for one in live["graphs"].values()) if live else None,
             "workers": sum(ranks),
-            "pages": self._pages(facts),
         }
-
-    def _pages(self, facts: RunFacts) -> list[str]:
-        def has(*names: str) -> bool:
-            return any((self.path / name).exists() for name in names)
-
-        pages = {
-            "curves": bool(facts.last),
-            "graph": has(GRAPH, f"{BUFFER}/{LOG}"),
-            "timeline": has(*PARTS["timeline"]),
-            "samples": has(*PARTS["samples"], SAMPLES_ARCHIVE),
-            "buffer": has(f"{BUFFER}/{LOG}"),
-            "workers": bool(facts.config.get("placement")),
-            "weights": any(name.endswith("weights_transfer_s") for name in self.metric_names),
-            "alerts": bool(facts.alerts),
-        }
-        return [page for page, there in pages.items() if there]
 
     @property
     def alerts(self) -> list[dict[str, Any]]:
@@ -315,7 +299,7 @@ class RunReader:
     def curves(
         self, names: list[str], axis: Axis, points: int, window: tuple[float, float]
     ) -> list[dict[str, Any]]:
-        """Return each metric with x, y and its last value. Unknown metrics are left out."""
+        """Return each metric with x and y. Unknown metrics are left out."""
         found: list[dict[str, Any]] = []
         with self._lock:
             self._metrics.refresh()
@@ -324,11 +308,7 @@ class RunReader:
                 if not len(steps):
                     continue
                 x, y = curve(self._metrics, name, axis, points, window)
-                x_s, y_s = numbers(x, 9), numbers(y)
-                last = {"x": x_s[-1], "y": y_s[-1]} if x_s else None
-                found.append(
-                    {"run": self.name, "name": name, "x": x_s, "y": y_s, "last": last, "of": len(steps)}
-                )
+                found.append({"run": self.name, "name": name, "x": numbers(x, 9), "y": numbers(y)})
         return found
 
     def marks(self, axis: Axis) -> list[dict[str, Any]]:

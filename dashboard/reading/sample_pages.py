@@ -171,15 +171,13 @@ class SamplePages:
 
     @property
     def _state(self) -> dict[str, Any]:
-        return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
+        return {"indexed": self._index.progress}
 
-    def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one sample, with the text and all columns of its tokens. Raises UserError if there
-        is no such sample."""
+    def sample(self, id: int) -> dict[str, Any] | None:
+        """Return one sample, with the text and all columns of its tokens; None if it is not
+        recorded."""
         row = self._index.row(id)
-        if row is None:
-            raise UserError(f"the run has recorded no sample {id}{self._hint}")
-        return _whole(row, config)
+        return None if row is None else _whole(row, {})
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
         rows = self._index.rows_of_group(id, MOST_OF_GROUP)
@@ -189,7 +187,6 @@ class SamplePages:
         return {
             "group": id,
             "step": first["step"],
-            "kind": first["graph"],
             "prompt": _cut(first.get("prompt")),
             "prompt_key": first["prompt_key"],
             "turns": turns_of_prompt(first),
@@ -203,18 +200,12 @@ class SamplePages:
         places = np.flatnonzero(np.asarray(table["prompt_key"].to_numpy(zero_copy_only=False)) == key)
         if not len(places):
             raise UserError(f"the run has recorded no prompt {key!r}{self._hint}")
-        rows = rows_at(table, places)
         visits: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
+        for row in rows_at(table, places):
             visits.setdefault(row["group_id"], []).append(row)
         found = [_visit(group, own) for group, own in visits.items()]
         found.sort(key=lambda visit: (visit["step"], visit["group"]))
-        return {
-            "key": key,
-            "prompt": _cut(rows[0].get("prompt")),
-            "visits": found[-MOST_VISITS:],
-            "total": len(found),
-        }
+        return {"visits": found[-MOST_VISITS:]}
 
     @property
     def _hint(self) -> str:
@@ -271,7 +262,7 @@ class _Groups:
                 "prompt": _preview(row.get("prompt") and gist(row["prompt"])),
                 "prompt_key": row["prompt_key"],
                 "rewards": numbers(self._rewards[self._rows_of(place)], 4),
-                **{key: float(self.keys[key][place]) for key in ("mean", "spread", "length")},
+                "mean": float(self.keys["mean"][place]),
             }
             for place, row in zip(order.tolist(), firsts, strict=True)
         ]
@@ -290,9 +281,7 @@ def _floats(table: pa.Table, name: str) -> np.ndarray:
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of the list: `id`, `group`, `kind`, the scalars and the beginnings of texts."""
     cut = {name: _preview(value) if isinstance(value, str) else value for name, value in row.items()}
-    found = {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
-    found["truncated"] = row.get("finish_reason") == "length"
-    return found
+    return {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
 
 
 def _visit(group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -300,10 +289,7 @@ def _visit(group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "step": rows[0]["step"],
         "group": group,
-        "kind": rows[0]["graph"],
         "rewards": [row.get("reward") for row in rows],
-        "lengths": [row.get("length") for row in rows],
-        "best": best["sample_id"],
         "response": _preview(best.get("response")),
     }
 
@@ -336,9 +322,6 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": row["sample_id"],
         "group": row["group_id"],
-        "step": row["step"],
-        "kind": row["graph"],
-        "prompt_key": row["prompt_key"],
         "reward": row.get("reward"),
         "parts": parts,
         "advantage": float(np.mean(advantages)) if advantages else None,

@@ -13,13 +13,12 @@ import numpy as np
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.metric_names import DRIVER
-from ...dataflow.runs.facts import RunFacts
 from ...dataflow.runs.files import LOGS, PROCESSES, STREAM
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.tables import batches
 from ...dataflow.untrusted_text import redacted
 from .metrics import numbers, thinned
-from .run_reader import nested
+from .run_reader import RunReader, nested, read_live
 
 MOST_POINTS = 300
 """Most memory readings of one worker."""
@@ -31,9 +30,10 @@ OVER = {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}
 """State of all workers after the run."""
 
 
-def workers_page(run: Path, live: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
-    """Return all ranks of all groups, and the driver, from `live.json` and the files of the run."""
-    memory, logs = _memory(run), _logs(run)
+def workers_page(run: RunReader) -> dict[str, Any]:
+    """Return all ranks of all groups, and the driver."""
+    live, facts = read_live(run.path), run.facts
+    memory, logs = _memory(run.path), _logs(run.path)
     hosts = nested(live, "hosts")
     where = {who: name for name in hosts for who in nested(hosts, name, "processes")}
 
@@ -59,9 +59,9 @@ def workers_page(run: Path, live: Mapping[str, Any], facts: RunFacts) -> dict[st
             device = None if gpus is None else f"GPU {rank % gpus}" if gpus else "CPU"
             log = f"{name}_{rank}.log"
             state = {"state": OVER[facts.life]} if facts.life in OVER else _state(group, rank, live)
-            own = {"group": name, "device": device, "log": log if log in logs else None}
+            own = {"device": device, "log": log if log in logs else None}
             found.append({**worker(f"{name}[{rank}]"), **state, **own})
-    found.append({**worker(DRIVER), "group": None, "state": OVER.get(facts.life, "busy")})
+    found.append({**worker(DRIVER), "state": OVER.get(facts.life, "busy")})
     return {"workers": found}
 
 
@@ -119,4 +119,4 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     with (run / LOGS / file).open("rb") as opened:
         opened.seek(start)
         data = opened.read(MOST_LOG)
-    return {"log": file, "text": redacted(data.decode(errors="replace")), "next": start + len(data)}
+    return {"text": redacted(data.decode(errors="replace")), "next": start + len(data)}

@@ -26,9 +26,11 @@ from ...dataflow.runs.follow import changed, state_of
 from ..reading import run_pages
 from ..reading.catalogue import Catalogue, parted
 from ..reading.comparison import compare_page
+from ..reading.graph_page import buffer_page, graph_page
+from ..reading.lanes import timeline_page
 from ..reading.metrics import Axis, cards, meaning
 from ..reading.run_reader import RunReader
-from ..reading.workers_page import log_part
+from ..reading.workers_page import log_part, workers_page
 from .safety import Access, Guard
 
 # Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
@@ -279,10 +281,10 @@ def _add_runs(app: FastAPI, catalogue: Catalogue) -> None:
             return answer(page(catalogue[run]))
 
     add("run", lambda run: run.described)
-    add("alerts", lambda run: {"run": run.name, "alerts": run.alerts})
-    add("graph", run_pages.graph)
-    add("buffer", run_pages.buffer)
-    add("workers", run_pages.workers)
+    add("alerts", lambda run: {"alerts": run.alerts})
+    add("graph", graph_page)
+    add("buffer", buffer_page)
+    add("workers", workers_page)
     add("weights", run_pages.weights)
 
 
@@ -290,17 +292,9 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/metrics")
     def metrics(runs: str) -> Response:
         chosen = catalogue.chosen(runs)
-        measured = {reader.name: reader.metric_names for reader in chosen}
-        names = list(dict.fromkeys(name for own in measured.values() for name in own))
+        names = list(dict.fromkeys(name for reader in chosen for name in reader.metric_names))
         evaluations = list(dict.fromkeys(name for reader in chosen for name in reader.evaluations))
-        known = [
-            {
-                "name": name,
-                **meaning(name),
-                "runs": [run for run, own in measured.items() if name in own],
-            }
-            for name in names
-        ]
+        known = [{"name": name, **meaning(name)} for name in names]
         return answer({"cards": cards(names, evaluations), "metrics": known})
 
     @app.get("/api/curves")
@@ -315,7 +309,7 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
         chosen, wanted = catalogue.chosen(runs), parted(names)
         series = [one for reader in chosen for one in reader.curves(wanted, axis, points, (start, end))]
         marks = [mark for reader in chosen for mark in reader.marks(axis)]
-        return answer({"axis": axis, "series": series, "marks": marks})
+        return answer({"series": series, "marks": marks})
 
 
 def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
@@ -330,15 +324,11 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
         last: float | None = None,
     ) -> Response:
         steps = None if first is None or last is None else (first, last)
-        return answer(run_pages.timeline(catalogue[run], start, end, width, parted(ranks), steps))
+        return answer(timeline_page(catalogue[run], start, end, width, parted(ranks), steps))
 
     @app.get("/api/log")
     def log(run: str, worker: str, after: int = 0) -> Response:
         return answer(log_part(catalogue[run].path, worker, after))
-
-    @app.get("/api/why")
-    def why(run: str, group: int) -> Response:
-        return answer(run_pages.why(catalogue[run], group))
 
     @app.get("/api/compare")
     def compare(a: str, b: str) -> Response:
@@ -353,11 +343,6 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/groups")
     def groups(asked: Annotated[_Page, Query()]) -> Response:
         return answer(catalogue[asked.run].sample_pages.groups(*asked.part))
-
-    @app.get("/api/sample")
-    def sample(run: str, id: int) -> Response:
-        reader = catalogue[run]
-        return answer(reader.sample_pages.sample(id, reader.facts.config))
 
     @app.get("/api/group")
     def group(run: str, id: int) -> Response:

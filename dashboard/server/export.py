@@ -216,7 +216,7 @@ def _static(target: str) -> str:
     return "" if path is None else path.read_text(encoding="utf-8")
 
 
-def linked(folder: Path, entry: str = ENTRY) -> str:
+def linked(folder: Path) -> str:
     """Return a module and its imports as one script. Raises UserError if a module imports or
     exports in another way.
 
@@ -225,7 +225,7 @@ def linked(folder: Path, entry: str = ENTRY) -> str:
     constants or classes, exported at their declaration. There must be no cycles.
     """
     # Browsers load no modules in a page that was opened from a file.
-    parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, entry, ()))]
+    parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, ENTRY, ()))]
     return '"use strict";\n' + "\n".join(parts)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
@@ -35,10 +34,6 @@ HEADERS = {
 }
 MAX_BODY = 1 << 20
 """[bytes] Largest request body."""
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(24)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.lock import Life, life_of
 from ..reading.catalogue import Catalogue
 from .app import new_app
-from .safety import Access, new_token
+from .safety import Access
 
 LEAVE_S = 1
 """[s] Time for open responses to finish at shutdown."""
@@ -62,7 +63,7 @@ class Serving:
         # Skip the name lookup on loopback: a name server that does not answer takes seconds.
         known = () if loopback else (host, socket.gethostname(), socket.getfqdn())
         names = frozenset(name.lower() for name in known)
-        token = new_token() if token is None else token
+        token = secrets.token_urlsafe(24) if token is None else token
         return cls(_listen(host, port), folder, token, names, any_address=not loopback)
 
     @property

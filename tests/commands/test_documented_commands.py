@@ -9,7 +9,7 @@ import pytest
 from test_command_line import ROOT, commands
 
 from weft.__main__ import main
-from weft.commands.command_line import ParsedCommand, parse
+from weft.commands.command_line import _ParsedCommand, parse
 
 ROWS = re.findall(
     r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M
@@ -25,7 +25,7 @@ def test_every_command_has_a_line():
 
 @pytest.mark.parametrize("example", [example for _, example in ROWS])
 def test_the_example_of_a_command_has_its_arguments(example: str):
-    assert isinstance(parse(shlex.split(example)[1:]), ParsedCommand)
+    assert isinstance(parse(shlex.split(example)[1:]), _ParsedCommand)
 
 
 @pytest.mark.parametrize("example", HERE)

@@ -10,7 +10,7 @@ import pytest
 from recorded_runs import Live
 
 from weft.__main__ import main
-from weft.commands.runs import WatchedRun
+from weft.commands.runs import _WatchedRun
 from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import Alerts
@@ -78,7 +78,7 @@ def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFix
 
 def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
     live, shown = Live(tmp_path, "live"), io.StringIO()
-    view = WatchedRun(live.path, PlainLines(shown), last=3)
+    view = _WatchedRun(live.path, PlainLines(shown), last=3)
     view.show_news()
     assert (
         view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()
@@ -96,7 +96,7 @@ def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
 
 def test_a_terminal_gets_columns(done: Path):
     shown = io.StringIO()
-    view = WatchedRun(done / "one", Terminal(shown), last=3)
+    view = _WatchedRun(done / "one", Terminal(shown), last=3)
     view.show_end()
     header = next(
         line for line in shown.getvalue().splitlines() if line.split()[:2] == ["step", "reward"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.controllers.backends import local
-from weft.controllers.backends.local import SilenceWatch
+from weft.controllers.backends.local import _SilenceWatch
 
 
 class _Clock:
@@ -28,7 +28,7 @@ def hang_holding_the_interpreter() -> tuple[int, str]:
         try:
             clock: Any = _Clock()
             local.time = clock
-            watch = SilenceWatch()
+            watch = _SilenceWatch()
             with watch.over(1.0):  # waited out: the process ends after twice as long
                 clock.now_s = 0.6
                 while not watch._armed:  # until the watch has noticed the silence

@@ -11,14 +11,14 @@ import pytest
 
 from weft.__main__ import main
 from weft.controllers import doctor_trials
-from weft.controllers.doctor_trials import Trial, run_trial, run_trials, table_of
+from weft.controllers.doctor_trials import _Trial, run_trial, run_trials, table_of
 
 sys.path.append(str(Path(__file__).parent))
 import doctored
 
 
-def check(run: Callable[..., object], deadline_s: float = 60) -> Trial:
-    return Trial(run.__name__, "a claim (docs/gpu.md)", run, deadline_s)  # pyright: ignore[reportArgumentType]
+def check(run: Callable[..., object], deadline_s: float = 60) -> _Trial:
+    return _Trial(run.__name__, "a claim (docs/gpu.md)", run, deadline_s)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from toy import ToyRollout
 
-from weft.controllers.group import Call, Loads, UnderWay, WorkerGroup
+from weft.controllers.group import Call, UnderWay, WorkerGroup, _Loads
 from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.graph import Handle, group
 from weft.workers.dispatch import Coordinates
@@ -45,7 +45,7 @@ def test_rows_are_spread_over_replicas_without_looking_at_all_of_them_for_each()
 
 
 def test_rows_go_to_the_least_loaded_ranks():
-    loads = Loads(range(4))
+    loads = _Loads(range(4))
     for replica, rows in enumerate((5, 0, 3, 1)):
         loads.add_rows(replica, rows)
     assert loads.spread(6) == {1: 4, 3: 2}

@@ -7,7 +7,7 @@ from toy import SlowRollout, ToyActor, ToyConfig, ToyTeacher, ToyWeights, prompt
 from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, CallRequest, WorkerGroup
-from weft.controllers.loop.calls import DeviceTurns
+from weft.controllers.loop.calls import _DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Reply
 from weft.controllers.weight_sync import WeightSync
@@ -287,7 +287,7 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
     weights, groups, _ = synced(pool=(shared := ResourcePool("shared", gpus=1)))
     groups["actor"] = Asked().group("actor", shared, Comparing)
     groups["rollout"] = Asked().group("rollout", shared, Sampling)
-    turns = DeviceTurns()
+    turns = _DeviceTurns()
 
     def run(request: CallRequest, result: Any = None) -> list[str]:
         """Return the calls that the request causes, including onload and offload."""

@@ -112,7 +112,7 @@ def watched(backend: RayBackend, processes: int) -> dict[str, list[str]]:
 
 def segment_servers() -> list[int]:
     commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")}
-    return [process for process, command in commands.items() if command.startswith(b"ray::SegmentHost")]
+    return [process for process, command in commands.items() if command.startswith(b"ray::_SegmentHost")]
 
 
 class Apart(RayBackend):

@@ -9,14 +9,14 @@ from toy import ToyReward
 from worker_groups import Asked
 
 from weft.controllers.backends.backend import Event, Files
-from weft.controllers.backends.node_links import CONNECT_TIMEOUT_S, NodeLinks, Process, SegmentServers
+from weft.controllers.backends.node_links import CONNECT_TIMEOUT_S, NodeLinks, Process, _SegmentServers
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import FailureKind, Reply
 from weft.dataflow.errors import WorkerDied, WorkerError
 
 
-class Mute(SegmentServers):
+class Mute(_SegmentServers):
     """Servers that start but never report an address. Each look takes at least a second."""
 
     now_s = 0.0

@@ -10,11 +10,11 @@ import pytest
 
 from weft.controllers.backends import node_links
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.node_links import MAX_BYTES, NewText, NodeLogs, new_text
+from weft.controllers.backends.node_links import MAX_BYTES, NewText, _NodeLogs, new_text
 from weft.dataflow.buffer.scratch import Scratch
 
 
-def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
+def brought(there: Path, logs: _NodeLogs, known: dict[str, int]) -> None:
     found = new_text(there, known)
     logs.append_text("n1", found)
     known |= {name: begin + len(text) for name, (begin, text) in found.items()}
@@ -22,7 +22,7 @@ def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
 
 def test_new_values_are_appended_once(tmp_path: Path):
     there, here, known = tmp_path / "there", tmp_path / "here", dict[str, int]()
-    logs = NodeLogs(here)
+    logs = _NodeLogs(here)
     brought(there, logs, known)
     assert not here.exists()
     there.mkdir()
@@ -41,7 +41,7 @@ def test_the_middle_of_a_fast_growing_log_is_left_out_with_a_notice(tmp_path: Pa
     there, here, known = tmp_path / "there", tmp_path / "here", {}
     there.mkdir()
     (there / "x_0.log").write_bytes(b"a" * 100 + b"b" * MAX_BYTES)
-    brought(there, NodeLogs(here), known)
+    brought(there, _NodeLogs(here), known)
     said, text = (here / "x_0.log").read_bytes().split(b"\n")
     assert (
         said == b"... 100 bytes are left out here; they are on node n1 ..." and text == b"b" * MAX_BYTES
@@ -49,7 +49,7 @@ def test_the_middle_of_a_fast_growing_log_is_left_out_with_a_notice(tmp_path: Pa
 
 
 def test_overlapping_answers_are_written_once(tmp_path: Path):
-    logs = NodeLogs(tmp_path)
+    logs = _NodeLogs(tmp_path)
     logs.append_text("n1", {"x_0.log": (0, b"one ")})
     logs.append_text("n1", {"x_0.log": (0, b"one two ")})
     logs.append_text("n1", {"x_0.log": (4, b"two ")})
@@ -59,7 +59,7 @@ def test_overlapping_answers_are_written_once(tmp_path: Path):
 def test_logs_that_cannot_be_written_end_no_run_and_come_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    logs = NodeLogs(tmp_path / "logs")
+    logs = _NodeLogs(tmp_path / "logs")
     (tmp_path / "logs").touch()
     logs._store([("n1", {"x_0.log": (0, b"text")})])
     assert "the logs of node n1 cannot be written for now" in caplog.text
@@ -69,7 +69,7 @@ def test_logs_that_cannot_be_written_end_no_run_and_come_later(
 
 
 def test_a_name_that_leads_elsewhere_is_skipped(tmp_path: Path):
-    NodeLogs(tmp_path / "here").append_text("n1", {"../x.log": (0, b"mine")})
+    _NodeLogs(tmp_path / "here").append_text("n1", {"../x.log": (0, b"mine")})
     assert not (tmp_path / "x.log").exists()
 
 
@@ -102,7 +102,7 @@ class Host:
 
 
 def test_a_node_that_named_no_sample_in_time_stays_silent_until_it_answers(tmp_path: Path):
-    logs = NodeLogs(tmp_path)
+    logs = _NodeLogs(tmp_path)
     logs.silent.add("n1")  # as `NodeLinks.sample_at` does
     logs.look({})
     assert logs.silent == {"n1"}
@@ -122,7 +122,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     }
     ray.get(hosts["n1"].new_text.remote({}), timeout=60)
 
-    class OfOne(NodeLogs):
+    class OfOne(_NodeLogs):
         """Continues when one of the nodes has answered."""
 
         def _ask(self, hosts: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from toy_runs import drive
 
 from weft.controllers.backends import local
 from weft.controllers.backends.backend import START_TIMEOUT_S
-from weft.controllers.backends.local import SilenceWatch
+from weft.controllers.backends.local import _SilenceWatch
 from weft.controllers.backends.process_diagnostics import SIGNAL
 from weft.controllers.prechecks.checks import CALL_S
 from weft.dataflow.batch import Batch
@@ -122,7 +122,7 @@ def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path, clock: Cl
 
 @pytest.fixture
 def watch(clock: Clock):
-    made = SilenceWatch()
+    made = _SilenceWatch()
     yield made
     made.close()
 
@@ -131,7 +131,7 @@ def wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def test_a_call_that_makes_progress_is_left_alone(watch: SilenceWatch, clock: Clock):
+def test_a_call_that_makes_progress_is_left_alone(watch: _SilenceWatch, clock: Clock):
     with watch.over(LIMIT_S):
         while clock.now_s < 3 * LIMIT_S:
             clock.now_s += 4.0
@@ -142,7 +142,7 @@ def test_a_call_that_makes_progress_is_left_alone(watch: SilenceWatch, clock: Cl
         wait(60)
 
 
-def test_a_call_in_a_debugger_is_left_alone(watch: SilenceWatch, clock: Clock):
+def test_a_call_in_a_debugger_is_left_alone(watch: _SilenceWatch, clock: Clock):
     stands = compile(
         "def stands(is_over):\n    while not is_over(): pass\n", "/usr/lib/python3/pdb.py", "exec"
     )
@@ -157,7 +157,7 @@ def test_in_another_thread_python_code_is_interrupted(clock: Clock):
     ended: list[str] = []
 
     def spin() -> None:
-        watch = SilenceWatch()
+        watch = _SilenceWatch()
         try:
             with watch.over(LIMIT_S):
                 clock.hang(LIMIT_S)

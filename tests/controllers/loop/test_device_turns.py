@@ -3,7 +3,7 @@
 from worker_groups import Asked
 
 from weft.controllers.group import Call, CallRequest
-from weft.controllers.loop.calls import DeviceTurns
+from weft.controllers.loop.calls import _DeviceTurns
 from weft.controllers.placement import ResourcePool
 
 GPUS = ResourcePool("gpus", gpus=1)
@@ -13,7 +13,7 @@ def named(requests: list[CallRequest]) -> list[str]:
     return [f"{request.group.name}.{request.method}" for request in requests]
 
 
-def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
+def ended(turns: _DeviceTurns, request: CallRequest) -> list[CallRequest]:
     """End a request's call, and return the requests that may follow."""
     return [
         ready
@@ -23,7 +23,7 @@ def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
 
 
 def test_the_holder_is_offloaded_before_the_next_is_onloaded():
-    asked, turns = Asked(), DeviceTurns()
+    asked, turns = Asked(), _DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
     (onload,) = turns.ask(CallRequest(a, "update", on_device=True))
     assert named([onload]) == ["a.onload"], "nobody holds the devices"
@@ -36,7 +36,7 @@ def test_the_holder_is_offloaded_before_the_next_is_onloaded():
 
 
 def test_requests_wait_in_order_while_devices_change_hands():
-    asked, turns = Asked(), DeviceTurns()
+    asked, turns = Asked(), _DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
     (onload,) = turns.ask(CallRequest(a, "first", on_device=True))
     assert not turns.ask(CallRequest(b, "second", on_device=True)) and not turns.ask(
@@ -52,7 +52,7 @@ def test_requests_wait_in_order_while_devices_change_hands():
 
 
 def test_a_request_that_needs_no_device_waits_for_none():
-    asked, turns = Asked(), DeviceTurns()
+    asked, turns = Asked(), _DeviceTurns()
     a, b, cpu = asked.group("a", GPUS), asked.group("b", GPUS), asked.group("cpu", ResourcePool("cpus"))
     assert named(turns.ask(CallRequest(a, "update", on_device=True))) == ["a.onload"]
     assert named(turns.ask(CallRequest(b, "save"))) == ["b.save"]

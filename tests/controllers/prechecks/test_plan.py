@@ -12,7 +12,7 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.methods import supervised
 from weft.controllers.driver import Driver
-from weft.controllers.node_layout import OtherMachine
+from weft.controllers.node_layout import assumed_machine
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks import plan_memory
 from weft.controllers.prechecks.dry_run import planning
@@ -104,7 +104,7 @@ def test_a_step_lists_rows_updates_memory_and_machine():
 
 def test_groups_that_share_gpus_need_memory_for_the_largest_and_host_memory_for_others():
     pool = ResourcePool("gpus", gpus=2)
-    with OtherMachine(2, 80).assumed():
+    with assumed_machine(2, 80):
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
     rollout = GroupMemory(
         "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}

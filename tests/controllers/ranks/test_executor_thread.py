@@ -7,7 +7,7 @@ from pathlib import Path
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.ranks.executor import Activity, ExecutorThread, replies_of
+from weft.controllers.ranks.executor import ExecutorThread, replies_of
 from weft.controllers.ranks.tasks import Failure, Reply, Task
 from weft.workers.worker import Worker
 
@@ -30,7 +30,8 @@ class Threads(Worker):
 
 
 def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
-    thread = ExecutorThread(Threads, Files(tmp_path).access("here", "thread"), Activity())
+    thread = ExecutorThread(Files(tmp_path).access("here", "thread"))
+    thread.begin(Threads)
     thread.between_turns(lambda executor: executor.cancel_call(2))
     (reply,) = thread.replies_to(Task("threads", number=1))
     seen = reply.value
@@ -45,19 +46,19 @@ def test_a_worker_that_cannot_be_constructed_fails_every_call_with_the_reason(tm
     def broken() -> Worker:
         raise SystemExit(3)
 
-    thread = ExecutorThread(broken, Files(tmp_path).access("here", "thread"), Activity())
-    failure = thread.worker()
+    thread = ExecutorThread(Files(tmp_path).access("here", "thread"))
+    failure = thread.begin(broken)
     assert isinstance(failure, Failure) and "it called sys.exit(3)" in failure.message
     assert list(thread.replies_to(Task("threads"))) == [Reply(failure=failure)]
     thread.between_turns(lambda executor: executor.cancel_call(1))
     thread.close()
 
 
-def test_a_working_worker_reports_progress_and_a_silent_one_does_not():
-    activity, replies = Activity(), queue.SimpleQueue()
-    coming = replies_of(replies, activity, poll_s=0.001)
+def test_a_working_worker_reports_progress_and_a_silent_one_does_not(tmp_path: Path):
+    thread, replies = ExecutorThread(Files(tmp_path).access("here", "thread")), queue.SimpleQueue()
+    coming = replies_of(replies, thread.has_advanced, poll_s=0.001)
     for _ in range(3):
-        activity()
+        thread.advance()
         assert next(coming) == Reply(), "it has nothing to say, but it did something"
     done = Reply(done=True)
     threading.Timer(0.05, lambda: replies.put(done)).start()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from weft.controllers.group import MANY_RANKS, MAX_S, gather_s
-from weft.controllers.ranks.row_io import Gathered
+from weft.controllers.ranks.row_io import _Gathered
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Sum
 from weft.workers.worker import Children
@@ -16,7 +16,7 @@ def children(parent: int, number: int, *, last: bool = False, **columns: list[in
 
 def test_rows_wait_until_the_first_of_them_has_waited_long_enough():
     now = [0.0]
-    gathered = Gathered(1.0, lambda: now[0])
+    gathered = _Gathered(1.0, lambda: now[0])
     assert gathered.take_due() == [], "nothing waits yet"
     assert gathered.add_part((children(3, 0), {"rows": Sum(1.0)})) == [] == gathered.take_due()
     now[0] = 0.9
@@ -35,13 +35,13 @@ def test_rows_wait_until_the_first_of_them_has_waited_long_enough():
 
 
 def test_rows_that_are_not_children_are_published_at_once_after_waiting_ones():
-    gathered = Gathered(1.0, lambda: 0.0)
+    gathered = _Gathered(1.0, lambda: 0.0)
     batch = Batch.of(parent_id=np.array([1]))
     first = children(3, 0)
     assert gathered.add_part(first) == []
     (before, _), after = gathered.add_part(batch)
     assert before is first and after is batch
-    assert Gathered(0.0, lambda: 0.0).add_part(first) == [first]
+    assert _Gathered(0.0, lambda: 0.0).add_part(first) == [first]
 
 
 def test_rows_wait_only_where_many_ranks_bring_them():

@@ -16,7 +16,7 @@ import pytest
 from saved_runs import SCHEDULES, Killed, run, trained
 
 from weft.controllers.recovery.checkpoints import CheckpointConfig, RunState, complete_checkpoints
-from weft.controllers.recovery.copies import Copies, RemoteRun
+from weft.controllers.recovery.copies import Copies, _RemoteRun
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import UserError
 from weft.dataflow.runs.directory import RunDirectory, hold
@@ -111,8 +111,8 @@ def bucket(tmp_path: Path) -> Bucket:
     return Bucket(tmp_path / "bucket")
 
 
-def remote_of(bucket: Bucket) -> RemoteRun:
-    return RemoteRun(pf.PyFileSystem(bucket), "runs/run", "fake://runs/run")
+def remote_of(bucket: Bucket) -> _RemoteRun:
+    return _RemoteRun(pf.PyFileSystem(bucket), "runs/run", "fake://runs/run")
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -130,7 +130,7 @@ def test_a_run_without_local_files_resumes_from_a_copy(
 
     def see(metrics: Mapping[str, float]) -> None:
         if metrics["step"] == 7:
-            until(lambda: 6 in RemoteRun.at(str(tmp_path / "copies"), "run").steps())
+            until(lambda: 6 in _RemoteRun.at(str(tmp_path / "copies"), "run").steps())
 
     with pytest.raises(Killed):
         run(tmp_path, schedule, kill_at=7, at_step=see, checkpoint=every, record_every=1)
@@ -145,7 +145,7 @@ def test_a_run_without_local_files_resumes_from_a_copy(
     )
     assert not check_log(tmp_path / "run" / "buffer").violations
     assert "checkpoint of step 9 was copied to" in said
-    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
+    assert _RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
     private = [p for p in (tmp_path / "run" / CHECKPOINTS).rglob("*") if p.stat().st_mode & 0o077]
     assert not private
 
@@ -280,7 +280,8 @@ def test_a_new_run_does_not_take_the_place_of_the_copy_of_another(tmp_path: Path
     ):
         run(tmp_path, SCHEDULES[0], checkpoint=every)
     assert (
-        RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9 and not (tmp_path / "run").exists()
+        _RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
+        and not (tmp_path / "run").exists()
     )
 
 
@@ -343,7 +344,7 @@ def test_a_log_that_is_cut_while_samples_are_copied_is_copied_at_once(tmp_path: 
 
 
 def test_slashes_in_an_address_count_once(tmp_path: Path):
-    remote = RemoteRun.at("s3://bucket//runs/?region=us-east-1", "run")
+    remote = _RemoteRun.at("s3://bucket//runs/?region=us-east-1", "run")
     assert remote._files.base_path == "bucket/runs/run/"  # pyright: ignore[reportPrivateUsage]
 
 
@@ -395,11 +396,11 @@ def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(
         ("~nobody-of-this-name/runs", r"copy_to='~nobody-of-this-name/runs' cannot be used: .*home"),
     ):
         with pytest.raises(UserError, match=says):
-            RemoteRun.at(address, "run")
+            _RemoteRun.at(address, "run")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs" / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    there = RemoteRun.at("~/runs", "run")
+    there = _RemoteRun.at("~/runs", "run")
     assert "checkpoints" in there._names(""), "of the user's home"
 
 
@@ -427,7 +428,7 @@ def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Pat
         checkpoint=CheckpointConfig(every=2, copy_to=str(tmp_path / "copies")),
         resume="latest",
     )
-    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
+    assert _RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
 
 
 def copied(tmp_path: Path) -> CheckpointConfig:
@@ -442,14 +443,14 @@ def copied(tmp_path: Path) -> CheckpointConfig:
 
 def while_fetching(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Call `happens` after the last file of a copy was read."""
-    fetch = RemoteRun.fetch
+    fetch = _RemoteRun.fetch
 
-    def fetched(self: RemoteRun, into: Path, *more: Any) -> int | None:
+    def fetched(self: _RemoteRun, into: Path, *more: Any) -> int | None:
         step = fetch(self, into, *more)
         happens()
         return step
 
-    monkeypatch.setattr(RemoteRun, "fetch", fetched)
+    monkeypatch.setattr(_RemoteRun, "fetch", fetched)
 
 
 def test_a_run_is_held_while_it_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -585,7 +586,7 @@ def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(
 ):
     every = CheckpointConfig(every=3, keep=2, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
-    RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)
+    _RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)
     (tmp_path / "copies" / "run" / CHECKPOINTS / "step_000009" / "actor" / "rank_0.json").write_text(
         "[]"
     )

@@ -23,7 +23,7 @@ from weft.controllers.recovery.checkpoints import (
     Values,
     complete_checkpoints,
 )
-from weft.controllers.recovery.saving import ASK_S, Phase, Progressed, Saving
+from weft.controllers.recovery.saving import ASK_S, Saving, _Phase, _Progressed
 from weft.dataflow.errors import DeadlineError, RunError, TakenOverError
 from weft.dataflow.runs.directory import RunDirectory
 from weft.dataflow.runs.log import Position
@@ -69,16 +69,16 @@ class Saved:
     def begin(self, step: int) -> list[CallRequest]:
         return self.saving.begin_checkpoint(RunState(step, 0, 0.0, {}, Position(offset=step)))
 
-    def advance(self) -> Progressed:
+    def advance(self) -> _Progressed:
         progressed = self.saving.advance(lambda metric: {})
         self.asked = list(progressed.requests)
         return progressed
 
-    def name(self) -> Progressed:
+    def name(self) -> _Progressed:
         """Advance until the thread that completes the checkpoint is done."""
         deadline = time.monotonic() + 30
         progressed = self.advance()
-        while self.saving.phase is Phase.NAMING and time.monotonic() < deadline:
+        while self.saving.phase is _Phase.NAMING and time.monotonic() < deadline:
             progressed = self.advance()
         return progressed
 
@@ -93,7 +93,7 @@ class Saved:
         for request in self.asked:
             over(request, True)
 
-    def save(self, step: int) -> Progressed:
+    def save(self, step: int) -> _Progressed:
         self.copy(self.begin(step))
         self.write()
         return self.name()
@@ -125,11 +125,14 @@ def test_a_checkpoint_is_copied_written_and_named(run: Saved):
         ("actor", "save_checkpoint", "actor"),
         ("critic", "save_checkpoint", "critic"),
     ]
-    assert saving.phase is Phase.COPYING and not run.advance().requests
+    assert saving.phase is _Phase.COPYING and not run.advance().requests
     over(requests[0], 0.25)
-    assert saving.phase is Phase.COPYING
+    assert saving.phase is _Phase.COPYING
     over(requests[1], 0.5)
-    assert saving.phase is Phase.WRITING and (saving.take_pause_s(), saving.take_pause_s()) == (0.5, 0.0)
+    assert saving.phase is _Phase.WRITING and (saving.take_pause_s(), saving.take_pause_s()) == (
+        0.5,
+        0.0,
+    )
     run.groups[1].watch(busy := run.groups[1].call("checkpoint_written"))
     run.advance()
     assert [(r.group.name, r.method) for r in run.asked] == [("actor", "checkpoint_written")], (
@@ -144,7 +147,7 @@ def test_a_checkpoint_is_copied_written_and_named(run: Saved):
     run.now += ASK_S
     run.advance()
     over(run.asked[0], True)
-    assert run.name() == Progressed() and saving.phase is Phase.IDLE and run.steps == ["step_000003"]
+    assert run.name() == _Progressed() and saving.phase is _Phase.IDLE and run.steps == ["step_000003"]
 
 
 def test_one_is_written_at_a_time_and_the_run_waits_for_the_next_to_begin(run: Saved):
@@ -209,7 +212,7 @@ def test_a_rank_without_room_gives_the_checkpoint_up_and_it_is_due_after_the_nex
     actor.then(event.call)
     given_up = run.advance().given_up
     assert given_up is not None and given_up[0] == Position(offset=3) and "no room" in given_up[1]
-    assert run.saving.phase is Phase.IDLE and not run.saving.due and not list(run.folder.path.iterdir())
+    assert run.saving.phase is _Phase.IDLE and not run.saving.due and not list(run.folder.path.iterdir())
     run.saving.step_over(4, last=False)
     assert run.saving.due
     run.save(4)

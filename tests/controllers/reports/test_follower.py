@@ -10,7 +10,7 @@ import pytest
 from fake_trackers import Kept
 from test_new_values import add, stream
 
-from weft.controllers.reports.tracker_threads import FAILED, FINISHED, Follower, SentMetrics, path_of
+from weft.controllers.reports.tracker_threads import FAILED, FINISHED, _Follower, _SentMetrics, path_of
 from weft.dataflow.runs.samples import sample_file_name
 
 
@@ -43,7 +43,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1, "settings": {"api_key": "abc"}}))
     writer = stream(tmp_path)
     late = {"step": 1.0, "eval/reward/mean": 0.5}
-    Follower(tmp_path, "fake_trackers:Kept", None).follow(
+    _Follower(tmp_path, "fake_trackers:Kept", None).follow(
         scripted(lambda: add(writer, *rows(1, 2)), lambda: None, lambda: add(writer, *rows(3), late))
     )
     writer.close()
@@ -63,7 +63,7 @@ def test_a_run_that_goes_back_resends_steps_only_to_trackers_that_replace_them(
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
-    Follower(tmp_path, name, None).follow(
+    _Follower(tmp_path, name, None).follow(
         scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=FAILED)
     )
     first.close()
@@ -74,7 +74,7 @@ def test_a_run_that_goes_back_resends_steps_only_to_trackers_that_replace_them(
     second = stream(
         tmp_path
     )  # the directory of a run that goes on after step 2 begins with what was until then
-    Follower(tmp_path, name, 2).follow(
+    _Follower(tmp_path, name, 2).follow(
         scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)))
     )
     second.close()
@@ -90,8 +90,8 @@ def test_metrics_unsent_at_a_kill_are_sent_on_resume(tmp_path: Path):
     writer = stream(tmp_path)
     add(writer, *rows(1, 2, 3))
     writer.close()
-    SentMetrics(id="first", logged=1, steps={"loss": 1}).save(path_of(tmp_path, "fake_trackers:Kept"))
-    Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
+    _SentMetrics(id="first", logged=1, steps={"loss": 1}).save(path_of(tmp_path, "fake_trackers:Kept"))
+    _Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
     assert losses(tmp_path) == [(2, 2.0), (3, 3.0)]
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_record_of_sent_metrics_counts_as_none(tmp_path: Path, damage:
     path = path_of(tmp_path, "wandb")
     path.parent.mkdir()
     path.write_text(damage)
-    assert SentMetrics.of_file(path) == SentMetrics()
+    assert _SentMetrics.of_file(path) == _SentMetrics()
 
 
 def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +112,7 @@ def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch
         "tokenizer": "t",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
+    _Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
     told = {
         "url": "https://user:[value of MY_SERVICE_TOKEN]@host",
         "max_tokens": 4,
@@ -150,7 +150,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
         record(tmp_path, 2, "a\x1b[31m s3cr3t-value", "b" * 5000, "third")
         add(writer, *rows(1, 2))
 
-    process = Follower(tmp_path, "fake_trackers:Sampled", None, samples=2)
+    process = _Follower(tmp_path, "fake_trackers:Sampled", None, samples=2)
     process.follow(scripted(two_steps, lambda: None, lambda: add(writer, *rows(3))))
     [sent] = [line for line in kept(tmp_path) if "rows" in line]
     first, second = sent["rows"]
@@ -158,7 +158,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
     assert "\x1b" not in first["response"] and "[value of MY_API_KEY]" in first["response"]
     assert (first["prompt"], first["reward"], second["reward"]) == ("say", 0.0, 1.0)
     assert len(second["response"]) < 1500
-    again = Follower(tmp_path, "fake_trackers:Sampled", 2, samples=2)
+    again = _Follower(tmp_path, "fake_trackers:Sampled", 2, samples=2)
     again.follow(scripted(lambda: add(writer, *rows(4))))
     assert sum("rows" in line for line in kept(tmp_path)) == 1, "a run that goes on sends them once"
 
@@ -168,12 +168,12 @@ def test_no_samples_are_sent_unless_wanted_and_supported(tracker: str, samples: 
     writer = stream(tmp_path)
     record(tmp_path, 1, "first")
     add(writer, *rows(1))
-    Follower(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
+    _Follower(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
     assert not any("rows" in line for line in kept(tmp_path))
 
 
 def test_a_follower_that_the_run_left_behind_sends_nothing_more(tmp_path: Path):
-    writer, follower = stream(tmp_path), Follower(tmp_path, "fake_trackers:Kept", None)
+    writer, follower = stream(tmp_path), _Follower(tmp_path, "fake_trackers:Kept", None)
 
     def leave() -> None:
         add(writer, *rows(2))
@@ -183,4 +183,4 @@ def test_a_follower_that_the_run_left_behind_sends_nothing_more(tmp_path: Path):
         follower.follow(scripted(lambda: add(writer, *rows(1)), leave))
     writer.close()
     assert losses(tmp_path) == [(1, 1.0)]
-    assert SentMetrics.of_file(path_of(tmp_path, "fake_trackers:Kept")).steps == {"loss": 1}
+    assert _SentMetrics.of_file(path_of(tmp_path, "fake_trackers:Kept")).steps == {"loss": 1}

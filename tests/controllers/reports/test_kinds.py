@@ -18,7 +18,7 @@ import pytest
 from test_follower import rows, scripted
 from test_new_values import add, stream
 
-from weft.controllers.reports.tracker_threads import Follower, SentMetrics, path_of
+from weft.controllers.reports.tracker_threads import _Follower, _SentMetrics, path_of
 
 CONFIG = {
     "seed": 7,
@@ -45,14 +45,14 @@ def tracked(tmp_path: Path, name: str) -> Path:
     run.mkdir()
     (run / "config.json").write_text(json.dumps(CONFIG))
     first = stream(run)
-    Follower(run, name, None).follow(
+    _Follower(run, name, None).follow(
         scripted(lambda: add(first, *rows(0, 1, 2)), lambda: add(first, *rows(3, 4)), last="")
     )
     first.close()
     first.path.unlink()
     second = stream(run)
     late = {"step": float(LATE[0]), "eval/pass@1": LATE[1]}
-    Follower(run, name, 2).follow(
+    _Follower(run, name, 2).follow(
         scripted(
             lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)), lambda: add(second, late)
         )
@@ -147,7 +147,7 @@ def test_wandb_continues_offline_under_its_id(tmp_path: Path, monkeypatch: pytes
     assert [(row["step"], row["eval/pass@1"]) for row in history if "eval/pass@1" in row] == [LATE]
     assert [row["_step"] for row in history] == list(range(7)), "W&B's own step goes on, too"
     assert {record.run.run_id for record in records if record.HasField("run")} == {
-        SentMetrics.of_file(path_of(run, "wandb")).id
+        _SentMetrics.of_file(path_of(run, "wandb")).id
     }
     assert not [
         file
@@ -164,7 +164,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = tracked(tmp_path, "mlflow")
-    client, id = MlflowClient(), SentMetrics.of_file(path_of(run, "mlflow")).id
+    client, id = MlflowClient(), _SentMetrics.of_file(path_of(run, "mlflow")).id
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "loss")] == NOT_AGAIN
     assert [
         (metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")

@@ -16,11 +16,14 @@ from served import client_of  # pyright: ignore[reportMissingImports]
 from starlette.testclient import TestClient
 
 from weft.dashboard.reading.catalogue import Catalogue
-from weft.dashboard.reading.lanes import Lanes
+from weft.dashboard.reading.lanes import _Lanes
 from weft.dashboard.reading.metrics import MetricLog
+from weft.dashboard.reading.run_pages import why
+from weft.dashboard.reading.run_reader import RunReader
 from weft.dashboard.reading.sample_index import SampleIndex
 from weft.dashboard.reading.turns import token_texts
 from weft.dashboard.timeline import CallLog
+from weft.dataflow.errors import UserError
 from weft.dataflow.runs.directory import RunDirectory
 from weft.dataflow.runs.files import METRICS, TIMELINE
 from weft.dataflow.runs.follow import FollowedTable
@@ -41,7 +44,6 @@ def asked(client: TestClient, run: str) -> dict[str, dict]:
 def test_every_page_of_a_finished_run_has_its_data(client: TestClient):
     said = asked(client, "one")
     assert said["run"]["status"] == "done" and said["run"]["step"] == said["run"]["steps"] == 3
-    assert {"curves", "graph", "timeline", "samples", "buffer", "workers"} <= {*said["run"]["pages"]}
     assert [card["id"] for card in said["metrics"]["cards"]][:1] == ["reward"]
     [reward, step] = said["curves"]["series"]
     assert reward["x"] == [1, 2, 3] and step["y"] == [0, 1, 2, 3]
@@ -104,14 +106,11 @@ def test_samples_are_filtered_sorted_and_followed(client: TestClient):
         and second["columns"]["version"] == [0, 0]
         and len(second["tokens"]) == 2
     )
-    assert (
-        first["advantage"] == -0.5
-        and client.get("/api/sample", params={"run": "one", "id": first["id"]}).json() == first
-    )
+    assert first["advantage"] == -0.5
     visits = client.get("/api/prompt", params={"run": "one", "key": one["prompt_key"]}).json()["visits"]
     assert [visit["step"] for visit in visits] == sorted(visit["step"] for visit in visits)
     assert one["group"] in [visit["group"] for visit in visits]
-    assert client.get("/api/sample", params={"run": "one", "id": 10**9}).status_code == 400
+    assert client.get("/api/prompt", params={"run": "one", "key": "unknown"}).status_code == 400
 
 
 def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
@@ -125,7 +124,8 @@ def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
         str(run / "samples" / "train_000001.1.0.arrow"), (table := pa.table(columns)).schema
     ) as writer:
         writer.write_table(table)
-    found = client_of(run.parent).get("/api/sample", params={"run": "own", "id": 1}).json()["columns"]
+    group = client_of(run.parent).get("/api/group", params={"run": "own", "id": 0}).json()
+    found = group["samples"][0]["columns"]
     assert found["gap"] == [0.5, 0] and found["ratio"] == pytest.approx([np.exp(0.5), 1], rel=1e-4)
     assert (
         found["mask"] == [1, 0]
@@ -146,24 +146,23 @@ def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):
 def test_two_runs_are_compared_down_to_a_token(client: TestClient):
     said = client.get("/api/compare", params={"a": "one", "b": "two"}).json()
     assert {"name": "seed", "a": 0, "b": 1} in said["settings"] and not said["versions"]
-    assert (
-        said["metrics_step"] == 3
-        and said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
+    assert said["metrics"] and (
+        said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
     )
     same = client.get("/api/compare", params={"a": "one", "b": "one"}).json()
     assert same["settings"] == [] and same["first_difference"] is None
 
 
-def test_why_a_group_waits_is_answered(client: TestClient):
-    assert "was finished" in client.get("/api/why", params={"run": "one", "group": 0}).json()["why"][0]
+def test_why_a_group_waits_is_answered(runs: Path):
+    assert "was finished" in why(RunReader("one", runs / "one"), 0)[0]
 
 
 def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
+    runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("weft.dashboard.reading.run_pages.MOST_LOG", 100)
-    refused = client.get("/api/why", params={"run": "one", "group": 0})
-    assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
+    with pytest.raises(UserError, match="weft buffer why"):
+        why(RunReader("one", runs / "one"), 0)
 
 
 # Broken runs
@@ -343,7 +342,8 @@ def test_text_of_a_model_is_escaped_everywhere(tmp_path: Path, kind: str):
     (run / "logs" / "actor_0.log").write_text(text)
     client = client_of(run.parent)
     said = asked(client, "told")
-    shown = client.get("/api/sample", params={"run": "told", "id": 1}).json()["response"]
+    group = client.get("/api/group", params={"run": "told", "id": 0}).json()
+    shown = group["samples"][0]["response"]
     assert shown == text or (
         len(text) > 1 << 20 and shown.startswith(text[:1000]) and len(shown) < 1 << 20
     )
@@ -465,12 +465,12 @@ def test_the_line_of_a_finished_run_is_recomputed_only_when_its_files_change(run
 
 def lanes(
     *calls: tuple[str, str, float, float], graphs: dict | None = None, pools: dict | None = None
-) -> Lanes:
+) -> _Lanes:
     log = CallLog.of_rows(
         {**CALL, "group": group, "node": node, "start_s": start, "end_s": end}
         for group, node, start, end in calls
     )
-    return Lanes(log, graphs or {}, {"placement": pools or {}})
+    return _Lanes(log, graphs or {}, {"placement": pools or {}})
 
 
 def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
@@ -519,7 +519,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
     log = CallLog.of_rows([update, generate])
     placement = {"placement": {"rollout": {"ranks": 2}, "actor": {"ranks": 1}}}
     graphs = {"train": {"nodes": [{"name": "actor.update", "after": ["rollout.generate"]}]}}
-    found = Lanes(log, graphs, placement).page(0, 4, unfolded=["rollout"])
+    found = _Lanes(log, graphs, placement).page(0, 4, unfolded=["rollout"])
     assert found["ranks"] == {"rollout": 2}
     assert [lane["lane"] for lane in found["lanes"]] == ["actor", "rollout", "rollout[0]", "rollout[1]"]
     first, second = found["lanes"][2:]
@@ -536,7 +536,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
         waits["text"]
         == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"
     )
-    assert [lane["lane"] for lane in Lanes(log, graphs, placement).page(0, 4)["lanes"]] == [
+    assert [lane["lane"] for lane in _Lanes(log, graphs, placement).page(0, 4)["lanes"]] == [
         "actor",
         "rollout",
     ]
@@ -594,7 +594,7 @@ def test_the_critical_path_includes_a_call_whose_rows_were_taken_during_it():
 def test_many_calls_are_shares_of_time():
     found = lanes(*(("actor", "update", k, k + 0.5) for k in range(2000))).page(0, 2000, 300)
     [lane] = found["lanes"]
-    assert lane["calls"] == [] and lane["num_calls"] == 2000 and len(lane["bins"]["shares"]) == 100
+    assert lane["calls"] == [] and len(lane["bins"]["shares"]) == 100
     assert np.array(lane["bins"]["shares"]) == pytest.approx(0.5, abs=0.01) and lane[
         "busy_share"
     ] == pytest.approx(0.5, abs=1e-3)

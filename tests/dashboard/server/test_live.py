@@ -50,11 +50,9 @@ def test_a_live_run_can_be_followed_stopped_and_asked_for_its_stack(tmp_path: Pa
 
         until(lambda: (found := nodes()) and found["rollout.generate"]["rate_out"], "rates")
         assert nodes()["actor.update"]["done"] > 0
-        step = client.get("/api/curves?runs=live&names=step").json()["series"][0]["last"]["x"]
+        step = client.get("/api/curves?runs=live&names=step").json()["series"][0]["x"][-1]
         until(
-            lambda: (
-                client.get("/api/curves?runs=live&names=step").json()["series"][0]["last"]["x"] > step
-            ),
+            lambda: client.get("/api/curves?runs=live&names=step").json()["series"][0]["x"][-1] > step,
             "another step",
         )
         header = {"x-weft-stop": "yes"}
