@@ -28,20 +28,22 @@ import torch
 from ..dataflow.errors import WeightSyncError, nearest
 from .buckets import (
     SLOTS,
+    Delta,
     Description,
     Entry,
+    HeldBoxes,
+    apply_delta,
     checksum_of,
     copy_elements,
     device_of,
     fingerprint,
+    held_boxes,
     layout_of,
     open_device_memory,
     read_description,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
-from .delta import Delta, HeldBoxes, apply_delta, held_boxes
-from .layout import Layout, Piece, TensorLayout, Where
-from .plan import Copy, ReshardPlan
+from .layout import Copy, Layout, Piece, ReshardPlan, TensorLayout, Where
 from .publisher import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weights, box_sum
 
@@ -443,7 +445,7 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
 
 # Receiver for modules whose parameters match the checkpoint: whole, or sharded by FSDP.
 #
-# vLLM fuses, pads and repacks its parameters, so it uses `vllm_receiver.py` instead.
+# vLLM fuses, pads and repacks its parameters, so it uses `vllm_writer.py` instead.
 
 
 @torch.no_grad()

@@ -42,13 +42,16 @@ from .buckets import (
     BucketMemory,
     Cutter,
     Entry,
+    Shadow,
+    bits_of,
     checksum_of,
     copy_elements,
+    delta_of,
     device_of,
     fingerprint,
+    within,
 )
 from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
-from .delta import Shadow, bits_of, delta_of, within
 from .layout import Box
 from .weights import TensorPart, Weights, box_sum
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.delta import (
+from weft.resharding.buckets import (
     MOST_CHANGED,
     Delta,
     Shadow,

@@ -13,10 +13,9 @@ from weft.dataflow.errors import WeightSyncError
 from weft.resharding import delta as held_by_receivers
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as transfers
-from weft.resharding.delta import Delta, held_boxes
+from weft.resharding.buckets import Delta, held_boxes
 from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.layout import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
 

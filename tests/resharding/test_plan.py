@@ -23,8 +23,7 @@ from weft.resharding.formulas import (
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.layout import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
 
 
 def a_model(layers: int = 3) -> list[Parameter]:

@@ -21,8 +21,7 @@ from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
 from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of, read_description
 from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box
-from weft.resharding.plan import Copy
+from weft.resharding.layout import Box, Copy
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
 

@@ -245,8 +245,7 @@ def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None
 
 
 def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
-    from weft.resharding.layout import Layout, Piece, Where
-    from weft.resharding.plan import ReshardPlan
+    from weft.resharding.layout import Layout, Piece, ReshardPlan, Where
 
     own = (
         TensorLayout(p.name, p.shape, str(p.tensor.dtype)[6:], ((Piece(p.box),),)) for p in whole(like)

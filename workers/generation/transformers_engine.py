@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...resharding.weights import TensorPart, Weights
     from ..training.lora import Lora
     from ..training.routers import Routers
-    from ..training.stored_weights import CheckpointNames
+    from ..training.sharding import CheckpointNames
 
 
 # Decoding
@@ -296,7 +296,7 @@ class TransformersEngine:
         for name, parameter in parameters.items():
             tied.setdefault(id(parameter), []).append(name)
         if self._names is None:
-            from ..training.stored_weights import CheckpointNames
+            from ..training.sharding import CheckpointNames
 
             self._names = CheckpointNames(self.model, parameters)
         names, published = self._names, incoming.layout.tensors.keys()

@@ -130,7 +130,7 @@ class VllmEngine:
         self._sleeping = SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
-            from ...resharding.vllm_receiver import adapter_request
+            from .vllm_worker import adapter_request
 
             self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
@@ -176,7 +176,7 @@ class VllmEngine:
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """See `GenerationEngine`. The ranks receive the version on background threads."""
         from ...resharding.buckets import threads_beside
-        from ...resharding.vllm_receiver import to_update_info
+        from .vllm_worker import to_update_info
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
@@ -215,7 +215,7 @@ class VllmEngine:
 
     def _take(self, weights: Weights) -> str:
         """Overwrite the weights of the ranks and return the checksum of the version."""
-        from ...resharding.vllm_receiver import check_received, to_update_info
+        from .vllm_worker import check_received, to_update_info
 
         with self._as_weight_sync_error("load weights", weights):
             self._engine.collective_rpc("start_weight_update")
@@ -257,7 +257,7 @@ class VllmEngine:
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
         """Replace the adapter of the ranks and return the checksum of the received one."""
-        from ...resharding.vllm_receiver import to_update_info
+        from .vllm_worker import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
         with self._as_weight_sync_error("take adapter", weights):

@@ -40,6 +40,7 @@ from .packed_sequences import join_stretches
 from .response_model import ResponseModel, follows_length
 from .safetensors_files import write_model
 from .sharding import (
+    CheckpointNames,
     box_of,
     full_tensor,
     local_part,
@@ -47,7 +48,7 @@ from .sharding import (
     use_direct_collectives,
     writes,
 )
-from .stored_weights import CheckpointNames, WeightReader
+from .stored_weights import WeightReader
 from .tensor_parallel import add_up, share_layers
 
 # Mixed precision on a single process, equal to FSDP's `MixedPrecisionPolicy` on several ranks.

@@ -10,19 +10,17 @@ rank loads the complete model and logs that.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
-from ...resharding.layout import Box, contiguous_strides
-from ...resharding.weights import TensorPart
+from ...resharding.layout import Box
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
@@ -289,133 +287,3 @@ def _some(names: Sequence[str]) -> str:
 
 
 WeightReader = StoredWeights | _CompleteWeights
-
-
-# Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
-# `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
-# meta tensors with copies turned into views, so the strides of each result show its box:
-#
-#     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
-#         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
-#
-# Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
-# that load with `transformers` know it; vLLM refuses it by name.
-
-
-@dataclass(frozen=True)
-class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    """Box within the tensor of the model; never empty."""
-    dims: tuple[int | None, ...]
-    """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
-
-    views: dict[
-        tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
-    ] = field(default_factory=dict, compare=False, repr=False)
-    """Cached views by box and strides of a part of the model's tensor."""
-
-    def part(self, held: TensorPart) -> TensorPart:
-        """Return the overlap with a part of the model's tensor: a view, or an empty tensor."""
-        strides = held.tensor.stride()
-        if (key := (held.box, strides)) not in self.views:
-            self.views[key] = self._view(held.box, strides)
-        if (view := self.views[key]) is None:
-            empty = Box.full((0,) * len(self.shape))
-            return TensorPart(
-                self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype
-            )
-        box, extents, strides, offset = view
-        tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
-        return TensorPart(self.name, self.shape, box, tensor, held.dtype)
-
-    def _view(
-        self, held: Box, strides: tuple[int, ...]
-    ) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
-        common = self.box.intersection(held)
-        if common is None:
-            return None
-        starts = tuple(
-            0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims
-        )
-        extents = tuple(1 if dim is None else common.shape[dim] for dim in self.dims)
-        stops = tuple(start + extent for start, extent in zip(starts, extents, strict=True))
-        shift = sum(
-            (a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True)
-        )
-        own = tuple(0 if dim is None else strides[dim] for dim in self.dims)
-        return Box(starts, stops), extents, own, shift
-
-
-class CheckpointNames:
-    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
-    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
-
-    def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        fakes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
-        with torch.no_grad(), _Views():
-            stored = revert_weight_conversion(causal_lm, fakes)
-        of_storage = {fake.untyped_storage()._cdata: name for name, fake in fakes.items()}
-        self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
-        for name, view in stored.items():
-            source = of_storage.get(view.untyped_storage()._cdata)
-            if source is not None and (found := _located(name, view, tuple(fakes[source].shape))):
-                self._stored[source].append(found)
-        for name, fake in fakes.items():
-            found = self._stored[name]
-            if not found or sum(each.box.numel for each in found) != fake.numel():
-                shape = tuple(fake.shape)
-                self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
-
-    def stored_names(self, name: str) -> list[str]:
-        """Return the checkpoint names of a tensor of the model."""
-        return [stored.name for stored in self._stored[name]]
-
-    def parts(self, held: TensorPart) -> Iterator[TensorPart]:
-        """Split a part into parts of checkpoint tensors: a view of each, possibly empty."""
-        return (stored.part(held) for stored in self._stored[held.name])
-
-
-class _Views(TorchDispatchMode):
-    """Turns copies into views, except for shapes that no view can have."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if func is aten.clone.default:
-            return aten.alias.default(args[0])
-        if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
-            try:
-                return func(*args, **(kwargs or {}))
-            except RuntimeError:  # a `reshape` that must copy
-                return args[0].new_empty(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """Return the box that `view` shows in a contiguous tensor of this shape, or None."""
-    if not view.numel():
-        return None
-    strides, offset = contiguous_strides(shape), int(view.storage_offset())
-    long = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
-    dims = tuple(
-        long.get(stride) if extent > 1 else None
-        for extent, stride in zip(view.shape, view.stride(), strict=True)
-    )
-    used = [dim for dim in dims if dim is not None]
-    starts: list[int] = []
-    stops: list[int] = []
-    for dim, stride in enumerate(strides):
-        starts.append(offset // stride)
-        offset %= stride
-        stops.append(starts[-1] + (view.shape[dims.index(dim)] if dim in used else 1))
-    box = Box(tuple(starts), tuple(stops))
-    if (
-        len(set(used)) < len(used)
-        or box.numel != view.numel()
-        or box.intersection(Box.full(shape)) != box
-    ):
-        return None
-    return _Stored(name, tuple(view.shape), box, dims)

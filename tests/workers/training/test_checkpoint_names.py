@@ -18,7 +18,7 @@ from weft.resharding.weights import TensorPart
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.lora import Lora
-from weft.workers.training.stored_weights import CheckpointNames
+from weft.workers.training.sharding import CheckpointNames
 
 QUICK = ("Qwen2", "Mixtral", "GPT-2")
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
