@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import json
 import math
 import mmap
@@ -30,7 +29,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
-from .layout import Box, Layout, Piece, TensorLayout, Where
+from .layout import Box
 from .weights import CHECKSUM_MODULUS, TensorPart, tensor_factor
 
 BUCKET_BYTES = 16 << 20
@@ -162,18 +161,6 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
         yield from _boxes_of(Box(tuple(starts), tuple(stops)), max_elements)
 
 
-@dataclass(frozen=True, eq=False)
-class Description:
-    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
-
-    entries: tuple[Entry, ...]
-    numbers: dict[str, list[int]]
-    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
-    buckets: tuple[tuple[int, ...], ...]
-    memories: tuple[tuple[str, int], ...]
-    """Path and bytes of each memory that holds entries in place."""
-
-
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
     """Return the checksum over one rank's entries, in [0, 2^64), from the `box_sum` of each. It
     depends on names, dtypes, shapes and bits. Checksums of ranks add up modulo 2^64."""
@@ -197,88 +184,11 @@ def fingerprint(description: bytes) -> str:
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
-@functools.lru_cache(maxsize=64)
-def read_description(description: bytes) -> Description:
-    fields, memories = json.loads(description)
-    entries = tuple(
-        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
-        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
-    )
-    numbers: dict[str, list[int]] = {}
-    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
-    for number, entry in enumerate(entries):
-        numbers.setdefault(entry.name, []).append(number)
-        buckets[entry.bucket].append(number)
-    return Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
-
-
-@functools.lru_cache(maxsize=8)
-def layout_of(ranks: tuple[Description, ...]) -> Layout:
-    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
-    the ranks together do not publish each element of each tensor exactly once."""
-    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
-    for name, tensor in layout.tensors.items():
-        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
-        if given != (whole := Box.full(tensor.shape).numel):
-            raise WeightSyncError(
-                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
-            )
-    return layout
-
-
-def _rank_layout(entries: Sequence[Entry]) -> Layout:
-    pieces: dict[str, list[Piece]] = {}
-    first: dict[str, Entry] = {}
-    for entry in entries:
-        first.setdefault(entry.name, entry)
-        pieces.setdefault(entry.name, []).append(Piece(entry.box))
-    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
-    return Layout.of(tensors, [Where()])
-
-
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 # Bucket memory
-
-
-class BucketMemory:
-    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing
-    is pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
-    /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
-    memory by its IPC handle."""
-
-    def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
-        self._device = device
-        self._mapped = mapped
-        self._memory: torch.Tensor | None = None
-        self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
-        self.mapping: dict[str, Any] = {}
-        """Fields that a receiver needs to map the memory."""
-
-    def with_room(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
-        if self._memory is not None and num_bytes <= len(self._memory):
-            return self._memory
-        if self._device is not None:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.mapping = _device_mapping(self._memory) if self._mapped else {}
-            return self._memory
-        assert self._file is not None
-        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._file, num_bytes)
-        mapped: Any = mmap.mmap(self._file, num_bytes)
-        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.mapping = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": num_bytes}
-        return self._memory
-
-    def close(self) -> None:
-        """Free the memory once no process uses it."""
-        self._memory = None
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def device_of(transport: Transport) -> torch.device | None:
@@ -316,7 +226,7 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _device_mapping(memory: torch.Tensor) -> dict[str, Any]:
+def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
     # The same fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
     # `rebuild_cuda_tensor`).
     fields = [
@@ -454,23 +364,8 @@ def threads_beside(others: int) -> Iterator[None]:
 # changes its sign counts as changed.
 
 
-MOST_CHANGED = 0.1
-"""Largest share of changed elements. Above it, encoding takes longer than sending the whole box."""
-
 _ESCAPE = 255
 """Gap byte for this number of unchanged elements, when the gap continues in the next byte."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    gaps: np.ndarray
-    """[bytes] uint8."""
-    values: np.ndarray
-    """[changed] bits of the changed elements, as unsigned integers of their size."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gaps.nbytes + self.values.nbytes
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
@@ -478,33 +373,32 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
-def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:
-    """Encode the elements at the positions `changed` (ascending) of the new bits ([elements]).
+def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the elements at the positions `changed` (ascending) of the new bits ([elements]), as
+    gaps ([bytes] uint8) and values ([changed] unsigned integers of their size).
 
-    >>> delta = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
-    >>> delta.gaps.tolist(), delta.values.tolist()
+    >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
+    >>> gaps.tolist(), values.tolist()
     ([3, 3, 0], [3, 7, 8])
     """
     escapes, last = np.divmod(np.diff(changed, prepend=-1) - 1, _ESCAPE)
     ends = np.cumsum(escapes + 1) - 1
     gaps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
     gaps[ends] = last
-    return Delta(gaps, bits[changed])
+    return gaps, bits[changed]
 
 
-def apply_delta(bits: np.ndarray, delta: Delta) -> None:
+def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
     """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
     WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay
     unchanged."""
-    ends = np.flatnonzero(delta.gaps != _ESCAPE)
-    positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-    if len(ends) != len(delta.values) or (
-        len(delta.gaps) and (not len(ends) or ends[-1] != len(delta.gaps) - 1)
-    ):
-        raise WeightSyncError(f"a delta has {len(delta.values)} values and positions for {len(ends)}")
+    ends = np.flatnonzero(gaps != _ESCAPE)
+    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+    if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):
+        raise WeightSyncError(f"a delta has {len(values)} values and positions for {len(ends)}")
     if len(positions) and positions[-1] >= len(bits):
         raise WeightSyncError(f"a delta changes element {positions[-1]} of a box that has {len(bits)}")
-    bits[positions] = delta.values
+    bits[positions] = values
 
 
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
@@ -524,92 +418,3 @@ def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
     for at, extent in zip(indices, inner.shape, strict=True):
         inside &= (at >= 0) & (at < extent)
     return np.ravel_multi_index([at[inside] for at in indices], inner.shape)
-
-
-class Shadow:
-    """The bits that a publisher sent last, by entry, and their version. Held in host memory."""
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        """Version of all entries; None if there are none or they belong to several versions."""
-        self.compared = 0
-        """Elements of the last version that were compared with the previous one."""
-        self.differed = 0
-        self._bits: dict[int, np.ndarray] = {}
-
-    def start_version(self) -> int | None:
-        """Start a version and return the previous one. `version` is None until it is set again."""
-        self.compared = self.differed = 0
-        # If the transfer breaks off, the bits belong to two versions.
-        base, self.version = self.version, None
-        return base
-
-    def forget(self) -> None:
-        """Free the memory. The next version is sent whole."""
-        self.version = None
-        self._bits.clear()
-
-    def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Return the ascending positions of changed elements, and store the new bits of the entry
-        ([elements]). None to send the whole entry, because it is new or most of it changed."""
-        before = self._bits.get(number)
-        if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
-            # `bits` may be a view of bucket memory, which the next bucket overwrites.
-            self._bits[number] = bits.copy()
-            return None
-        differs = before != bits
-        count = int(np.count_nonzero(differs))
-        self.compared += len(bits)
-        self.differed += count
-        if count > MOST_CHANGED * len(bits):
-            np.copyto(before, bits)
-            return None
-        positions = np.flatnonzero(differs)
-        before[positions] = bits[positions]
-        return positions
-
-
-class HeldBoxes:
-    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
-    Entry numbers depend on the identity of the publisher."""
-
-    def __init__(self, publisher: str) -> None:
-        self.publisher = publisher
-        self.version: int | None = None
-        """Version of all boxes; None if there are none or they belong to several versions."""
-        self._bits: dict[tuple[int, Box], np.ndarray] = {}
-
-    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version of these entry numbers and boxes, and return the version that is held of
-        all of them; None if deltas do not apply. `version` is None until it is set again."""
-        keys = set(wanted)
-        # If the transfer breaks off, the bits belong to two versions.
-        base, self.version = self.version, None
-        if not keys <= self._bits.keys():
-            base = None
-        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
-        return base
-
-    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the held bits of a box of an entry, or new memory for them: [elements] unsigned
-        integers of the elements' size."""
-        key = (number, box)
-        if key not in self._bits:
-            self._bits[key] = np.empty(box.numel, dtype)
-        return self._bits[key]
-
-
-_held: dict[tuple[str, int, int], HeldBoxes] = {}
-"""By receiver name, part number, and publisher rank."""
-
-
-def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
-    """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
-    identity of the publisher or its entries (`publisher`) drops the held boxes. Without a name of
-    the receiver, the boxes are not kept for the next version."""
-    found = _held.get((receiver, part, rank))
-    if found is None or found.publisher != publisher:
-        found = HeldBoxes(publisher)
-        if receiver:
-            _held[receiver, part, rank] = found
-    return found

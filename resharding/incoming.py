@@ -20,6 +20,7 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -28,24 +29,70 @@ import torch
 from ..dataflow.errors import WeightSyncError, nearest
 from .buckets import (
     SLOTS,
-    Delta,
-    Description,
     Entry,
-    HeldBoxes,
     apply_delta,
     checksum_of,
     copy_elements,
     device_of,
     fingerprint,
-    held_boxes,
-    layout_of,
     open_device_memory,
-    read_description,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
-from .layout import Copy, Layout, Piece, ReshardPlan, TensorLayout, Where
+from .layout import Box, Copy, Layout, Piece, ReshardPlan, TensorLayout, Where
 from .publisher import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weights, box_sum
+
+
+@dataclass(frozen=True, eq=False)
+class _Description:
+    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
+
+    entries: tuple[Entry, ...]
+    numbers: dict[str, list[int]]
+    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
+    buckets: tuple[tuple[int, ...], ...]
+    memories: tuple[tuple[str, int], ...]
+    """Path and bytes of each memory that holds entries in place."""
+
+
+@functools.lru_cache(maxsize=64)
+def read_description(description: bytes) -> _Description:
+    fields, memories = json.loads(description)
+    entries = tuple(
+        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
+        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
+    )
+    numbers: dict[str, list[int]] = {}
+    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
+    for number, entry in enumerate(entries):
+        numbers.setdefault(entry.name, []).append(number)
+        buckets[entry.bucket].append(number)
+    return _Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
+
+
+@functools.lru_cache(maxsize=8)
+def layout_of(ranks: tuple[_Description, ...]) -> Layout:
+    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
+    the ranks together do not publish each element of each tensor exactly once."""
+    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
+    for name, tensor in layout.tensors.items():
+        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
+        if given != (whole := Box.full(tensor.shape).numel):
+            raise WeightSyncError(
+                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
+            )
+    return layout
+
+
+def _rank_layout(entries: Sequence[Entry]) -> Layout:
+    pieces: dict[str, list[Piece]] = {}
+    first: dict[str, Entry] = {}
+    for entry in entries:
+        first.setdefault(entry.name, entry)
+        pieces.setdefault(entry.name, []).append(Piece(entry.box))
+    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
+    return Layout.of(tensors, [Where()])
+
 
 # Mapped memory
 
@@ -53,7 +100,7 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weight
 class _Views:
     """The elements of entries in memories of a publisher ([bytes] uint8, each)."""
 
-    def __init__(self, memories: Sequence[torch.Tensor], parts: Description) -> None:
+    def __init__(self, memories: Sequence[torch.Tensor], parts: _Description) -> None:
         self.memories = memories
         self.parts = parts
         self._elements: dict[int, torch.Tensor] = {}
@@ -76,7 +123,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 """By path, size and inode of the files, because paths may be reused."""
 
 
-def _map_files(files: Sequence[tuple[str, int]], parts: Description) -> _Views:
+def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
     """Map a publisher's memories. They stay mapped across versions while the files exist, and views
     of unchanged entries are kept. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
@@ -263,7 +310,7 @@ class _Source:
             place = json.loads(self._receive(b"D"))
             description = known if place["known"] else self._receive(b"L")
             _remember((rank.host, rank.port, rank.token), description)
-            self._held: HeldBoxes | None = None
+            self._held: _HeldBoxes | None = None
             self._transport = place["transport"]
             if self._transport == "ipc" and not here:
                 raise WeightSyncError(
@@ -281,7 +328,7 @@ class _Source:
                 self._held = held_boxes(
                     weights.receiver, part, number, rank.token + fingerprint(description)
                 )
-            self.parts: Description = read_description(description)
+            self.parts: _Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
@@ -359,7 +406,7 @@ class _Source:
         self._channel.close()
         self.connection.close()
 
-    def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
+    def _updated(self, held: _HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
         """Receive a copy as a delta or whole, and hold its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
@@ -373,10 +420,10 @@ class _Source:
                     f"{self.where}: it sent a delta of {counts} for {copy.box}, {self.at}"
                 )
             else:
-                delta = Delta(np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype))
-                self._receive_array(delta.gaps)
-                self._receive_array(delta.values)
-                apply_delta(bits, delta)
+                gaps, values = np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype)
+                self._receive_array(gaps)
+                self._receive_array(values)
+                apply_delta(bits, gaps, values)
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(copy.box.shape)
 
     def _receive_array(self, target: np.ndarray) -> None:
@@ -441,6 +488,55 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
         _descriptions[publisher] = description
         while len(_descriptions) > 64:
             del _descriptions[next(iter(_descriptions))]
+
+
+# The previous version, to which deltas apply.
+
+
+class _HeldBoxes:
+    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
+    Entry numbers depend on the identity of the publisher."""
+
+    def __init__(self, publisher: str) -> None:
+        self.publisher = publisher
+        self.version: int | None = None
+        """Version of all boxes; None if there are none or they belong to several versions."""
+        self._bits: dict[tuple[int, Box], np.ndarray] = {}
+
+    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
+        """Start a version of these entry numbers and boxes, and return the version that is held of
+        all of them; None if deltas do not apply. `version` is None until it is set again."""
+        keys = set(wanted)
+        # If the transfer breaks off, the bits belong to two versions.
+        base, self.version = self.version, None
+        if not keys <= self._bits.keys():
+            base = None
+        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
+        return base
+
+    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Return the held bits of a box of an entry, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
+        key = (number, box)
+        if key not in self._bits:
+            self._bits[key] = np.empty(box.numel, dtype)
+        return self._bits[key]
+
+
+_held: dict[tuple[str, int, int], _HeldBoxes] = {}
+"""By receiver name, part number, and publisher rank."""
+
+
+def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
+    """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
+    identity of the publisher or its entries (`publisher`) drops the held boxes. Without a name of
+    the receiver, the boxes are not kept for the next version."""
+    found = _held.get((receiver, part, rank))
+    if found is None or found.publisher != publisher:
+        found = _HeldBoxes(publisher)
+        if receiver:
+            _held[receiver, part, rank] = found
+    return found
 
 
 # Receiver for modules whose parameters match the checkpoint: whole, or sharded by FSDP.

@@ -33,7 +33,6 @@ from ..dataflow.errors import WeightSyncError
 from .buckets import BUCKET_BYTES
 from .connection import listen
 from .layout import Box
-from .publisher import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
 from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
 
@@ -113,8 +112,6 @@ class VllmPublisher:
         self._engines: list[str] = []
         self._expected: Sequence[str] = ()
         self._was_sent = False
-        self.sent = Sent()
-        """Stays empty: these backends send no deltas."""
         self.num_bytes = 0
 
     def publish(

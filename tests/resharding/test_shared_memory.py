@@ -19,8 +19,8 @@ from weft.dataflow.errors import WeightSyncError
 from weft.resharding import buckets as shared_memory
 from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
-from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of, read_description
-from weft.resharding.incoming import IncomingWeights, receive_parts
+from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of
+from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
 from weft.resharding.layout import Box, Copy
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole

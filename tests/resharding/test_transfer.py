@@ -26,9 +26,9 @@ from weft.resharding import connection as connections
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as publishing
 from weft.resharding import publisher as transfers
-from weft.resharding.buckets import SLOTS, read_description
+from weft.resharding.buckets import SLOTS
 from weft.resharding.connection import Transport
-from weft.resharding.incoming import IncomingWeights, receive_parts
+from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
 from weft.resharding.layout import Box, TensorLayout
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, Given, TensorPart, Weights, whole
@@ -709,7 +709,7 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
 ) -> None:
     memory: Any = _Memory()
     monkeypatch.setattr(torch, "cuda", _Devices())
-    said = json.loads(json.dumps(buckets._device_mapping(memory)))
+    said = json.loads(json.dumps(buckets.device_mapping(memory)))
     asked: list[Any] = []
 
     def open_it(*fields: Any) -> Any:

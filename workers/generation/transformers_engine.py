@@ -23,7 +23,7 @@ from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
 from ..models.images import ImageInputs, ImageReader, SeenPrompt, embed, positions
 from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_strings
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_check_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -335,7 +335,7 @@ class TransformersEngine:
         """Sample one batch of requests. Ids sent to the generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
-        strings = stop_strings(sampling, self._model_folder)
+        ends = stop_check_of(sampling, self._model_folder)
         draws = _RequestDraws(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
@@ -355,8 +355,8 @@ class TransformersEngine:
             versions[alive, position] = self.version
             length = position + 1
             stopped = np.isin(tokens, stops)
-            if strings is not None and length > sampling.min_tokens:
-                stopped |= [strings.completes(token_ids[row, :length]) for row in alive.tolist()]
+            if ends is not None and length > sampling.min_tokens:
+                stopped |= [ends(token_ids[row, :length]) for row in alive.tolist()]
             done = stopped | (length == sampling.max_tokens)
             sent = yield [
                 Response(

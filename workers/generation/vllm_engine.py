@@ -22,7 +22,7 @@ from ...resharding.weights import Weights
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopStrings, stop_strings
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopCheck, stop_check_of
 from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-class SleepingEngine:
+class _SleepingEngine:
     """Puts the memory of vLLM's `LLMEngine` on a shared GPU to sleep and wakes it. Calls that are
     already satisfied do nothing.
 
@@ -127,7 +127,7 @@ class VllmEngine:
         self._engine = _start(
             arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile
         )
-        self._sleeping = SleepingEngine(self._engine) if on_gpu else None
+        self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
             from .vllm_worker import adapter_request
@@ -150,10 +150,10 @@ class VllmEngine:
         if self._sleeping is not None:
             self._sleeping.wake()
         waiting: set[str] = set()
-        strings = stop_strings(sampling, self._model_folder)
+        ends = stop_check_of(sampling, self._model_folder)
         try:
             for request in requests:
-                waiting.add(self._add(request, sampling, strings))
+                waiting.add(self._add(request, sampling, ends))
             while waiting:
                 done = waiting & self._finished.keys()
                 if not done:
@@ -296,7 +296,7 @@ class VllmEngine:
             self._requests.pop(key, None)
             self._finished.pop(key, None)
 
-    def _add(self, request: GenerationRequest, sampling: Sampling, strings: StopStrings | None) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling, ends: StopCheck | None) -> str:
         key = str(next(self._numbers))
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if len(request.images):
@@ -316,7 +316,7 @@ class VllmEngine:
         seen = None
         if self._images is not None and len(request.images):
             seen = self._images.read(request.prompt_ids, request.images).ids
-        self._requests[key] = _Request(request.request_id, seen, strings, sampling.min_tokens)
+        self._requests[key] = _Request(request.request_id, seen, ends, sampling.min_tokens)
         return key
 
     def _parameters(self, sampling: Sampling, seed: int | None) -> Any:
@@ -364,11 +364,11 @@ class VllmEngine:
         """End a request whose last token completes a stop string. vLLM reports versions only for
         requests that it finished itself, so they are counted here."""
         request = self._requests.get(output.request_id)
-        if request is None or request.strings is None:
+        if request is None or request.ends is None:
             return
         token_ids = list(output.outputs[0].token_ids)
         request.versions += [self.version] * (len(token_ids) - len(request.versions))
-        if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
+        if len(token_ids) <= request.min_tokens or not request.ends(token_ids):
             return
         if output.finished:
             # vLLM ended it at this token for its length; all engines prefer "stop" then.
@@ -414,8 +414,8 @@ class _Request:
     request_id: int
     seen_prompt: np.ndarray | None
     """Prompt tokens, if it has images."""
-    strings: StopStrings | None
-    """Stop strings that may end it."""
+    ends: StopCheck | None
+    """Check of the stop strings that may end it."""
     min_tokens: int
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token, if it has stop strings."""

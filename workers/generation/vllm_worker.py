@@ -48,7 +48,7 @@ class _NoInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class WeightsUpdateInfo(WeightTransferUpdateInfo):
+class _UpdateInfo(WeightTransferUpdateInfo):
     """A `Weights` record as plain data, because vLLM passes dictionaries between processes."""
 
     version: int
@@ -77,7 +77,7 @@ class _Received:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class _Loaded:
     """The last version that a rank has loaded. Plain data."""
 
     version: int
@@ -88,7 +88,7 @@ class Loaded:
 
 class _Staging(NamedTuple):
     incoming: IncomingWeights
-    done: Future[Loaded]
+    done: Future[_Loaded]
     ranks: tuple[RankWeights, ...]
     """The publishers: another trainer may publish another version of the same number."""
 
@@ -113,18 +113,18 @@ def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
             )
 
 
-class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
+class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     """Receives a version, and writes this rank's part of it into vLLM's model in place."""
 
     init_info_cls = _NoInitInfo
-    update_info_cls = WeightsUpdateInfo
+    update_info_cls = _UpdateInfo
 
-    loaded: Loaded | None = None
+    loaded: _Loaded | None = None
     """Version in the model; None before the first update, and after a failed one."""
     _writer: WeightWriter | None = None
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
-    _arriving: Loaded | None = None
+    _arriving: _Loaded | None = None
     _staging: _Staging | None = None
     _sums: dict[str, dict[Box, int]]
 
@@ -140,7 +140,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
             # The sender may reuse its memory when this returns.
             torch.accelerator.synchronize(self.device)
 
-    def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
         staging, found = self._staging, self._end_staging()
         wanted = (update_info.version, update_info.weights.ranks)
         if staging and found and (found.version, staging.ranks) == wanted:
@@ -158,7 +158,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         # Opening may record the layout, which swaps tensors that a computing model would read.
         incoming = self._open(weights)
         assert self._writer is not None
-        write, done = self._writer.stage, Future[Loaded]()
+        write, done = self._writer.stage, Future[_Loaded]()
 
         def work() -> None:
             try:
@@ -180,7 +180,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
             raise error
         return done.done()
 
-    def _end_staging(self) -> Loaded | None:
+    def _end_staging(self) -> _Loaded | None:
         """End staging, and return the staged version; None if there is none or it is incomplete."""
         staging, self._staging = self._staging, None
         if staging is None:
@@ -206,7 +206,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
 
     def _take(
         self, incoming: IncomingWeights, write: Callable[[Iterator[tuple[str, Box, torch.Tensor]]], None]
-    ) -> Loaded:
+    ) -> _Loaded:
         self._sums = {}
         with threads_beside(incoming.neighbours):
             write(self._slices(incoming))
@@ -214,7 +214,7 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
         for name, sums in self._sums.items():
             boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
             received[name] = _Received(incoming.published_sum(name), boxes)
-        return Loaded(incoming.version, incoming.confirm(), received)
+        return _Loaded(incoming.version, incoming.confirm(), received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
@@ -248,13 +248,13 @@ class BucketReceiver(WeightTransferEngine[_NoInitInfo, WeightsUpdateInfo]):
             )
 
 
-WeightTransferEngineFactory.register_engine("weft", BucketReceiver)
+WeightTransferEngineFactory.register_engine("weft", _BucketReceiver)
 
 
 # Versions that arrive through vLLM's own backends: whole tensors, which the model's loaders cut.
 
 
-class VllmBackends:
+class _VllmBackends:
     """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver."""
 
     def __init__(
@@ -441,21 +441,21 @@ class WorkerExtension:
     parallel_config: Any
     rank: int
     _weight_update_active: bool
-    _weft_backends: VllmBackends | None = None
+    _weft_backends: _VllmBackends | None = None
     _weft_routes: _RouteRecorder | None = None
 
     @property
-    def _weft_receiver(self) -> BucketReceiver:
-        assert isinstance(self.weight_transfer_engine, BucketReceiver)
+    def _weft_receiver(self) -> _BucketReceiver:
+        assert isinstance(self.weight_transfer_engine, _BucketReceiver)
         return self.weight_transfer_engine
 
-    def weft_loaded_weights(self) -> Loaded | None:
+    def weft_loaded_weights(self) -> _Loaded | None:
         """Return the record of this rank's last finished update; None before the first."""
         return self._weft_receiver.loaded
 
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
         """Start receiving a version into separate memory."""
-        self._weft_receiver.stage(WeightsUpdateInfo(**update_info).weights)
+        self._weft_receiver.stage(_UpdateInfo(**update_info).weights)
 
     def weft_is_staged(self) -> bool:
         return self._weft_receiver.is_staged()
@@ -465,7 +465,9 @@ class WorkerExtension:
         that backend."""
         if self._weft_backends is None:
             model = self.model_runner.get_model()
-            self._weft_backends = VllmBackends(self._weft_receiver, self.vllm_config, self.device, model)
+            self._weft_backends = _VllmBackends(
+                self._weft_receiver, self.vllm_config, self.device, model
+            )
         self.weight_transfer_engine = self._weft_backends.begin_version(backend)
 
     def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
@@ -481,7 +483,7 @@ class WorkerExtension:
 
     def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
         """Load a version of an adapter into this rank's slot; return its checksum."""
-        weights = WeightsUpdateInfo(**update_info).weights
+        weights = _UpdateInfo(**update_info).weights
         with IncomingWeights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
 

@@ -7,7 +7,6 @@ alive. It takes a fraction of a second for any model size, and needs no table of
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ from .packed_attention import NAME, may_pack
 from .packed_sequences import PackedSequences
 from .response_model import ResponseModel
 from .stored_weights import StoredWeights
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """The rows of a microbatch, all of the same length."""
-
-    rows: int
-    length: int
-    """Tokens of a row. A reward head reads all of them; other models read all but the last, which
-    is only predicted."""
-    predicted: int
-    """Tokens of a row with a log-probability."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -97,8 +84,10 @@ class _EqualRows(PackedSequences):  # no computation; their device may be absent
 def pass_bytes(
     model: str | Path,
     folder: Path,
-    shape: PassShape,
     *,
+    rows: int,
+    length: int,
+    predicted: int,
     head: Head = "logprobs",
     dtype: str = "float32",
     trains: bool = True,
@@ -111,6 +100,8 @@ def pass_bytes(
 
     Args:
         model, folder: the user's name for the model, and the folder of its settings.
+        rows, length, predicted: rows of the microbatch, tokens of each, and how many of these get a
+            log-probability. A reward head reads all tokens; other models read all but the last.
         dtype: dtype of computation.
         gradients_stay: whether gradients of earlier microbatches exist from the start.
         lora: the adapter to train. Its layers keep their inputs as in full training; its small
@@ -141,13 +132,13 @@ def pass_bytes(
             if isinstance(layer, nn.Linear | Conv1D) and lora.is_on(name):
                 layer.weight.requires_grad_(True)
     stays = gradients_stay and lora is None
-    read = max(1, shape.length - (head != "rewards"))
-    rows = _EqualRows.of_lengths([read] * shape.rows, "cuda" if gpu_bytes else "cpu")
-    number, drops = shape.rows * shape.predicted, stays or lora is not None
+    read = max(1, length - (head != "rewards"))
+    packed = _EqualRows.of_lengths([read] * rows, "cuda" if gpu_bytes else "cpu")
+    number, drops = rows * predicted, stays or lora is not None
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
             empty = response.to_empty(device="cpu")
-            return _peak(empty, rows, number, trains=trains, stays=stays, drops=drops)
+            return _peak(empty, packed, number, trains=trains, stays=stays, drops=drops)
     except WeftError:
         raise
     except Exception as error:

@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of the running means of gradients and of their squares."""
 
 
-class PlainMoments(torch.optim.AdamW):
+class _PlainMoments(torch.optim.AdamW):
     """AdamW with float32 moments on the device of their parameters."""
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class PlainMoments(torch.optim.AdamW):
 # computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
 
 
-class _HostMoments(PlainMoments):
+class _HostMoments(_PlainMoments):
     """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
     part by part: while one part is computed, the moments of the next part arrive and the moments of
     the previous part leave. Results are identical to AdamW. On a CPU nothing moves."""
@@ -166,7 +166,7 @@ _SHAPES = 256
 """Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
 
-class _EightBitMoments(PlainMoments):
+class _EightBitMoments(_PlainMoments):
     """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
@@ -287,7 +287,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
-) -> PlainMoments:
+) -> _PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
     decay. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -305,4 +305,4 @@ def make_optimizer(
         return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":
         return _EightBitMoments(kinds, device, **settings)
-    return PlainMoments(kinds, **settings)
+    return _PlainMoments(kinds, **settings)

@@ -88,7 +88,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class _StoredTensor:
     """A tensor in a file; only its header has been read."""
 
     file: Path
@@ -114,12 +114,12 @@ class StoredTensor:
         return own.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
 
-def open_tensors(path: Path) -> dict[str, StoredTensor]:
+def open_tensors(path: Path) -> dict[str, _StoredTensor]:
     """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
     the file is damaged, or holds an unsupported dtype."""
     data, entries, _ = _map(path)
     return {
-        name: StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
+        name: _StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
         for name, entry in entries.items()
     }
 

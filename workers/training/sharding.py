@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,36 +196,35 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class MeshOfOne:
-    """A (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a single
-    rank. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
+def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
+    """Return a (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a
+    single rank, and a function that destroys these groups, and the default group if it is ours and
+    unused. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
     process is one of several ranks of another library."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    made_default = not dist.is_initialized()
+    if not made_default and dist.get_world_size() != 1:
+        raise UserError(
+            f"this process is one of {dist.get_world_size()} ranks of another library; a mesh of one rank cannot be made in it"
+        )
+    with _on_loopback():
+        if made_default:
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        default = dist.group.WORLD
+        groups: list[Any] = [dist.new_group([0], backend=backend) for _ in _MESH_NAMES]
+    mesh = DeviceMesh.from_group(groups, device.type, mesh=[[0]], mesh_dim_names=_MESH_NAMES)
 
-    def __init__(self, device: torch.device) -> None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._made_default = not dist.is_initialized()
-        if not self._made_default and dist.get_world_size() != 1:
-            raise UserError(
-                f"this process is one of {dist.get_world_size()} ranks of another library; a mesh of one rank cannot be made in it"
-            )
-        with _on_loopback():
-            if self._made_default:
-                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-                dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            self._default = dist.group.WORLD
-            groups: list[Any] = [dist.new_group([0], backend=backend) for _ in _MESH_NAMES]
-            self._groups: list[ProcessGroup] = groups
-        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=[[0]], mesh_dim_names=_MESH_NAMES)
-
-    def close(self) -> None:
-        """Destroy the groups of this mesh, and the default group if it is ours and unused."""
-        if dist.group.WORLD is not self._default or not dist.is_initialized():
+    def close() -> None:
+        if dist.group.WORLD is not default or not dist.is_initialized():
             return  # all groups have been destroyed, including ours
-        for group in self._groups:
+        for group in groups:
             with suppress(ValueError, RuntimeError):  # destroyed already
                 dist.destroy_process_group(group)
-        if self._made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
+        if made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
+
+    return mesh, close
 
 
 @contextmanager

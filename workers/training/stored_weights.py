@@ -24,7 +24,7 @@ from ...resharding.layout import Box
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
-from .safetensors_files import StoredTensor, open_tensors
+from .safetensors_files import open_tensors
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older files that models compute today; `transformers` ignores them as well."""
@@ -112,7 +112,7 @@ class StoredWeights:
         """Return a box on the host, in the file's dtype, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
-            return self._fetch(self._stored[self._keys[name]], box)
+            return self._fetch(self._keys[name], box)
         conversion, full = self._converted[name], self._shapes[name]
         if conversion.stacked and box.shape[1:] == full[1:]:
             chosen = [keys[box.slices[0]] for keys in conversion.keys]
@@ -194,13 +194,14 @@ class StoredWeights:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        sources = {key: self._stored[key] for key in keys}
-        given = {
-            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            if device == "meta"
-            else self._fetch(stored, Box.full(stored.shape))
-            for key, stored in sources.items()
-        }
+        given: dict[str, Tensor] = {}
+        for key in keys:
+            stored = self._stored[key]
+            if device == "meta":
+                given[key] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            else:
+                given[key] = self._fetch(key, Box.full(stored.shape))
+        sources = ", ".join(map(repr, given))
         self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
         config = LoadStateDictConfig(
             dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping
@@ -212,10 +213,7 @@ class StoredWeights:
         ]
         wrong += [f"{name!r} cannot be made" for name in found.conversion_errors]
         if wrong:
-            raise UserError(
-                f"model {str(self._model)!r}: cannot convert "
-                f"{', '.join(map(repr, sources))}: {'; '.join(wrong)}"
-            )
+            raise UserError(f"model {str(self._model)!r}: cannot convert {sources}: {'; '.join(wrong)}")
         names = self._shapes.keys() - found.missing_keys
         made = self._place({name: self._tensors[name] for name in names})
         return {name: tensor.detach() for name, tensor in made.items()}
@@ -241,8 +239,8 @@ class StoredWeights:
         stored = {name: [n for n in names if n in known] for names in aliases.values() for name in names}
         return {name: name if name in names else names[0] for name, names in stored.items() if names}
 
-    def _fetch(self, stored: StoredTensor, box: Box) -> Tensor:
-        found = stored.read_box(box)
+    def _fetch(self, key: str, box: Box) -> Tensor:
+        found = self._stored[key].read_box(box)
         self.bytes_read += found.nbytes
         return found
 
