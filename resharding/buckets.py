@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import math
 import mmap
@@ -29,8 +30,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
-from .layout import Box
-from .weights import CHECKSUM_MODULUS, TensorPart, tensor_factor
+from .weights import CHECKSUM_MODULUS, Box, TensorPart
 
 BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
@@ -159,6 +159,102 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
         starts, stops = list(box.starts), list(box.stops)
         starts[dim], stops[dim] = start, min(start + step, box.stops[dim])
         yield from _boxes_of(Box(tuple(starts), tuple(stops)), max_elements)
+
+
+# Checksum
+#
+#     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
+#
+# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
+# other dimensions. Both count in the whole tensor, and all weights are odd pseudo-random numbers.
+# Any way of cutting a tensor gives the same sum. A slice that is missing, swapped, shifted or from
+# another version changes the sum, except with a chance of about 2^-64. Bits are taken in the
+# tensor's dtype, without rounding.
+
+
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """Return the checksum of one box of a tensor of this shape, in [0, 2^64); 0 for an empty box.
+    `tensor` has the elements, in the box's shape, of any dtype, strides and device. Sums of
+    disjoint boxes add up modulo 2^64.
+
+    >>> whole = torch.arange(12.0).view(3, 4)
+    >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
+    >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole, Box.full((3, 4)), (3, 4))
+    True
+    """
+    if not tensor.numel():
+        return 0
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(signed[tensor.element_size()])
+    bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    # From three dimensions on, row weights are copies instead of views, and too large to cache.
+    rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
+    if bits.device.type == "cpu":
+        with np.errstate(over="ignore"):
+            return (
+                int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
+                % CHECKSUM_MODULUS
+            )
+    # torch warns about arrays that are read-only, so copy them.
+    on_device = torch.from_numpy(columns.copy()).to(bits.device)
+    step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
+    # The products take 8 bytes per element, so make them in blocks.
+    sums = torch.cat(
+        [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
+    )
+    return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
+    # Unlike `hash`, a CRC is equal in all processes.
+    header = f"{name}|{dtype}|{tuple(shape)}".encode()
+    return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(kind: int, count: int) -> np.ndarray:
+    """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
+    with np.errstate(over="ignore"):
+        mixed = _mixed(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
+    odd = (mixed | np.uint64(1)).view(np.int64)
+    # The cache returns this array itself, so callers must not change it.
+    odd.flags.writeable = False
+    return odd
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _factors_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
+    return _row_factors(box, shape), _factors(1, shape[-1] if shape else 1)[start:stop]
+
+
+def _row_factors(box: Box, shape: tuple[int, ...]) -> np.ndarray:
+    leading = shape[:-1]
+    if not leading:
+        return _factors(0, 1)
+    total = int(np.prod(leading))
+    if len(leading) == 1:
+        return _factors(0, total)[box.starts[0] : box.stops[0]]
+    ranges = [
+        np.arange(start, stop) for start, stop in zip(box.starts[:-1], box.stops[:-1], strict=True)
+    ]
+    return _factors(0, total)[
+        np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)
+    ]
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
+    with np.errstate(over="ignore"):
+        numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+        numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return numbers ^ (numbers >> np.uint64(31))
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..dataflow.errors import UserError
-from .layout import Box, Layout, Piece, TensorLayout, Where
+from .weights import Box, Layout, Piece, TensorLayout, Where
 
 # Pipeline stages
 #

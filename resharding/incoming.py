@@ -31,6 +31,7 @@ from .buckets import (
     SLOTS,
     Entry,
     apply_delta,
+    box_sum,
     checksum_of,
     copy_elements,
     device_of,
@@ -38,9 +39,21 @@ from .buckets import (
     open_device_memory,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
-from .layout import Box, Copy, Layout, Piece, ReshardPlan, TensorLayout, Where
 from .publisher import FORM, GRACE_S, NUMBER, WHOLE
-from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weights, box_sum
+from .weights import (
+    CHECKSUM_MODULUS,
+    LOOPBACK,
+    Box,
+    Copy,
+    Layout,
+    Piece,
+    RankWeights,
+    ReshardPlan,
+    TensorLayout,
+    TensorPart,
+    Weights,
+    Where,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,7 @@ from .buckets import (
     Cutter,
     Entry,
     bits_of,
+    box_sum,
     checksum_of,
     copy_elements,
     delta_of,
@@ -53,8 +54,7 @@ from .buckets import (
     within,
 )
 from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
-from .layout import Box
-from .weights import TensorPart, Weights, box_sum
+from .weights import Box, TensorPart, Weights
 
 GRACE_S = 1.0
 """[s] Longest time that the first receivers wait for the others to join their pass."""

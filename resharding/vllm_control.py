@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dataflow.errors import WeightSyncError
+from .buckets import tensor_factor
 from .connection import SILENCE_S, Connection, Listener, reason, this_machine
-from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights, tensor_factor
+from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
 #

@@ -30,11 +30,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES
+from .buckets import BUCKET_BYTES, box_sum
 from .connection import listen
-from .layout import Box
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weights
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from vllm.platforms import current_platform
 
 from ..dataflow.errors import UserError, WeftError, WeightSyncError, nearest
 from .buckets import copy_elements
-from .layout import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
+from .weights import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
 
 # Recording
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.buckets import apply_delta, bits_of, delta_of, within
-from weft.resharding.layout import Box
 from weft.resharding.publisher import _MOST_CHANGED, _Shadow
+from weft.resharding.weights import Box
 
 
 @settings(max_examples=200, deadline=None)

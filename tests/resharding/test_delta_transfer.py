@@ -13,9 +13,19 @@ from weft.dataflow.errors import WeightSyncError
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as transfers
 from weft.resharding.incoming import IncomingWeights, held_boxes, receive_parts
-from weft.resharding.layout import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
+from weft.resharding.weights import (
+    LOOPBACK,
+    Box,
+    Layout,
+    Piece,
+    ReshardPlan,
+    TensorLayout,
+    TensorPart,
+    Weights,
+    Where,
+    whole,
+)
 
 Tensors = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from weft.resharding.formulas import (
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
+from weft.resharding.weights import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
 
 
 def a_model(layers: int = 3) -> list[Parameter]:

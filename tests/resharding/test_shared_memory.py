@@ -21,9 +21,8 @@ from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
 from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of
 from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
-from weft.resharding.layout import Box, Copy
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
+from weft.resharding.weights import LOOPBACK, Box, Copy, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024

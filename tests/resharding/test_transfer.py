@@ -29,9 +29,8 @@ from weft.resharding import publisher as transfers
 from weft.resharding.buckets import SLOTS
 from weft.resharding.connection import Transport
 from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
-from weft.resharding.layout import Box, TensorLayout
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, Given, TensorPart, Weights, whole
+from weft.resharding.weights import LOOPBACK, Box, Given, TensorLayout, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
@@ -245,7 +244,7 @@ def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None
 
 
 def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
-    from weft.resharding.layout import Layout, Piece, ReshardPlan, Where
+    from weft.resharding.weights import Layout, Piece, ReshardPlan, Where
 
     own = (
         TensorLayout(p.name, p.shape, str(p.tensor.dtype)[6:], ((Piece(p.box),),)) for p in whole(like)

@@ -34,12 +34,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 )
 
 from ...dataflow.errors import WeightSyncError, nearest
-from ...resharding.buckets import threads_beside
+from ...resharding.buckets import box_sum, threads_beside
 from ...resharding.incoming import PATIENCE_S, IncomingWeights, receive_parts
-from ...resharding.layout import Box, Layout, ReshardPlan
 from ...resharding.vllm_control import TensorSum
 from ...resharding.vllm_writer import WeightWriter, process_tied, record_layout, restore
-from ...resharding.weights import CHECKSUM_MODULUS, RankWeights, Weights, box_sum, whole
+from ...resharding.weights import CHECKSUM_MODULUS, Box, Layout, RankWeights, ReshardPlan, Weights, whole
 
 
 @dataclass

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
-from ...resharding.layout import Box
+from ...resharding.weights import Box
 from ..models.model_folder import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,

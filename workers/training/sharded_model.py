@@ -28,8 +28,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...resharding.buckets import SharedMemory
 from ...resharding.incoming import IncomingWeights, receive_parts
-from ...resharding.layout import Box
-from ...resharding.weights import TensorPart
+from ...resharding.weights import Box, TensorPart
 from ..models.model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers, scalar_settings

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import RunError, UserError
-from ...resharding.layout import Box, contiguous_strides
-from ...resharding.weights import TensorPart
+from ...resharding.weights import Box, TensorPart, contiguous_strides
 from ..worker import Context
 from .engine import ModelConfig
 

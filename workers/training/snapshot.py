@@ -33,7 +33,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
-from ...resharding.layout import Box
+from ...resharding.weights import Box
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
 from .sharding import box_of, local_part, writes

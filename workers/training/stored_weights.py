@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
-from ...resharding.layout import Box
+from ...resharding.weights import Box
 from ..models.model_folder import SCALAR_HEAD
 from ..models.weight_files import weight_files
 from .causal_lm import Skeleton, load_complete

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from weft.resharding.incoming import IncomingWeights
-from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import TensorPart
+from weft.resharding.weights import Box, TensorPart
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.lora import Lora
