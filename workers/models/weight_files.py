@@ -24,7 +24,7 @@ _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class _TensorEntry:
     """A tensor's entry in a header."""
 
     file: Path
@@ -36,7 +36,11 @@ class TensorEntry:
     end: int
 
 
-def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+Header = tuple[dict[str, _TensorEntry], dict[str, str]]
+"""The entries of a file's tensors by name, and its metadata."""
+
+
+def read_header(file: Path) -> Header:
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
@@ -80,12 +84,12 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     return entries, metadata
 
 
-def _entry(file: Path, start: int, about: Any) -> TensorEntry:
+def _entry(file: Path, start: int, about: Any) -> _TensorEntry:
     first, last = about["data_offsets"]
     shape = tuple(int(extent) for extent in about["shape"])
     if not 0 <= first <= last or min(shape, default=0) < 0:
         raise ValueError
-    return TensorEntry(file, str(about["dtype"]), shape, start + first, start + last)
+    return _TensorEntry(file, str(about["dtype"]), shape, start + first, start + last)
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
@@ -104,11 +108,11 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
+def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
     """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
     UserError if a file is damaged, missing, or lacks a tensor of the index."""
     files = weight_files(model, folder)
-    found: dict[str, TensorEntry] = {}
+    found: dict[str, _TensorEntry] = {}
     try:
         for file in files:
             found |= read_header(file)[0]

@@ -225,48 +225,6 @@ _SEEN = 1 << 27
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Order of tokens in a microbatch: shared prompts, then complete rows, then the responses of
-    shared prompts."""
-
-    prompts: np.ndarray
-    """[prompts] int64: for each shared prompt, a row that has it."""
-    alone: np.ndarray
-    """[rows alone] int64: rows that do not share a prompt."""
-    shared: np.ndarray
-    """[rows] int64: rows that share a prompt."""
-    prompt_of: np.ndarray
-    """[rows that share] int64: index of each row's prompt in `prompts`."""
-    begins: np.ndarray
-    """[rows] int64: position of the first token after each row's prompt."""
-    last: np.ndarray
-    """[rows] int64: position of the last token of each row's prompt."""
-
-    @classmethod
-    def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> Placement:
-        """Place rows with these tokens of prompts and after prompts, [rows] int64 each. `same` is
-        equal for rows with equal prompts, [rows]; None if no row shares its prompt."""
-        firsts = shared = prompt_of = np.zeros(0, np.int64)
-        alone = np.arange(len(prompts))
-        if same is not None:
-            _, first, of_row, count = np.unique(
-                same, return_index=True, return_inverse=True, return_counts=True
-            )
-            several = count[of_row] > 1
-            alone, shared, firsts = np.flatnonzero(~several), np.flatnonzero(several), first[count > 1]
-            prompt_of = np.searchsorted(np.flatnonzero(count > 1), of_row[shared])
-        ends = np.cumsum(prompts[firsts])
-        begins = np.zeros(len(prompts), np.int64)
-        begins[alone] = ends[-1:].sum() + np.cumsum((prompts + after)[alone]) - after[alone]
-        begins[shared] = (
-            ends[-1:].sum() + (prompts + after)[alone].sum() + np.cumsum(after[shared]) - after[shared]
-        )
-        last = begins - 1
-        last[shared] = ends[prompt_of] - 1
-        return cls(firsts, alone, shared, prompt_of, begins, last)
-
-
-@dataclass(frozen=True)
 class SharingCost:
     """Compare the cost of rows with and without shared prompts.
 
@@ -283,7 +241,7 @@ class SharingCost:
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
         """Return the cost of rows that share equal prompts, in tokens of linear layers; arguments
-        as in `Placement.of_rows`."""
+        as in `plan_shared`."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )
@@ -338,7 +296,8 @@ def plan_shared(
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once. Return
-    the indexes of the rows of each. Rows are given as in `Placement.of_rows`.
+    the indexes of the rows of each. Rows have these tokens of prompts and after prompts, [rows] int64
+    each; `same` is equal for rows with equal prompts.
 
     Rows of one prompt stay together, prompts with the longest rows first. A prompt whose rows fill
     several microbatches is computed in each. Rows with equal `groups` ([rows]) stay together.

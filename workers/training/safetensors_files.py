@@ -31,7 +31,7 @@ from ..models.model_folder import (
     text_settings,
     unnamed_stop_tokens,
 )
-from ..models.weight_files import DTYPES, TensorEntry, read_header
+from ..models.weight_files import DTYPES, Header, read_header
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -117,7 +117,7 @@ class _StoredTensor:
 def open_tensors(path: Path) -> dict[str, _StoredTensor]:
     """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
     the file is damaged, or holds an unsupported dtype."""
-    data, entries, _ = _map(path)
+    data, (entries, _) = _map(path)
     return {
         name: _StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
         for name, entry in entries.items()
@@ -127,7 +127,7 @@ def open_tensors(path: Path) -> dict[str, _StoredTensor]:
 def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
     """Yield the name of each tensor in a file of `write_tensors`, its box in the full tensor, and
     its content. Raises ValueError if the file is damaged."""
-    data, entries, metadata = _map(path)
+    data, (entries, metadata) = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
         offsets = {name: sharding[name]["saved_offsets"] for name in entries}
@@ -141,16 +141,16 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
         yield name, Box(tuple(offsets[name]), stops), part.view(entry.shape)
 
 
-def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
-    entries, metadata = read_header(path)
-    for name, entry in entries.items():
+def _map(path: Path) -> tuple[Tensor, Header]:
+    header = read_header(path)
+    for name, entry in header[0].items():
         if entry.dtype not in _DTYPES:
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
     # A private mapping: writes to a tensor never reach the file.
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    return data, entries, metadata
+    return data, header
 
 
 # Model folders in the format of `from_pretrained`
