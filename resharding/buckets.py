@@ -30,7 +30,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
-from .weights import CHECKSUM_MODULUS, Box, TensorPart
+from .weights import CHECKSUM_MODULUS, Box, TensorPart, mix_bits
 
 BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
@@ -213,14 +213,16 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
     # Unlike `hash`, a CRC is equal in all processes.
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
-    return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
+    return (
+        int(mix_bits(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
     """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
     with np.errstate(over="ignore"):
-        mixed = _mixed(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
+        mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
     # The cache returns this array itself, so callers must not change it.
     odd.flags.writeable = False
@@ -246,15 +248,6 @@ def _row_factors(box: Box, shape: tuple[int, ...]) -> np.ndarray:
     return _factors(0, total)[
         np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)
     ]
-
-
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
-    with np.errstate(over="ignore"):
-        numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
-        numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return numbers ^ (numbers >> np.uint64(31))
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:

@@ -173,8 +173,6 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
         os.close(file)
 
 
-# Incoming
-
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
 
@@ -565,15 +563,14 @@ def receive_parts(
     sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> str:
     """Copy this rank's parts of a version into its tensors as they arrive, check them, confirm the
-    version, and return its checksum.
+    version, and return its checksum. `parts` are the tensors to overwrite: one box of each published
+    tensor. Elements are cast to the dtype of the part.
 
     Args:
-        parts: the rank's own tensors, which are overwritten: one box of each published tensor.
-            Elements are cast to the dtype of the part.
         counted: for each part, whether this rank counts it. Among ranks with equal parts, exactly
             one must. None to count all.
-        sum_over_ranks: adds an int64 array over the group, modulo 2^64, if its ranks hold parts of
-            tensors. None if each part is a whole tensor.
+        sum_over_ranks: adds an int64 array over the group, modulo 2^64. None if each part is a
+            whole tensor.
 
     Raises:
         WeightSyncError: names or shapes differ from the published tensors, and no part is

@@ -130,17 +130,11 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts and return at once. Do not change them before `finish`. Return
-        the record that receivers need; records of several ranks add up. Raises WeightSyncError if a
-        part occurs twice, or this publisher is closed.
-
-        Args:
-            parts: parts on any device, of any dtype.
-            version: policy version of these weights, at least 0. A version below the previous one starts
-                over: earlier records and deltas become invalid.
-            receivers: names of the expected receivers, which begin together. Late receivers begin after
-                these.
-        """
+        """Offer this rank's parts (on any device, of any dtype) and return at once. Do not change
+        them before `finish`. Return the record that receivers need; records of several ranks add up.
+        A version (at least 0) below the previous one starts over: earlier records and deltas become
+        invalid. The named receivers begin together, late ones after these. Raises WeightSyncError if
+        a part occurs twice, or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()

@@ -101,8 +101,6 @@ def _value(said: Any) -> Any:
     raise ValueError(f"{said!r} is not a payload of a transfer backend")
 
 
-# Vllm control
-
 METHODS = (
     "init_weight_transfer_engine",
     "start_weight_update",

@@ -629,9 +629,6 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
     return found
 
 
-# Vllm writer
-
-
 class _ModelState(enum.Enum):
     """State of a vLLM model.
 

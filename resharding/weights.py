@@ -691,3 +691,12 @@ class Given:
             return Given(self.version, None, num_bytes)
         checksum = f"{(int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS:016x}"
         return Given(self.version, checksum, num_bytes)
+
+
+def mix_bits(numbers: np.ndarray) -> np.ndarray:
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
+    with np.errstate(over="ignore"):
+        numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+        numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return numbers ^ (numbers >> np.uint64(31))

@@ -205,7 +205,6 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _as_weight_sync_error(self, what: str, weights: Weights) -> Iterator[None]:
-        """Turn other errors into a WeightSyncError about the failed step."""
         try:
             yield
         except WeightSyncError:
@@ -214,7 +213,6 @@ class VllmEngine:
             raise WeightSyncError(f"vLLM could not {what} version {weights.version}: {error}") from error
 
     def _take(self, weights: Weights) -> str:
-        """Overwrite the weights of the ranks and return the checksum of the version."""
         from .vllm_worker import check_received, to_update_info
 
         with self._as_weight_sync_error("load weights", weights):
@@ -231,7 +229,6 @@ class VllmEngine:
         return held[0].checksum
 
     def _take_by_vllm(self, weights: Weights) -> str:
-        """Receive a version through one of vLLM's own backends, and return its checksum."""
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
@@ -256,7 +253,6 @@ class VllmEngine:
                 raise
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
-        """Replace the adapter of the ranks and return the checksum of the received one."""
         from .vllm_worker import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}

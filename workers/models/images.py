@@ -275,14 +275,8 @@ def positions(
     backbone: Any, input_ids: Tensor, shown: ImageInputs, inside: Tensor | None = None
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
-    height and width (m-rope, arXiv:2409.12191).
-
-    Args:
-        inside: [B, L] bool, False for padding; None if padding is absent or on the right.
-
-    Returns:
-        None if the model numbers image tokens like all others.
-    """
+    height and width (m-rope, arXiv:2409.12191); None if it numbers image tokens like all others.
+    `inside` ([B, L] bool) is False for padding; None if padding is absent or on the right."""
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
         return None

@@ -97,16 +97,14 @@ def pass_bytes(
     gpu_bytes: int = 0,
 ) -> int:
     """Return the peak bytes of a pass without parameters, including new gradients if it trains.
+    `model` is the user's name for the model, `folder` has its settings.
 
     Args:
-        model, folder: the user's name for the model, and the folder of its settings.
         rows, length, predicted: rows of the microbatch, tokens of each, and how many of these get a
             log-probability. A reward head reads all tokens; other models read all but the last.
-        dtype: dtype of computation.
         gradients_stay: whether gradients of earlier microbatches exist from the start.
         lora: the adapter to train. Its layers keep their inputs as in full training; its small
             gradients are not counted.
-        checkpointing: activations to recompute.
         gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:

@@ -114,8 +114,6 @@ class _LentWeights:
         return full * self.factor if grows else full
 
 
-# Agreement
-
 _LENGTHS = (5, 3)
 """Tokens of the compared rows: few, so that large models take little time."""
 _FIRST_ID = 3

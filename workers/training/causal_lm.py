@@ -76,8 +76,6 @@ def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-# Causal lm
-
 _PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in (
@@ -111,17 +109,10 @@ def build_causal_lm(
     *,
     activation_checkpointing: Recomputed = False,
 ) -> Skeleton:
-    """Build the model of a folder, without weights.
-
-    Args:
-        model: the user's name for the model.
-        head: "values" or "rewards" replaces the model's head by a scalar one.
-        seed: seed for initializing the scalar head if the folder has none.
-
-    Raises:
-        UserError: `transformers` refuses the model or its activation checkpointing, or the model
-            cannot have a scalar head.
-    """
+    """Build the model of a folder, which the user calls `model`, without weights. The heads "values"
+    and "rewards" replace the model's head by a scalar one; `seed` initializes it if the folder has
+    none. Raises UserError if `transformers` refuses the model or its activation checkpointing, or
+    the model cannot have a scalar head."""
     settings = training_settings(model, folder)
     if head != "logprobs":
         check_scalar_head(model, {"model_type": settings.model_type})

@@ -129,24 +129,22 @@ class FsdpEngine:
     # Log-probabilities and values
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        has_it = self.head == "logprobs"
-        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", has_it, adapter)
+        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", adapter=adapter)
         return values, cu_seqlens
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        has_it = self.head == "logprobs"
-        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", has_it, entropies=True)
+        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", entropies=True)
         return values, entropies, cu_seqlens
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        (values,), cu_seqlens = self._of_tokens(batch, "values", self.head != "logprobs")
+        (values,), cu_seqlens = self._of_tokens(batch, "values")
         return values, cu_seqlens
 
     def _of_tokens(
-        self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
+        self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [1 or 2, T] float32: numbers and entropies of tokens, and cu_seqlens."""
-        if not has_it:
+        if (what == "values") == (self.head == "logprobs"):
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
         cu_seqlens = rows.response[1]
@@ -206,7 +204,6 @@ class FsdpEngine:
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """Return the routers that replay the column of routes, or None if they choose."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
         if self.model.routers is None:
@@ -346,7 +343,6 @@ class FsdpEngine:
         return OptimizerStep(metrics, applied=bad is None, bad=bad)
 
     def _why_bad(self, norm: float) -> str | None:
-        """Return why a step with this gradient norm is bad, or None if it is good."""
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):

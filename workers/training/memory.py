@@ -239,7 +239,6 @@ def gathers_once(config: ModelConfig, parameters: int) -> bool:
 
 
 def _embeddings(size: ModelSize) -> int:
-    """Return the number of parameters in embeddings and head."""
     return sum(math.prod(shape) for shape in size.shapes.values() if size.vocabulary in shape)
 
 

@@ -76,16 +76,11 @@ class Microbatches:
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
-        """Check the rows of a batch and copy them.
+        """Check the rows of a batch, and copy them with the `columns` that the loss reads.
 
-        Args:
-            columns: columns that the loss reads.
-            vocabulary: number of token ids of the model.
-            context: longest row that the model can read, in tokens, or None without a limit.
-            owner: name of the model, for messages.
-            sharing: cost of rows with shared prompts; None disables sharing.
-            routers: routers that replay the column `routes`; None lets them choose.
-            images: processor of a model that reads images, if it does.
+        The model `owner` (its name in messages) has a `vocabulary` of token ids, and reads rows of
+        at most `context` tokens. `sharing` is the cost of rows with shared prompts; None disables
+        sharing. `routers` replay the column `routes`; None lets them choose.
 
         Raises:
             UserError: a response has no prompt, a row exceeds the context, a ragged column does not

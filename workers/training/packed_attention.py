@@ -49,8 +49,6 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
     return query.dtype in _HALF and softcap is None and not dropout
 
 
-# Packed attention
-
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 VARLEN = "weft_packed_varlen"

@@ -32,9 +32,6 @@ def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-# Packed sequences
-
-
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
     """Rows end to end."""

@@ -71,9 +71,6 @@ def _follows_length(module: nn.Module) -> bool:
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
 
 
-# Response model
-
-
 class ResponseModel(nn.Module):
     """Backbone and head of a `transformers` causal language model.
 
@@ -235,7 +232,6 @@ class ResponseModel(nn.Module):
         return outputs, hidden if self.packs else hidden[rows.slots]
 
     def _with_images(self, inputs: dict[str, Any], rows: PackedSequences) -> dict[str, Any]:
-        """Return inputs of padded rows with image features and the model's own positions."""
         assert rows.shown is not None
         input_ids = inputs.pop("input_ids")
         places = torch.zeros(math.prod(rows.shape), dtype=torch.bool, device=input_ids.device)

@@ -50,13 +50,9 @@ class Balance:
 
     @classmethod
     def of_step(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
-        """Return the balance of one step's loss.
-
-        Args:
-            loads: [experts] float64, on the model's device: tokens sent to each expert in the step,
-                over all layers and ranks.
-            chosen: experts per token.
-            weight: divisor that is later applied to the gradient of the backward pass.
+        """Return the balance of one step's loss. `loads` ([experts] float64, on the model's device)
+        are tokens sent to each expert in the step, over all layers and ranks, with `chosen` experts
+        per token. `weight` is a divisor that is later applied to the gradient.
 
         >>> Balance.of_step(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
@@ -172,8 +168,6 @@ def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor
     weights = (balance.coefficient * balance.scale * counts).to(own).view(*logits.shape[:-1], 1)
     return (weights * probabilities * centred).to(logits.dtype)
 
-
-# Routers
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -380,12 +374,8 @@ class _TopkOverride(TorchFunctionMode):
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
     """Find the routers of a model, in the order of its layers, and the experts that they chose in a
-    pass of T tokens (`run`).
-
-    Returns:
-        The routers and [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a layer
-        chooses in several modules, or if a module's name has no layer number.
-    """
+    pass of T tokens (`run`): [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a
+    layer chooses in several modules, or if a module's name has no layer number."""
     settings = causal_lm.config.get_text_config()
     experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
     if experts is None:

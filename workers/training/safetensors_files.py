@@ -164,14 +164,9 @@ def write_model(
     changed: Mapping[str, Any],
     disk: Disk,
 ) -> None:
-    """Write a folder that `from_pretrained` loads.
-
-    Args:
-        causal_lm: the `transformers` model, which maps its names to those in files.
-        tensors: full tensors on the host by name in the model; tied ones once.
-        source: folder of the loaded model, for its settings, tokenizer and chat template.
-        changed: settings that differ from the source's, such as the `dtype` of the tensors.
-    """
+    """Write a folder that `from_pretrained` loads, from full tensors on the host by name in the
+    model; tied ones once. The `transformers` model maps its names to those in files. Settings,
+    tokenizer and chat template come from the folder `source`, except `changed` settings."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -98,8 +98,6 @@ def rounded_parameters(
             module._parameters.update(parameters)
 
 
-# Sharded model
-
 _ONE_UNIT_PARAMETERS = 16_000_000
 """Gather models with fewer parameters as one unit, because many small collectives only cost
 latency."""

@@ -41,18 +41,11 @@ class _BadSteps:
             self._rows.append(rows)
 
     def note(self, step: OptimizerStep, loss: Loss, *, update: int, number: int | None = None) -> None:
-        """Record the result of the step. The rows of a bad step are written to
+        """Record the result of the step, which is the `number`-th (from 1) if the update of this
+        version has several. The rows of a bad step are written to
         `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or
-        `update_000012_step_3_rank_0.arrow`.
-
-        Args:
-            update: the policy version that the update makes.
-            number: number of the step in an update of several, from 1.
-
-        Raises:
-            DivergedError: `stop_after` consecutive steps were bad. Steps without a token to train
-                on do not count.
-        """
+        `update_000012_step_3_rank_0.arrow`. Raises DivergedError if `stop_after` consecutive steps
+        were bad. Steps without a token to train on do not count."""
         rows, self._rows = self._rows, []
         if step.applied:
             self.in_a_row = ()
@@ -126,14 +119,8 @@ class Updates:
         last: bool,
         first: Loss | None = None,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps.
-
-        With several minibatches, each rank shuffles and cuts its own rows. With one pass of one
-        step, rows may arrive in several calls: gradients accumulate until the `last` one.
-
-        Args:
-            first: the same loss with metrics that are defined only before the first step.
+        """Make one new version of the weights; see `ActorWorker.update`. `first` is the same loss
+        with metrics that are defined only before the first step.
 
         Returns:
             `loss`; `grad_norm` (before clipping, of every step where it is finite, applied or not);
