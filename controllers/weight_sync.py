@@ -50,8 +50,7 @@ class WeightSync:
         self._owing: dict[str, set[str]] = {}
         """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Publishing leader -> ranks that received the weights, each with the checksum of its
-        copy."""
+        """Publishing leader -> ranks that received the weights, with their checksums."""
         self._sent: dict[str, int] = {}
         """Follower -> the last version that it received."""
         self._compared: dict[str, set[int]] = {}
@@ -75,8 +74,7 @@ class WeightSync:
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Follower in these groups -> the version that it will hold once its leader's weights
-        arrive."""
+        """Follower in these groups -> its version once its leader's weights arrive."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -195,8 +193,7 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that receive a version: all that are up, or those without it if the others have
-        it."""
+        """Ranks that receive a version: all that are up, or only those that lack it."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)

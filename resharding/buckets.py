@@ -432,8 +432,7 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch in this thread, so that each of `others` processes on this machine keeps a
-    core."""
+    """Limit torch in this thread, so that `others` processes on this machine keep a core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:

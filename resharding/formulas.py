@@ -131,8 +131,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards,
-    replicas."""
+    """Degrees of parallelism: pipeline stages, tensor-parallel shards, replicas."""
 
     pp: int = 1
     tp: int = 1

@@ -287,7 +287,7 @@ class IncomingWeights:
     def hang_up(self) -> None:
         """End the connections from another thread; iterating over slices then raises an error."""
         for source in self._sources:
-            source.hang_up()
+            source.channel.hang_up()
 
     def close(self) -> None:
         for source in self._sources:
@@ -311,7 +311,7 @@ class _Source:
             )
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
-        self._channel: Connection | GroupChannel = self.connection
+        self.channel: Connection | GroupChannel = self.connection
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver}
@@ -364,7 +364,7 @@ class _Source:
         with self._named():
             self.connection.send(b"W", said)
             if self._transport in ("gloo", "nccl"):
-                self._channel = GroupChannel(self.connection, rank=1, device=self._device)
+                self.channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
         """Wait for the next message. Return the bucket, or None for a keepalive."""
@@ -408,13 +408,8 @@ class _Source:
         with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
             self.connection.send(b"K")
 
-    def hang_up(self) -> None:
-        if isinstance(self._channel, GroupChannel):
-            self._channel.close()
-        self.connection.hang_up()
-
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
         self.connection.close()
 
     def _updated(self, held: _HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
@@ -423,7 +418,7 @@ class _Source:
         bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         form = bytearray(FORM.size)
         with self._named():
-            self._channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
+            self.channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -440,7 +435,7 @@ class _Source:
     def _receive_array(self, target: np.ndarray) -> None:
         own_bytes = torch.from_numpy(target.view(np.uint8))
         if len(own_bytes):
-            self._channel.receive_elements(own_bytes)
+            self.channel.receive_elements(own_bytes)
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -450,7 +445,7 @@ class _Source:
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         with self._named():
-            self._channel.receive_elements(self._buffer[:num_bytes])
+            self.channel.receive_elements(self._buffer[:num_bytes])
         return self._buffer[:num_bytes].view(dtype).view(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:

@@ -271,12 +271,6 @@ class _Session:
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
         return self.turn is not None and far(self.turn)
 
-    def hang_up(self) -> None:
-        """End the connection. Threads that wait for the receiver get an error."""
-        if isinstance(self.channel, GroupChannel):
-            self.channel.close()
-        self.connection.hang_up()
-
     def __str__(self) -> str:
         return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
 
@@ -459,7 +453,7 @@ class _Transfer:
         except Exception as error:  # any error ends only this session; others must not wait for it
             self._lose(session, error)
         finally:
-            session.hang_up()
+            session.channel.hang_up()
 
     def _give(self, session: _Session, number: int) -> None:
         turn = self._await(session, lambda turn: turn.filled > number)
@@ -570,7 +564,7 @@ class _Transfer:
             sessions = list(self._sessions)
         for session in sessions:
             if (session.receiver, session.part) not in self._served:
-                session.hang_up()
+                session.channel.hang_up()
         if self._failure:
             raise WeightSyncError(self._failure)
         return None if self._checksum is None else f"{self._checksum:016x}"

@@ -168,8 +168,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without
-        engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without any."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -212,8 +211,7 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version. Each element of each tensor must be on exactly one
-        rank."""
+        """Set the next version. Each element of each tensor must be on exactly one rank."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)

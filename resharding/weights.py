@@ -194,8 +194,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Distribution of a model's tensors over the ranks of one side of a transfer, or over one
-    rank."""
+    """Distribution of a model's tensors over the ranks of one side of a transfer."""
 
     tensors: Mapping[str, TensorLayout]
     """By name in the checkpoint, in the order of the transfer."""
@@ -644,8 +643,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The endpoint that publishes one rank's parts, as plain data of constant size. The token
-    authenticates receivers."""
+    """The endpoint that publishes one rank's parts. The token authenticates receivers."""
 
     host: str
     """Address for receivers on other machines; empty for none, and LOOPBACK only."""

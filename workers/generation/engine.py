@@ -24,11 +24,9 @@ class GenerationRequest:
     prompt_ids: np.ndarray
     """[P] int32, with one placeholder for each image."""
     seed: int | None = None
-    """Equal seeds, weights and prompts give equal tokens; None uses the engine's own random
-    stream."""
+    """Equal seeds, weights and prompts give equal tokens; None leaves it to the engine."""
     images: Sequence[Any] = ()
-    """Encoded images of the prompt, as bytes or buffers. Only engines with an image processor
-    accept them."""
+    """Encoded images, as bytes or buffers, for engines with an image processor."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,7 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Extra tokens to decode before a possible stop string, as the first decoded token may lose a
-space."""
+"""Extra tokens to decode before a stop string: the first one may lose a space."""
 
 
 StopCheck = Callable[[Sequence[int] | np.ndarray], bool]

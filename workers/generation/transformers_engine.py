@@ -47,8 +47,7 @@ class _DecodingBatch:
     length: int
     """Columns in the cache, including padding."""
     origin: Tensor
-    """[B] column with position 0: left padding of each row, minus the positions that images leave
-    out."""
+    """[B] column with position 0: left padding, minus the positions that images leave out."""
     inside: Tensor | None
     """[B, columns] whether a column belongs to the row; None if no row is padded."""
 
@@ -116,8 +115,7 @@ def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple
 
 
 def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Truncate logits to the `top_k` likeliest, then to the smallest set that reaches `top_p`; set
-    all others to -inf."""
+    """Keep the `top_k` likeliest logits, then the fewest that reach `top_p`; the rest is -inf."""
     ascending, index = logits.sort(-1)
     if top_k and top_k < logits.shape[-1]:
         threshold = ascending[:, -top_k, None]

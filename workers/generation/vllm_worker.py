@@ -170,8 +170,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived. Raises an error if it is damaged or
-        incomplete."""
+        """Whether the staged version has arrived. Raises an error if it is damaged."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -292,8 +291,7 @@ class _VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums the tensors that a model's loaders get, until `load_weights` is deleted from the
-    model."""
+    """Sums the tensors that a model's loaders get, until its `load_weights` is deleted."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
@@ -460,8 +458,7 @@ class WorkerExtension:
         return self._weft_receiver.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
-        """Begin an update through one of vLLM's own backends; until it ends, vLLM's calls go to
-        that backend."""
+        """Send vLLM's calls to one of its own backends, until this update ends."""
         if self._weft_backends is None:
             model = self.model_runner.get_model()
             self._weft_backends = _VllmBackends(

@@ -175,8 +175,7 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """Decode an image to RGB with Pillow, and turn it upright by its EXIF data (as `datasets` and
-    `transformers` do)."""
+    """Decode an image to RGB with Pillow, upright by its EXIF data, as `transformers` does."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
@@ -243,8 +242,7 @@ class ImageInputs:
     """The images of the rows of a pass."""
 
     places: Tensor
-    """[B, L] bool, or [T] of packed rows: positions where an image feature replaces the token
-    embedding."""
+    """[B, L] bool, or [T] of packed rows: image features replace token embeddings here."""
     inputs: Mapping[str, Tensor]
     """Arguments of the vision tower by name, for all images in the order of their positions."""
 

@@ -134,8 +134,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 """Weights in unsupported formats."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Places to compare in a file whose format does not show where tensors begin, and bytes at each
-place."""
+"""Places to compare in a file of a format without known tensors, and bytes at each."""
 _SMALL_BYTES = 32 << 20
 """Files up to this size are compared completely."""
 
@@ -163,8 +162,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files that workers read in the folder of a model or, without `weights`, of a
-    tokenizer."""
+    """List the files that workers read of a model or, without `weights`, of a tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}

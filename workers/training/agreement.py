@@ -119,8 +119,7 @@ _LENGTHS = (5, 3)
 _FIRST_ID = 3
 """First token id of the rows; smaller ids often mean padding."""
 _SPREAD = 1.0
-"""Logits with a smaller standard deviation would hide mistakes; they come from untrained
-parameters."""
+"""Logits with a smaller standard deviation, as of untrained models, would hide mistakes."""
 _LARGEST_FACTOR = 16
 """Limit on the factor that amplifies such parameters."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")

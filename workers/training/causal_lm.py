@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...dataflow.errors import UserError
 from ..models.images import is_type_that_sees
 from ..models.model_folder import CONFIG_FILE, SCALAR_HEAD, check_scalar_head, refusals_named
-from ..models.model_folder import SCALAR_HEAD as WEIGHT
 from ..models.weight_files import check_weights, find_tensor
 from .engine import Head, Recomputed
 
@@ -34,8 +33,7 @@ from .engine import Head, Recomputed
 
 
 _DEVIATION = 0.1
-"""Approximate standard deviation of a new head's outputs; a normalised hidden state has a norm of
-sqrt(hidden)."""
+"""Approximate standard deviation of a new head's outputs: hidden states have norm sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
@@ -44,22 +42,24 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
     before = set(causal_lm.state_dict())
     causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
     dropped = frozenset(before - set(causal_lm.state_dict()))
-    causal_lm.add_module(WEIGHT.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta"))
+    causal_lm.add_module(
+        SCALAR_HEAD.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta")
+    )
     return dropped
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
     """Return the [1, hidden] weight of the folder's scalar head, or a new one from a seed that all
     ranks share. Raises UserError if the folder's head gives several numbers."""
-    file = find_tensor(model, WEIGHT)
+    file = find_tensor(model, SCALAR_HEAD)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(1, hidden).normal_(std=_DEVIATION / math.sqrt(hidden), generator=generator)
     with safe_open(file, "pt") as tensors:
-        stored = tensors.get_tensor(WEIGHT)
+        stored = tensors.get_tensor(SCALAR_HEAD)
     if stored.shape != (1, hidden):
         raise UserError(
-            f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]"
+            f"{model}: {SCALAR_HEAD!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]"
         )
     return stored
 
@@ -92,13 +92,11 @@ class Skeleton:
     """A model without weights."""
 
     causal_lm: Any
-    """The model in evaluation mode: float32 parameters on the meta device, computed buffers on the
-    host."""
+    """In evaluation mode: float32 parameters on the meta device, computed buffers on the host."""
     made: Mapping[str, Tensor]
     """Tensors that are not read from the model's files, by name: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors in the files of a language model that this model lacks: its original head.
-    """
+    """Names of tensors in a language model's files that this model lacks: its original head."""
 
 
 def build_causal_lm(

@@ -126,8 +126,7 @@ class _How:
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether the backward pass needs only the exponentials of logits, which the forward pass
-        has computed."""
+        """Whether the backward pass needs only the exponentials of the forward pass."""
         return self.trains and not self.entropy and self.form.softcap is None
 
 
@@ -227,8 +226,7 @@ class _Chunks:
             yield slice(start, min(start + self._size, len(self.hidden)))
 
     def logits(self, part: slice) -> Tensor:
-        """Return [t, vocabulary] logits in float32 or float64, divided by temperatures; the next
-        call overwrites them."""
+        """Return [t, vocabulary] logits over temperatures; the next call overwrites them."""
         hidden, number = self.hidden[part], part.stop - part.start
         out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
@@ -244,8 +242,7 @@ class _Chunks:
         return out if self.scales is None else out.mul_(self.scales[part, None])
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
-        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2, from the scaled
-        logits; None without a cap."""
+        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2; None without a cap."""
         cap = self.form.softcap
         if cap is None:
             return None
@@ -303,8 +300,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of
-    range."""
+    """Return [T] targets as row numbers of this rank's head; others are out of range."""
     return targets if shards is None else targets - shards.first
 
 

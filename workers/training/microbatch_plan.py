@@ -198,8 +198,7 @@ def level_microbatches(
 
 
 GAIN = 1 / 16
-"""Share of the cost that sharing must save before rows share prompts, because it copies their
-tokens once more."""
+"""Share of the cost that sharing must save, because it copies shared tokens once more."""
 _PADDED = 8
 """Limit on padded keys of the responses of a microbatch, as a multiple of its tokens."""
 _SEEN = 1 << 27
@@ -222,8 +221,7 @@ class SharingCost:
     Otherwise a kernel skips them."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """Return the cost of rows that share equal prompts, in tokens of linear layers; arguments
-        as in `plan_shared`."""
+        """Return the cost of rows that share prompts, in tokens; arguments as in `plan_shared`."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )

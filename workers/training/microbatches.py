@@ -51,14 +51,11 @@ class Microbatches:
     """Columns with one value per row, [rows]."""
     device: torch.device
     reads_last: bool = False
-    """Whether the head reads the position of each response token itself rather than the position
-    before it."""
+    """Whether the head reads the position of each response token instead of the one before."""
     same_prompt: np.ndarray | None = None
-    """[rows] int64, equal for rows with equal prompts, which are computed once per microbatch. None
-    disables sharing."""
+    """[rows] int64, equal for rows to share their equal prompts. None disables sharing."""
     routes: list[np.ndarray] | None = None
-    """Experts of each row's tokens, [tokens that the model reads, layers, chosen]; None lets
-    routers choose."""
+    """Experts of each row's tokens, [tokens, layers, chosen]; None lets routers choose."""
     images: _ShownRows | None = None
 
     @classmethod
@@ -180,8 +177,7 @@ class Microbatches:
     def inputs(
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
-        """Return the arguments of `ResponseModel` for these rows. An empty part gives one token
-        whose output is ignored."""
+        """Return the arguments of `ResponseModel`. An empty part gives one ignored token."""
         device = self.device
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -265,8 +261,7 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Order of tokens in a microbatch: shared prompts, then complete rows, then the responses of
-    shared prompts."""
+    """Order of tokens: shared prompts, complete rows, then responses of shared prompts."""
 
     prompts: np.ndarray
     """[prompts] int64: for each shared prompt, a row that has it."""

@@ -160,8 +160,7 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of a moment's name."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements to update at once. A CPU holds about ten float32 and int64 copies of them; a GPU
-compiles the update."""
+"""Elements to update at once: a CPU holds ten copies of them; a GPU compiles the update."""
 _SHAPES = 256
 """Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
@@ -262,8 +261,7 @@ def _load_library(
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return the block size of a parameter, or None if its moments are float32. Equal on all
-    ranks."""
+    """Return a parameter's block size, None for float32 moments. Equal on all ranks."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 

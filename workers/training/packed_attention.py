@@ -156,13 +156,11 @@ class _Attend:
     window: int | None
     kernel: Kernel | None
     widens: bool
-    """Whether to compute padded half-precision rows in float32: a CPU's kernel takes up to three
-    times as long in bfloat16."""
+    """Whether to pad in float32: a CPU's kernel takes up to three times as long in bfloat16."""
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """Compute attention within each row: [T, heads, head size], like queries, keys and
-        values."""
+        """Compute attention within each row: [T, heads, head size], like the inputs."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
             return self._by_kernel(kernel, query, key, value, rows, rows)

@@ -1,5 +1,4 @@
-"""Rows of a microbatch that is stored end to end. Everything is computed on the host, so nothing
-waits for the device."""
+"""Rows of a microbatch, end to end. Computed on the host: nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class PackedSequences:
     exchange: Stretches | None = None
     """How several ranks share the tokens; None if this rank has all of them."""
     rounded: bool = False
-    """Whether to round queries, keys and values to bfloat16, to check a kernel that computes only
-    in half precision."""
+    """Whether to round queries, keys and values to bfloat16, to check a kernel."""
     routing: Routing | None = None
     """Instructions for the routers of a mixture, if any."""
     shown: ImageInputs | None = None
@@ -81,13 +79,11 @@ class PackedSequences:
 
     @cached_property
     def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions. Padding repeats the last position of its row, so that no
-        row seems longer."""
+        """[B, longest] int64 positions. Padding repeats the last position of its row."""
         return self._on_device(self._padded_positions)
 
     def positions_by_row(self, *, padded: bool) -> list[Tensor]:
-        """Return the positions of each row on the host: [1, its length] int64, or [1, longest] if
-        `padded`."""
+        """Return each row's positions on the host: [1, length] int64, or [1, longest]."""
         if padded:
             return list(torch.from_numpy(self._padded_positions).split(1))
         ends = np.cumsum(self.lengths)[:-1].tolist()

@@ -96,14 +96,11 @@ class ResponseModel(nn.Module):
         self.stretches: Stretches | None = None
         """How ranks share the tokens of a microbatch; None if each rank has separate tokens."""
         self.head_form: HeadForm | None = None
-        """How logits follow from the products of hidden states and the head; None if the model
-        computes them in another way."""
+        """How logits follow from products of hidden states and head; None if in another way."""
         self.routers: Routers | None = None
-        """Routers of a mixture of experts; None if there are none, or if their choices are not
-        accessible."""
+        """Routers of a mixture of experts; None if there are none, or none accessible."""
         self.ropes: _RopesByRow | None = None
-        """Ropes that depend on the length of a row; None if there are none, or if they see all rows
-        at once."""
+        """Ropes that depend on a row's length; None if there are none, or they see all rows."""
         self.chunk_bytes: int | None = None
         """Bytes of logits to compute at once; None selects a value for the device."""
 
@@ -253,8 +250,7 @@ class ResponseModel(nn.Module):
         *,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities of targets, and entropies, from the [T, hidden] states before
-        them (see `forward`)."""
+        """Return log-probabilities and entropies from the [T, hidden] states before targets."""
         if self.head_form is None:
             return logprobs_of_any_head(
                 lambda states: self.own_logits(outputs, states), hidden, targets, temperatures, entropy

@@ -41,8 +41,7 @@ _DTYPES = {
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
-"""Metadata key for the position of each tensor in the full one, as in
-`torch.distributed.checkpoint`."""
+"""Metadata key of `torch.distributed.checkpoint`: positions in the full tensors."""
 
 
 def write_tensors(

@@ -99,8 +99,7 @@ def rounded_parameters(
 
 
 _ONE_UNIT_PARAMETERS = 16_000_000
-"""Gather models with fewer parameters as one unit, because many small collectives only cost
-latency."""
+"""Gather smaller models as one unit, because many small collectives only cost latency."""
 
 
 class ShardedModel:
@@ -121,8 +120,7 @@ class ShardedModel:
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """Shared memory of this rank's parts, which other processes can read. It must live as long
-        as the parts."""
+        """Shared memory of this rank's parts for other processes, kept as long as the parts."""
         self.gathers_once = self._distribute()
         """Whether parameters are gathered once a step rather than in each microbatch."""
 
@@ -160,8 +158,7 @@ class ShardedModel:
         return once
 
     def _split_vocabulary(self, mesh: DeviceMesh) -> None:
-        """Split embeddings and head over token ids if they divide evenly. Otherwise all ranks of a
-        replica hold a full copy."""
+        """Split embeddings and head over token ids if they divide evenly; else replicate them."""
         causal_lm = self.model.causal_lm
         embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
@@ -274,15 +271,13 @@ class ShardedModel:
             dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def sync_gradients(self, last: bool) -> None:
-        """Reduce gradients over replicas in the next backward pass if it is the last one, or if
-        every pass reduces."""
+        """Reduce gradients in the next backward pass if it is the last, or if every pass does."""
         if isinstance(self.model, FSDPModule) and self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
     def complete_gradients(self) -> None:
-        """Sum the gradients of replicated parameters that tensor-parallel ranks apply to different
-        attention heads."""
+        """Sum replicated parameters' gradients that tensor-parallel ranks compute in parts."""
         if self.mesh is not None and self._partials:
             named = self.model.causal_lm.named_parameters()
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
@@ -378,8 +373,7 @@ class ShardedModel:
                 yield part._replace(name=peft_name(part.name))
 
     def _merged_parts(self) -> Iterator[TensorPart]:
-        """Yield merged weights. Merging needs gathered tensors; each rank yields an equal share of
-        the rows of each."""
+        """Yield merged weights, which takes gathered tensors: an equal share of rows per rank."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)

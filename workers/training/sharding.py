@@ -120,8 +120,7 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
 
 
 _ROUNDING = 1e-3
-"""Allowed difference between copies relative to the largest element, because kernels add in any
-order."""
+"""Allowed relative difference between copies, because kernels add in any order."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -281,8 +280,7 @@ class _DirectAllGather(_Allocates):
 
 
 class _DirectReduceScatter(_Allocates):
-    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order. Each rank
-    gets its part."""
+    """FSDP's `ReduceScatter`: sum or mean of all ranks' tensors, added in rank order."""
 
     def __call__(
         self,

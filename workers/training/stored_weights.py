@@ -97,8 +97,7 @@ class StoredWeights:
         """Key in the files of each tensor that needs no conversion, by its name in the model."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """Cached result of the last conversion, since tensors of one conversion are often read one
-        after the other."""
+        """Result of the last conversion: its tensors are often read one after the other."""
         unexpected = self._match()
         # After `_match`, which marks the conversions that it uses.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]

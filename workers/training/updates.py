@@ -35,8 +35,7 @@ class _BadSteps:
         """Reason for each bad step since the last applied one. Checkpoints save it."""
 
     def add_rows(self, rows: Batch) -> None:
-        """Add rows of the current step. They are held (in segments of the buffer, not copied) until
-        it is over."""
+        """Add rows of the current step, held in segments of the buffer until it is over."""
         if self._folder is not None:
             self._rows.append(rows)
 
@@ -88,8 +87,7 @@ class _BadSteps:
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
-    """Write all rows of a step as one Arrow IPC file. Parts may differ in columns
-    (`response_mask`): null means absent."""
+    """Write a step's rows as one Arrow IPC file. A column may be absent in some: null."""
     parts = [
         pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
         for part, own in zip(rows, losses, strict=True)
@@ -101,8 +99,7 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """The updates of an engine, each of one or more optimizer steps. Collective: each rank passes
-    the rows of its replica."""
+    """The updates of an engine, of one or more optimizer steps each. Collective."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
@@ -154,8 +151,7 @@ class Updates:
         return merge(parts)
 
     def save(self, path: Path) -> float:
-        """Copy the training state and write it to a new folder in the background. Return the
-        seconds that training waited."""
+        """Copy the training state and write it in the background. Return the seconds waited."""
         return self._engine.snapshot(
             path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
         )
