@@ -478,8 +478,7 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
     """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
-    WeightSyncError if gaps and values do not match, or reach beyond the box. The bits stay
-    unchanged."""
+    WeightSyncError, and changes nothing, if gaps, values and box do not match."""
     ends = np.flatnonzero(gaps != _ESCAPE)
     positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):

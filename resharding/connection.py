@@ -73,9 +73,8 @@ def listen(host: str) -> socket.socket:
 
 
 class Connection:
-    """One side of an authenticated connection. Create one with `connect` or `accept`. All methods
-    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for
-    `silence_s`."""
+    """One side of an authenticated connection. All methods raise `OSError` if the other side is
+    gone, and `TimeoutError` if it is silent for `silence_s`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected

@@ -238,9 +238,8 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism (the fastest coordinate), which splits
-    first. FSDP cuts dimension 0 over `sharded` ranks. Sizes follow `torch.chunk`: the last chunks
-    may be smaller, or empty."""
+    """Return the layout of FSDP2 (dimension 0 over `sharded` ranks, with the sizes of
+    `torch.chunk`) over tensor parallelism, the fastest coordinate, which splits first."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:

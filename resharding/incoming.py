@@ -535,8 +535,7 @@ _held: dict[tuple[str, int, int], _HeldBoxes] = {}
 
 def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
     """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
-    identity of the publisher or its entries (`publisher`) drops the held boxes. Without a name of
-    the receiver, the boxes are not kept for the next version."""
+    publisher drops them. Without a name of the receiver, they are not kept."""
     found = _held.get((receiver, part, rank))
     if found is None or found.publisher != publisher:
         found = _HeldBoxes(publisher)

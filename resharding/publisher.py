@@ -585,10 +585,9 @@ def _lies_in(box: Box, outer: Box) -> bool:
 
 
 class _BucketMemory:
-    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing
-    is pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
-    /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
-    memory by its IPC handle."""
+    """Memory that grows to fit the largest version. Without a device, it is an anonymous file on
+    the host (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user. With
+    `mapped`, receivers map the device's memory by its IPC handle. Nothing is pickled."""
 
     def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
         self._device = device

@@ -149,8 +149,7 @@ class _Engine:
 
 class Receivers:
     """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
-    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
-    all."""
+    `host`. If they share one collective (`together`), the loss of one stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}

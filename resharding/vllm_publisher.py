@@ -39,9 +39,8 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weigh
 @dataclass(frozen=True)
 class _VllmBackend:
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank
-    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
-    tensor)."""
+    """Make parameters from the trainer's rank, the address of rank 0, the number of ranks of all
+    engines, and the bytes of one buffer (at least the largest tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -127,9 +126,8 @@ class VllmPublisher:
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Send the published version to the engines, and return when all of them have it. Raises
-        WeightSyncError if the transfer failed. With a collective backend, the failure of one engine
-        is enough."""
+        """Send the published version, and return when all engines have it. Raises WeightSyncError
+        if the transfer failed; with a collective backend, if one engine failed."""
         try:
             if not self._meet(version):
                 return

@@ -696,9 +696,8 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions into a model that was recorded, from slices in the checkpoint's names and
-    coordinates. `written` is called with name, box and elements of each slice in the model, before
-    vLLM repacks it."""
+    """Writes versions into a recorded model, from slices in the checkpoint's coordinates. `written`
+    is called with name, box and elements of each slice, before vLLM repacks it."""
 
     def __init__(
         self,

@@ -226,9 +226,8 @@ class Layout:
 
     @classmethod
     def of_ranks(cls, layouts: Sequence[Layout], label: str = "") -> Layout:
-        """Return the layout of a group from layouts of one rank each, in rank order. A rank may
-        leave out tensors that it does not hold. Raises UserError if two ranks report different
-        shapes or dtypes of one tensor."""
+        """Return the layout of a group from layouts of one rank each, which may leave out tensors.
+        Raises UserError if two ranks report different shapes or dtypes of one tensor."""
         known: dict[str, tuple[int, TensorLayout]] = {}
         for rank, layout in enumerate(layouts):
             for name, own in layout.tensors.items():
@@ -431,9 +430,8 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout. 0 for
-        HybridFlow's layouts, whose training shards are parts of the generation shards
-        (arXiv:2409.19256, table 2)."""
+        """Bytes that a destination rank's device holds only for the source layout: 0 for
+        HybridFlow's layouts (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 

@@ -207,9 +207,8 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers, such as "rollout[0]", and return its
-        address. The records of all ranks together describe the group's weights. Receivers read the
-        parameters directly; they must not change until `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers, such as "rollout[0]". The records of
+        all ranks add up. Parameters must not change until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)

@@ -76,9 +76,9 @@ class GenerationEngine(Protocol):
         ...
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """Receive a version into separate memory while requests continue, so that `update_weights`
-        only swaps it. Yields until the version has arrived; an engine without staging yields
-        nothing. Raises a WeightSyncError if the bytes differ from the published ones."""
+        """Receive a version into separate memory while requests continue, for `update_weights` to
+        swap. Yields until it has arrived, or nothing without staging. Raises a WeightSyncError if
+        the bytes differ from the published ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:

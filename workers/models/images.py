@@ -129,8 +129,7 @@ class ImageReader:
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
         """Return a prompt ([P] int32, with one placeholder for each image) with the tokens of its
-        encoded images (bytes or buffers). Raises a UserError if placeholders and images differ in
-        number, or an image cannot be read."""
+        encoded images. Raises a UserError if their numbers differ, or an image is unreadable."""
         places = np.flatnonzero(prompt_ids == self.token)
         if not len(images):  # in a prompt without images the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))

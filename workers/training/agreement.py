@@ -328,8 +328,7 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
     """Return whether the kernel for rows of different lengths is as close to the reference as
-    padded attention, both with bfloat16 queries, keys and values. Checked for separate rows, and
-    for rows that share a prompt and so have more keys than queries."""
+    padded attention, both in bfloat16, for separate rows and rows that share a prompt."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -407,8 +406,7 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     """Return how logits follow from the head's products, or None if they are more than scaled and
-    soft-capped. Hidden states much larger than the model's own expose a soft cap that its settings
-    do not name."""
+    soft-capped. Large hidden states expose a soft cap that settings do not name."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = (

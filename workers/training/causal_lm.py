@@ -190,9 +190,8 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does. On
-    the meta device a constructor computes nothing. The initialization of `transformers` computes
-    these buffers and skips tensors that are marked as loaded."""
+    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does: the
+    initialization of `transformers` skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -217,9 +216,8 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 
 
 def _switch_off_dropout(settings: Any) -> None:
-    """Set every dropout setting to zero: a policy with dropout differs from the policy that
-    sampled. Evaluation mode disables dropout, but recomputed layers must be in training mode, and
-    some apply dropout directly."""
+    """Set every dropout setting to zero, so that the policy is the one that sampled. Recomputed
+    layers are in training mode, and some layers apply dropout in any mode."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)

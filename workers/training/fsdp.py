@@ -217,9 +217,9 @@ class FsdpEngine:
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Plan this rank's microbatches, with empty ones to take part in the collectives of others.
-        Rows with equal `groups` ([rows]) stay together. Also return the given numbers of all
-        replicas: [replicas, numbers] float64."""
+        """Plan this rank's microbatches, with empty ones for the collectives of others. Rows with
+        equal `groups` stay together. Also return the numbers of all replicas: [replicas,
+        numbers]."""
         packed = self.model.packs
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)

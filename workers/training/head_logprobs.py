@@ -204,9 +204,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """Chunks of a head's pass, which share their buffers: fresh pages cost as much as a pass over
-    them. Logits kept for the backward pass are a single chunk; others are split evenly, because
-    products of few tokens are slow."""
+    """Chunks of a head's pass, which share their buffers, as fresh pages are slow. Kept logits are
+    a single chunk; others are split evenly, as products of few tokens are slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How

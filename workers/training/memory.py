@@ -126,9 +126,8 @@ class TrainingMemory:
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
-    """Read the sizes of a model (folder or id) from the headers of its files. `scalar`: a scalar
-    head replaces the model's own. Raises UserError if the model is missing or damaged, and
-    ValueError if it has no safetensors files."""
+    """Read the sizes of a model from the headers of its files. A `scalar` head replaces the model's
+    own. Raises UserError if the model is damaged, and ValueError without safetensors files."""
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}

@@ -53,9 +53,8 @@ class _PlainMoments(torch.optim.AdamW):
 
 
 class _HostMoments(_PlainMoments):
-    """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
-    part by part: while one part is computed, the moments of the next part arrive and the moments of
-    the previous part leave. Results are identical to AdamW. On a CPU nothing moves."""
+    """AdamW with moments in host memory, pinned for a GPU. A step updates parameters part by part:
+    while one part is computed, the moments of the next arrive, and those of the last leave."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)

@@ -60,8 +60,7 @@ _ATTENDS = {"full_attention", "sliding_attention"}
 
 def may_pack(causal_lm: Any) -> bool:
     """Return whether a model declares that its attention is replaceable, and that tokens interact
-    nowhere else, as in stateful layers (Mamba) or chunked attention. `agreement.py` checks the
-    results."""
+    nowhere else (Mamba, chunked attention). `agreement.py` checks the results."""
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 

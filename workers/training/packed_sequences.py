@@ -223,9 +223,8 @@ class Stretches:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
-        """Return this rank's tokens of [N] int64 tokens in these rows: [n] int64, the same number
-        on each rank, padded with an unused row; and the rows of all ranks, including the padding.
-        """
+        """Return this rank's tokens [n] int64 of the [N] tokens in these rows, padded to the same
+        number on each rank, and the rows of all ranks, including the padding."""
         # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids
@@ -240,8 +239,7 @@ class Stretches:
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
         """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: its
-        heads of all tokens. Fewer heads of keys and values than `heads` of queries are repeated if
-        ranks cannot split them."""
+        heads of all tokens. Grouped keys and values are repeated if ranks cannot split them."""
         if x.shape[1] % self.ranks:
             # Repeat grouped keys and values, as attention would.
             x = x.repeat_interleave(heads // x.shape[1], 1)

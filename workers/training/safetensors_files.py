@@ -164,8 +164,7 @@ def write_model(
     disk: Disk,
 ) -> None:
     """Write a folder that `from_pretrained` loads, from full tensors on the host by name in the
-    model; tied ones once. The `transformers` model maps its names to those in files. Settings,
-    tokenizer and chat template come from the folder `source`, except `changed` settings."""
+    model. Settings that are not `changed`, tokenizer and chat template come from `source`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
 

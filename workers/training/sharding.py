@@ -92,9 +92,8 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
-    """Return the 2-norm of all gradients together, counting each sharded or replicated element
-    once. Equal on all ranks. `also` is added on every rank before the sums are exchanged: a nan
-    makes the norm nan on every rank."""
+    """Return the 2-norm of all gradients together, counting each element once; equal on all ranks.
+    `also` is added on every rank first: one nan makes the norm nan on all."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh, shards = None, ()
@@ -125,9 +124,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. Copies that differ
-    by rounding are replaced by the first rank's. Raises RunError if copies differ, on all ranks;
-    the message names the tensor and the rank."""
+    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. The first rank's
+    replace copies that differ by rounding. Raises RunError on all ranks for others."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]

@@ -179,9 +179,8 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """The tensors of a snapshot, mapped into memory. Any part can be read, however the tensors were
-    sharded. Raises UserError if the folder is not a snapshot or has a later version of this format,
-    and ValueError if a file is damaged."""
+    """The tensors of a snapshot, mapped into memory, readable in any parts. Raises UserError if the
+    folder is not a snapshot of this format, and ValueError if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
