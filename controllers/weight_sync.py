@@ -127,8 +127,13 @@ class WeightSync:
         return [request]
 
     def publish_all(self) -> list[CallRequest]:
-        leaders = dict.fromkeys(e.leader for e in self._edges)
-        return [request for leader in leaders for request in self.publish(leader)]
+        return self._publish_each(e.leader for e in self._edges)
+
+    def receive_when_idle(self) -> list[CallRequest]:
+        return self._publish_each(e.leader for e in self._edges if e.follower in self._waiting)
+
+    def _publish_each(self, leaders: Iterable[str]) -> list[CallRequest]:
+        return [request for leader in dict.fromkeys(leaders) for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """Send weights to a replaced rank of a follower. It gets no rows until it has them."""
@@ -144,10 +149,6 @@ class WeightSync:
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
         """Whether another `every` versions have passed since the follower's last transfer."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
-
-    def receive_when_idle(self) -> list[CallRequest]:
-        leaders = dict.fromkeys(e.leader for e in self._edges if e.follower in self._waiting)
-        return [request for leader in leaders for request in self.publish(leader)]
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
         if follower.name in self._owing:  # its own followers are reading its weights
@@ -268,5 +269,4 @@ class WeightSync:
         del self._owing[leader]
         # The leader may have been updated, a rank replaced, or a follower ready since; the leader
         # may also be a follower.
-        leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
-        return [request for each in leaders for request in self.publish(each)]
+        return self._publish_each([leader, *(e.leader for e in self._edges if e.follower == leader)])
