@@ -117,20 +117,12 @@ class Where:
     node: str = ""
     device: str = ""
     """Name of the memory on that node, such as "cuda:3". Ranks that share one need no transfer."""
-    process: str = ""
-    """Name of the process on that node; empty if each rank has its own."""
 
     def distance(self, other: Where) -> int:
-        """0 within a process, 1 within one device's memory, 2 on one node, 3 between nodes."""
+        """0 within one device's memory, which needs no transfer; 1 on one node; 2 between nodes."""
         if self.node != other.node:
-            return 3
-        if self.process and self.process == other.process:
-            return 0
-        return 1 if self.device and self.device == other.device else 2
-
-
-IN_PLACE = 1
-"""Largest distance without a transfer."""
+            return 2
+        return 0 if self.device and self.device == other.device else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +424,7 @@ class ReshardPlan:
     def redundant_bytes(self, rank: int) -> int:
         """Bytes that a destination rank's device holds only for the source layout: 0 for
         HybridFlow's layouts (arXiv:2409.19256, table 2)."""
-        owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE).tolist()
+        owners = np.flatnonzero(self._distances[:, rank] == 0).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
     def explain(self, bucket_bytes: int = 256 << 20) -> str:
@@ -491,7 +483,7 @@ class ReshardPlan:
                 if not box.numel:
                     continue
                 for owner, piece, part in self._cover(pieces, box, rank, destination.name):
-                    travels = bool(self._distances[owner, rank] > IN_PLACE)
+                    travels = bool(self._distances[owner, rank])
                     num_bytes = part.numel * item_bytes * weight
                     if travels:
                         self.sent_bytes[owner] += num_bytes
