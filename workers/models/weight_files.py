@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -108,20 +108,27 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
-    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
-    UserError if a file is damaged, missing, or lacks a tensor of the index."""
-    files = weight_files(model, folder)
-    found: dict[str, _TensorEntry] = {}
+@contextmanager
+def damage_named(model: str | Path) -> Iterator[None]:
+    """Turn errors of reading a model's files into a UserError that names the model."""
     try:
-        for file in files:
-            found |= read_header(file)[0]
+        yield
     except OSError as error:
         raise UserError(
             f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
         ) from None
     except ValueError as error:
         raise UserError(f"model {str(model)!r}: {error}") from None
+
+
+def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
+    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
+    UserError if a file is damaged, missing, or lacks a tensor of the index."""
+    files = weight_files(model, folder)
+    found: dict[str, _TensorEntry] = {}
+    with damage_named(model):
+        for file in files:
+            found |= read_header(file)[0]
     if not (folder / FILE).is_file() and (folder / INDEX).is_file():
         for name, file in read_index(folder / INDEX).items():
             if name not in found or found[name].file.name != file:

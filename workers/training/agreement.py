@@ -16,8 +16,7 @@ without weights, and borrows the trained model's weights layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
 from ..models.images import ImageInputs, ImageReader, probe_images
+from .causal_lm import quiet_transformers
 from .head_logprobs import HeadForm
 from .packed_attention import NAME as PACKED
 from .packed_attention import VARLEN, find_kernel, may_pack, windows_reached_attention
@@ -166,7 +166,7 @@ class Agreement:
     def put_on(self, model: ResponseModel) -> None:
         """Configure a model. A rope that depends on sequence length gets one row at a time."""
         model.put_ropes_by_row()
-        with _quiet_transformers():
+        with quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
         model.packs, model.shares_prompts = self.packs, self.shares_prompts
         model.head_form = self.head_form
@@ -196,7 +196,7 @@ def find_agreement(
     causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
     off = torch.inf
-    with torch.no_grad(), _quiet_transformers():
+    with torch.no_grad(), quiet_transformers():
         _set_attention(causal_lm, "eager")
         with _LentWeights(model, full, by_layer=by_layer) as lent:
             _check_causal(model)
@@ -442,16 +442,3 @@ def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
 def _set_attention(causal_lm: Any, name: str) -> None:
     if causal_lm.config.get_text_config()._attn_implementation != name:
         causal_lm.set_attn_implementation(name)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide warnings about attention that cannot be set; the comparison covers that case."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -8,7 +8,8 @@ Parameters and saved buffers are on the meta device; `stored_weights.py` reads t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,18 +140,25 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 def load_complete(model: str | Path, folder: Path) -> Any:
     """Load the model with all weights in float32 on the host, as `from_pretrained` does."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # hide its report of unused tensors, which `stored_weights.py` judges
-    settings = training_settings(model, folder)
-    try:
+    with quiet_transformers():  # `stored_weights.py` judges unused tensors
+        settings = training_settings(model, folder)
         check_weights(model, trained=True)
         files = ", ".join(sorted(file.name for file in folder.glob("*.bin*"))) or "no weights"
         with refusals_named(model, f"cannot be loaded from its folder {folder}, which has {files}"):
             return auto_class(settings).from_pretrained(
                 folder, config=settings, dtype=torch.float32, local_files_only=True
             )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide warnings of `transformers` about what Weft checks itself."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
 

@@ -22,7 +22,7 @@ from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
 from ...resharding.weights import Box
 from ..models.model_folder import SCALAR_HEAD
-from ..models.weight_files import weight_files
+from ..models.weight_files import damage_named, weight_files
 from .causal_lm import Skeleton, load_complete
 from .safetensors_files import open_tensors
 
@@ -83,14 +83,8 @@ class StoredWeights:
         self._causal_lm = skeleton.causal_lm
         self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        try:
+        with damage_named(model):
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
-        except OSError as error:
-            raise UserError(
-                f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
-            ) from None
-        except ValueError as error:
-            raise UserError(f"model {str(model)!r}: {error}") from None
         self.bytes_read = 0
         self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
         self._keys: dict[str, str] = {}
