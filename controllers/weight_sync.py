@@ -50,8 +50,7 @@ class WeightSync:
         self._owing: dict[str, set[str]] = {}
         """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Publishing leader -> ranks that received the weights, each with the checksum of its
-        copy."""
+        """Publishing leader -> ranks that received the weights, with their checksums."""
         self._sent: dict[str, int] = {}
         """Follower -> the last version that it received."""
         self._compared: dict[str, set[int]] = {}
@@ -75,8 +74,7 @@ class WeightSync:
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Follower in these groups -> the version that it will hold once its leader's weights
-        arrive."""
+        """Follower in these groups -> its version once its leader's weights arrive."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -129,8 +127,13 @@ class WeightSync:
         return [request]
 
     def publish_all(self) -> list[CallRequest]:
-        leaders = dict.fromkeys(e.leader for e in self._edges)
-        return [request for leader in leaders for request in self.publish(leader)]
+        return self._publish_each(e.leader for e in self._edges)
+
+    def receive_when_idle(self) -> list[CallRequest]:
+        return self._publish_each(e.leader for e in self._edges if e.follower in self._waiting)
+
+    def _publish_each(self, leaders: Iterable[str]) -> list[CallRequest]:
+        return [request for leader in dict.fromkeys(leaders) for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """Send weights to a replaced rank of a follower. It gets no rows until it has them."""
@@ -146,10 +149,6 @@ class WeightSync:
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
         """Whether another `every` versions have passed since the follower's last transfer."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
-
-    def receive_when_idle(self) -> list[CallRequest]:
-        leaders = dict.fromkeys(e.leader for e in self._edges if e.follower in self._waiting)
-        return [request for leader in leaders for request in self.publish(leader)]
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
         if follower.name in self._owing:  # its own followers are reading its weights
@@ -195,8 +194,7 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that receive a version: all that are up, or those without it if the others have
-        it."""
+        """Ranks that receive a version: all that are up, or only those that lack it."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
@@ -271,5 +269,4 @@ class WeightSync:
         del self._owing[leader]
         # The leader may have been updated, a rank replaced, or a follower ready since; the leader
         # may also be a follower.
-        leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
-        return [request for each in leaders for request in self.publish(each)]
+        return self._publish_each([leader, *(e.leader for e in self._edges if e.follower == leader)])

@@ -33,8 +33,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Mean, Metrics, Sum, merge
 from weft.resharding.formulas import PipelineStages
 from weft.resharding.incoming import IncomingWeights
-from weft.resharding.layout import Box
-from weft.resharding.weights import TensorPart
+from weft.resharding.weights import Box, TensorPart
 from weft.workers.dispatch import Coordinates
 from weft.workers.models.model_folder import find_model_config
 from weft.workers.training.engine import Head, ModelConfig, OptimizerStep, TrainingConfig

@@ -30,8 +30,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
-from .layout import Box, Layout, Piece, TensorLayout, Where
-from .weights import CHECKSUM_MODULUS, TensorPart, tensor_factor
+from .weights import CHECKSUM_MODULUS, Box, TensorPart, mix_bits
 
 BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
@@ -162,16 +161,93 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
         yield from _boxes_of(Box(tuple(starts), tuple(stops)), max_elements)
 
 
-@dataclass(frozen=True, eq=False)
-class Description:
-    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
+# Checksum
+#
+#     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
+#
+# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
+# other dimensions. Both count in the whole tensor, and all weights are odd pseudo-random numbers.
+# Any way of cutting a tensor gives the same sum. A slice that is missing, swapped, shifted or from
+# another version changes the sum, except with a chance of about 2^-64. Bits are taken in the
+# tensor's dtype, without rounding.
 
-    entries: tuple[Entry, ...]
-    numbers: dict[str, list[int]]
-    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
-    buckets: tuple[tuple[int, ...], ...]
-    memories: tuple[tuple[str, int], ...]
-    """Path and bytes of each memory that holds entries in place."""
+
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """Return the checksum of one box of a tensor of this shape, in [0, 2^64); 0 for an empty box.
+    `tensor` has the elements, in the box's shape, of any dtype, strides and device. Sums of
+    disjoint boxes add up modulo 2^64.
+
+    >>> whole = torch.arange(12.0).view(3, 4)
+    >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
+    >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole, Box.full((3, 4)), (3, 4))
+    True
+    """
+    if not tensor.numel():
+        return 0
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(signed[tensor.element_size()])
+    bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    # From three dimensions on, row weights are copies instead of views, and too large to cache.
+    rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
+    if bits.device.type == "cpu":
+        with np.errstate(over="ignore"):
+            return (
+                int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
+                % CHECKSUM_MODULUS
+            )
+    # torch warns about arrays that are read-only, so copy them.
+    on_device = torch.from_numpy(columns.copy()).to(bits.device)
+    step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
+    # The products take 8 bytes per element, so make them in blocks.
+    sums = torch.cat(
+        [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
+    )
+    return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
+    # Unlike `hash`, a CRC is equal in all processes.
+    header = f"{name}|{dtype}|{tuple(shape)}".encode()
+    return (
+        int(mix_bits(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(kind: int, count: int) -> np.ndarray:
+    """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
+    with np.errstate(over="ignore"):
+        mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
+    odd = (mixed | np.uint64(1)).view(np.int64)
+    # The cache returns this array itself, so callers must not change it.
+    odd.flags.writeable = False
+    return odd
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _factors_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
+    return _row_factors(box, shape), _factors(1, shape[-1] if shape else 1)[start:stop]
+
+
+def _row_factors(box: Box, shape: tuple[int, ...]) -> np.ndarray:
+    leading = shape[:-1]
+    if not leading:
+        return _factors(0, 1)
+    total = int(np.prod(leading))
+    if len(leading) == 1:
+        return _factors(0, total)[box.starts[0] : box.stops[0]]
+    ranges = [
+        np.arange(start, stop) for start, stop in zip(box.starts[:-1], box.stops[:-1], strict=True)
+    ]
+    return _factors(0, total)[
+        np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)
+    ]
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
@@ -197,88 +273,11 @@ def fingerprint(description: bytes) -> str:
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
-@functools.lru_cache(maxsize=64)
-def read_description(description: bytes) -> Description:
-    fields, memories = json.loads(description)
-    entries = tuple(
-        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
-        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
-    )
-    numbers: dict[str, list[int]] = {}
-    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
-    for number, entry in enumerate(entries):
-        numbers.setdefault(entry.name, []).append(number)
-        buckets[entry.bucket].append(number)
-    return Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
-
-
-@functools.lru_cache(maxsize=8)
-def layout_of(ranks: tuple[Description, ...]) -> Layout:
-    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
-    the ranks together do not publish each element of each tensor exactly once."""
-    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
-    for name, tensor in layout.tensors.items():
-        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
-        if given != (whole := Box.full(tensor.shape).numel):
-            raise WeightSyncError(
-                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
-            )
-    return layout
-
-
-def _rank_layout(entries: Sequence[Entry]) -> Layout:
-    pieces: dict[str, list[Piece]] = {}
-    first: dict[str, Entry] = {}
-    for entry in entries:
-        first.setdefault(entry.name, entry)
-        pieces.setdefault(entry.name, []).append(Piece(entry.box))
-    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
-    return Layout.of(tensors, [Where()])
-
-
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 # Bucket memory
-
-
-class BucketMemory:
-    """Memory that grows to fit the largest version. Receivers learn how to map it as JSON; nothing
-    is pickled. Without a device, it is an anonymous file on the host (`memfd_create`), mapped as
-    /proc/PID/fd/N by processes of this machine and user. With `mapped`, receivers map the device's
-    memory by its IPC handle."""
-
-    def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
-        self._device = device
-        self._mapped = mapped
-        self._memory: torch.Tensor | None = None
-        self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
-        self.mapping: dict[str, Any] = {}
-        """Fields that a receiver needs to map the memory."""
-
-    def with_room(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
-        if self._memory is not None and num_bytes <= len(self._memory):
-            return self._memory
-        if self._device is not None:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.mapping = _device_mapping(self._memory) if self._mapped else {}
-            return self._memory
-        assert self._file is not None
-        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._file, num_bytes)
-        mapped: Any = mmap.mmap(self._file, num_bytes)
-        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.mapping = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": num_bytes}
-        return self._memory
-
-    def close(self) -> None:
-        """Free the memory once no process uses it."""
-        self._memory = None
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def device_of(transport: Transport) -> torch.device | None:
@@ -316,7 +315,7 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _device_mapping(memory: torch.Tensor) -> dict[str, Any]:
+def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
     # The same fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
     # `rebuild_cuda_tensor`).
     fields = [
@@ -433,11 +432,76 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch in this thread, so that each of `others` processes on this machine keeps a
-    core."""
+    """Limit torch in this thread, so that `others` processes on this machine keep a core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# Delta: the changed elements of a box, encoded as gaps and new bits.
+#
+#     changed       .  .  .  X  .  .  .  X  X  .         at 3, 7 and 8
+#     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes
+#     values        bits        bits     bits
+#
+# Positions count in the box's own order, last dimension fastest. If one element in a hundred
+# changes, each costs its own size plus about 1.1 bytes. The comparison is bitwise: a zero that
+# changes its sign counts as changed.
+
+
+_ESCAPE = 255
+"""Gap byte for this number of unchanged elements, when the gap continues in the next byte."""
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host."""
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
+
+
+def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the elements at the positions `changed` (ascending) of the new bits ([elements]), as
+    gaps ([bytes] uint8) and values ([changed] unsigned integers of their size).
+
+    >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
+    >>> gaps.tolist(), values.tolist()
+    ([3, 3, 0], [3, 7, 8])
+    """
+    escapes, last = np.divmod(np.diff(changed, prepend=-1) - 1, _ESCAPE)
+    ends = np.cumsum(escapes + 1) - 1
+    gaps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
+    gaps[ends] = last
+    return gaps, bits[changed]
+
+
+def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
+    """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
+    WeightSyncError, and changes nothing, if gaps, values and box do not match."""
+    ends = np.flatnonzero(gaps != _ESCAPE)
+    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+    if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):
+        raise WeightSyncError(f"a delta has {len(values)} values and positions for {len(ends)}")
+    if len(positions) and positions[-1] >= len(bits):
+        raise WeightSyncError(f"a delta changes element {positions[-1]} of a box that has {len(bits)}")
+    bits[positions] = values
+
+
+def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
+    """Select the positions in the box `outer` (ascending) that are inside a part of it, relative to
+    that part.
+
+    >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
+    [0, 1]
+    """
+    if inner == outer:
+        return positions
+    origin = [start - first for start, first in zip(inner.starts, outer.starts, strict=True)]
+    indices = [
+        at - shift for at, shift in zip(np.unravel_index(positions, outer.shape), origin, strict=True)
+    ]
+    inside = np.ones(len(positions), bool)
+    for at, extent in zip(indices, inner.shape, strict=True):
+        inside &= (at >= 0) & (at < extent)
+    return np.ravel_multi_index([at[inside] for at in indices], inner.shape)

@@ -73,9 +73,8 @@ def listen(host: str) -> socket.socket:
 
 
 class Connection:
-    """One side of an authenticated connection. Create one with `connect` or `accept`. All methods
-    raise `OSError` if the other side is gone, and `TimeoutError` if it is silent for
-    `silence_s`."""
+    """One side of an authenticated connection. All methods raise `OSError` if the other side is
+    gone, and `TimeoutError` if it is silent for `silence_s`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -86,8 +85,7 @@ class Connection:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher. Raises OSError if the publisher is gone, is silent, or does not
-        have the token."""
+        """Connect to a publisher. Raises OSError if it is gone, is silent, or lacks the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -295,6 +293,11 @@ class GroupChannel:
             self._await(self._group.recv([own], self._other, 0))
         if own is not target:
             target.copy_(own)
+
+    def hang_up(self) -> None:
+        """End the group and its connection. Threads that wait for the other side get an error."""
+        self.close()
+        self._connection.hang_up()
 
     def close(self) -> None:
         """End the group. Both sides get an error if they wait for each other."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..dataflow.errors import UserError
-from .layout import Box, Layout, Piece, TensorLayout, Where
+from .weights import Box, Layout, Piece, TensorLayout, Where
 
 # Pipeline stages
 #
@@ -131,8 +131,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of parallelism, each at least 1: pipeline stages, tensor-parallel shards,
-    replicas."""
+    """Degrees of parallelism: pipeline stages, tensor-parallel shards, replicas."""
 
     pp: int = 1
     tp: int = 1
@@ -239,9 +238,8 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism (the fastest coordinate), which splits
-    first. FSDP cuts dimension 0 over `sharded` ranks. Sizes follow `torch.chunk`: the last chunks
-    may be smaller, or empty."""
+    """Return the layout of FSDP2 (dimension 0 over `sharded` ranks, with the sizes of
+    `torch.chunk`) over tensor parallelism, the fastest coordinate, which splits first."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:

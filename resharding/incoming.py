@@ -20,6 +20,7 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -28,22 +29,83 @@ import torch
 from ..dataflow.errors import WeightSyncError, nearest
 from .buckets import (
     SLOTS,
-    Description,
     Entry,
+    apply_delta,
+    box_sum,
     checksum_of,
     copy_elements,
     device_of,
     fingerprint,
-    layout_of,
     open_device_memory,
-    read_description,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
-from .delta import Delta, HeldBoxes, apply_delta, held_boxes
-from .layout import Layout, Piece, TensorLayout, Where
-from .plan import Copy, ReshardPlan
 from .publisher import FORM, GRACE_S, NUMBER, WHOLE
-from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weights, box_sum
+from .weights import (
+    CHECKSUM_MODULUS,
+    LOOPBACK,
+    Box,
+    Copy,
+    Layout,
+    Piece,
+    RankWeights,
+    ReshardPlan,
+    TensorLayout,
+    TensorPart,
+    Weights,
+    Where,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Description:
+    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
+
+    entries: tuple[Entry, ...]
+    numbers: dict[str, list[int]]
+    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
+    buckets: tuple[tuple[int, ...], ...]
+    memories: tuple[tuple[str, int], ...]
+    """Path and bytes of each memory that holds entries in place."""
+
+
+@functools.lru_cache(maxsize=64)
+def read_description(description: bytes) -> _Description:
+    fields, memories = json.loads(description)
+    entries = tuple(
+        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
+        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
+    )
+    numbers: dict[str, list[int]] = {}
+    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
+    for number, entry in enumerate(entries):
+        numbers.setdefault(entry.name, []).append(number)
+        buckets[entry.bucket].append(number)
+    return _Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
+
+
+@functools.lru_cache(maxsize=8)
+def layout_of(ranks: tuple[_Description, ...]) -> Layout:
+    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
+    the ranks together do not publish each element of each tensor exactly once."""
+    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
+    for name, tensor in layout.tensors.items():
+        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
+        if given != (whole := Box.full(tensor.shape).numel):
+            raise WeightSyncError(
+                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
+            )
+    return layout
+
+
+def _rank_layout(entries: Sequence[Entry]) -> Layout:
+    pieces: dict[str, list[Piece]] = {}
+    first: dict[str, Entry] = {}
+    for entry in entries:
+        first.setdefault(entry.name, entry)
+        pieces.setdefault(entry.name, []).append(Piece(entry.box))
+    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
+    return Layout.of(tensors, [Where()])
+
 
 # Mapped memory
 
@@ -51,7 +113,7 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, TensorPart, Weight
 class _Views:
     """The elements of entries in memories of a publisher ([bytes] uint8, each)."""
 
-    def __init__(self, memories: Sequence[torch.Tensor], parts: Description) -> None:
+    def __init__(self, memories: Sequence[torch.Tensor], parts: _Description) -> None:
         self.memories = memories
         self.parts = parts
         self._elements: dict[int, torch.Tensor] = {}
@@ -74,7 +136,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 """By path, size and inode of the files, because paths may be reused."""
 
 
-def _map_files(files: Sequence[tuple[str, int]], parts: Description) -> _Views:
+def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
     """Map a publisher's memories. They stay mapped across versions while the files exist, and views
     of unchanged entries are kept. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
@@ -110,8 +172,6 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     finally:
         os.close(file)
 
-
-# Incoming
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
@@ -227,7 +287,7 @@ class IncomingWeights:
     def hang_up(self) -> None:
         """End the connections from another thread; iterating over slices then raises an error."""
         for source in self._sources:
-            source.hang_up()
+            source.channel.hang_up()
 
     def close(self) -> None:
         for source in self._sources:
@@ -251,7 +311,7 @@ class _Source:
             )
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
-        self._channel: Connection | GroupChannel = self.connection
+        self.channel: Connection | GroupChannel = self.connection
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver}
@@ -261,7 +321,7 @@ class _Source:
             place = json.loads(self._receive(b"D"))
             description = known if place["known"] else self._receive(b"L")
             _remember((rank.host, rank.port, rank.token), description)
-            self._held: HeldBoxes | None = None
+            self._held: _HeldBoxes | None = None
             self._transport = place["transport"]
             if self._transport == "ipc" and not here:
                 raise WeightSyncError(
@@ -279,7 +339,7 @@ class _Source:
                 self._held = held_boxes(
                     weights.receiver, part, number, rank.token + fingerprint(description)
                 )
-            self.parts: Description = read_description(description)
+            self.parts: _Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
@@ -304,7 +364,7 @@ class _Source:
         with self._named():
             self.connection.send(b"W", said)
             if self._transport in ("gloo", "nccl"):
-                self._channel = GroupChannel(self.connection, rank=1, device=self._device)
+                self.channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
         """Wait for the next message. Return the bucket, or None for a keepalive."""
@@ -348,22 +408,17 @@ class _Source:
         with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
             self.connection.send(b"K")
 
-    def hang_up(self) -> None:
-        if isinstance(self._channel, GroupChannel):
-            self._channel.close()
-        self.connection.hang_up()
-
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
         self.connection.close()
 
-    def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
+    def _updated(self, held: _HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
         """Receive a copy as a delta or whole, and hold its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         form = bytearray(FORM.size)
         with self._named():
-            self._channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
+            self.channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -371,16 +426,16 @@ class _Source:
                     f"{self.where}: it sent a delta of {counts} for {copy.box}, {self.at}"
                 )
             else:
-                delta = Delta(np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype))
-                self._receive_array(delta.gaps)
-                self._receive_array(delta.values)
-                apply_delta(bits, delta)
+                gaps, values = np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype)
+                self._receive_array(gaps)
+                self._receive_array(values)
+                apply_delta(bits, gaps, values)
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(copy.box.shape)
 
     def _receive_array(self, target: np.ndarray) -> None:
         own_bytes = torch.from_numpy(target.view(np.uint8))
         if len(own_bytes):
-            self._channel.receive_elements(own_bytes)
+            self.channel.receive_elements(own_bytes)
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -390,7 +445,7 @@ class _Source:
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         with self._named():
-            self._channel.receive_elements(self._buffer[:num_bytes])
+            self.channel.receive_elements(self._buffer[:num_bytes])
         return self._buffer[:num_bytes].view(dtype).view(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:
@@ -441,9 +496,57 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
             del _descriptions[next(iter(_descriptions))]
 
 
+# The previous version, to which deltas apply.
+
+
+class _HeldBoxes:
+    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
+    Entry numbers depend on the identity of the publisher."""
+
+    def __init__(self, publisher: str) -> None:
+        self.publisher = publisher
+        self.version: int | None = None
+        """Version of all boxes; None if there are none or they belong to several versions."""
+        self._bits: dict[tuple[int, Box], np.ndarray] = {}
+
+    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
+        """Start a version of these entry numbers and boxes, and return the version that is held of
+        all of them; None if deltas do not apply. `version` is None until it is set again."""
+        keys = set(wanted)
+        # If the transfer breaks off, the bits belong to two versions.
+        base, self.version = self.version, None
+        if not keys <= self._bits.keys():
+            base = None
+        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
+        return base
+
+    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Return the held bits of a box of an entry, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
+        key = (number, box)
+        if key not in self._bits:
+            self._bits[key] = np.empty(box.numel, dtype)
+        return self._bits[key]
+
+
+_held: dict[tuple[str, int, int], _HeldBoxes] = {}
+"""By receiver name, part number, and publisher rank."""
+
+
+def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
+    """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
+    publisher drops them. Without a name of the receiver, they are not kept."""
+    found = _held.get((receiver, part, rank))
+    if found is None or found.publisher != publisher:
+        found = _HeldBoxes(publisher)
+        if receiver:
+            _held[receiver, part, rank] = found
+    return found
+
+
 # Receiver for modules whose parameters match the checkpoint: whole, or sharded by FSDP.
 #
-# vLLM fuses, pads and repacks its parameters, so it uses `vllm_receiver.py` instead.
+# vLLM fuses, pads and repacks its parameters, so it uses `vllm_writer.py` instead.
 
 
 @torch.no_grad()
@@ -454,15 +557,14 @@ def receive_parts(
     sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> str:
     """Copy this rank's parts of a version into its tensors as they arrive, check them, confirm the
-    version, and return its checksum.
+    version, and return its checksum. `parts` are the tensors to overwrite: one box of each published
+    tensor. Elements are cast to the dtype of the part.
 
     Args:
-        parts: the rank's own tensors, which are overwritten: one box of each published tensor.
-            Elements are cast to the dtype of the part.
         counted: for each part, whether this rank counts it. Among ranks with equal parts, exactly
             one must. None to count all.
-        sum_over_ranks: adds an int64 array over the group, modulo 2^64, if its ranks hold parts of
-            tensors. None if each part is a whole tensor.
+        sum_over_ranks: adds an int64 array over the group, modulo 2^64. None if each part is a
+            whole tensor.
 
     Raises:
         WeightSyncError: names or shapes differ from the published tensors, and no part is

@@ -24,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import mmap
+import os
 import queue
 import secrets
 import struct
@@ -39,18 +41,20 @@ from ..dataflow.errors import WeightSyncError
 from .buckets import (
     BUCKET_BYTES,
     SLOTS,
-    BucketMemory,
     Cutter,
     Entry,
+    bits_of,
+    box_sum,
     checksum_of,
     copy_elements,
+    delta_of,
+    device_mapping,
     device_of,
     fingerprint,
+    within,
 )
 from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
-from .delta import Shadow, bits_of, delta_of, within
-from .layout import Box
-from .weights import TensorPart, Weights, box_sum
+from .weights import Box, TensorPart, Weights
 
 GRACE_S = 1.0
 """[s] Longest time that the first receivers wait for the others to join their pass."""
@@ -67,7 +71,7 @@ SLOT_ALIGNMENT = 4096
 
 
 @dataclass(eq=False)
-class Sent:
+class _Sent:
     """Traffic to receivers on other machines."""
 
     num_bytes: int = 0
@@ -108,10 +112,10 @@ class WeightPublisher:
         self._transport: Transport = transport
         self._device = device_of(transport)
         self._listener = Listener(host, self._serve)
-        self._shadow = Shadow() if deltas else None
-        self.sent = Sent()
+        self._shadow = _Shadow() if deltas else None
+        self.sent = _Sent()
         self.num_bytes = 0
-        self._memory = BucketMemory(self._device, mapped=transport == "ipc")
+        self._memory = _BucketMemory(self._device, mapped=transport == "ipc")
         self._is_closed = False
         self._version = -1
         self._transfer: _Transfer | None = None
@@ -126,17 +130,11 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts and return at once. Do not change them before `finish`. Return
-        the record that receivers need; records of several ranks add up. Raises WeightSyncError if a
-        part occurs twice, or this publisher is closed.
-
-        Args:
-            parts: parts on any device, of any dtype.
-            version: policy version of these weights, at least 0. A version below the previous one starts
-                over: earlier records and deltas become invalid.
-            receivers: names of the expected receivers, which begin together. Late receivers begin after
-                these.
-        """
+        """Offer this rank's parts (on any device, of any dtype) and return at once. Do not change
+        them before `finish`. Return the record that receivers need; records of several ranks add up.
+        A version (at least 0) below the previous one starts over: earlier records and deltas become
+        invalid. The named receivers begin together, late ones after these. Raises WeightSyncError if
+        a part occurs twice, or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
@@ -273,12 +271,6 @@ class _Session:
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
         return self.turn is not None and far(self.turn)
 
-    def hang_up(self) -> None:
-        """End the connection. Threads that wait for the receiver get an error."""
-        if isinstance(self.channel, GroupChannel):
-            self.channel.close()
-        self.connection.hang_up()
-
     def __str__(self) -> str:
         return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
 
@@ -296,11 +288,11 @@ class _Transfer:
         parts: Sequence[tuple[Entry, torch.Tensor]],
         memory: torch.Tensor,
         expected: Sequence[str],
-        shadow: Shadow | None = None,
+        shadow: _Shadow | None = None,
     ) -> None:
         self.version = version
         self._shadow = shadow
-        self.sent = Sent()
+        self.sent = _Sent()
         self._expected = set(expected)
         self._memory = memory
         self._slot_bytes = len(memory) // SLOTS
@@ -461,7 +453,7 @@ class _Transfer:
         except Exception as error:  # any error ends only this session; others must not wait for it
             self._lose(session, error)
         finally:
-            session.hang_up()
+            session.channel.hang_up()
 
     def _give(self, session: _Session, number: int) -> None:
         turn = self._await(session, lambda turn: turn.filled > number)
@@ -508,15 +500,12 @@ class _Transfer:
         """Send a box of an entry. With a shadow, a header precedes it."""
         entry = self.entries[number]
         elements = self._elements(number, slot)[box.within(entry.box)].contiguous()
-        delta = None
+        header, contents = FORM.pack(*WHOLE), [elements.reshape(-1).view(torch.uint8)]
         if changed is not None:
-            delta = delta_of(bits_of(elements), within(changed, entry.box, box))
-        if delta is not None and delta.num_bytes < elements.nbytes:
-            header = FORM.pack(len(delta.gaps), len(delta.values))
-            contents = [torch.from_numpy(delta.gaps), torch.from_numpy(delta.values.view(np.uint8))]
-        else:
-            header = FORM.pack(*WHOLE)
-            contents = [elements.reshape(-1).view(torch.uint8)]
+            gaps, values = delta_of(bits_of(elements), within(changed, entry.box, box))
+            if gaps.nbytes + values.nbytes < elements.nbytes:
+                header = FORM.pack(len(gaps), len(values))
+                contents = [torch.from_numpy(gaps), torch.from_numpy(values.view(np.uint8))]
         # Count before sending: a receiver that has the last box may end the transfer at once.
         with self._condition:
             self.sent.num_bytes += sum(content.nbytes for content in contents)
@@ -576,7 +565,7 @@ class _Transfer:
             sessions = list(self._sessions)
         for session in sessions:
             if (session.receiver, session.part) not in self._served:
-                session.hang_up()
+                session.channel.hang_up()
         if self._failure:
             raise WeightSyncError(self._failure)
         return None if self._checksum is None else f"{self._checksum:016x}"
@@ -591,3 +580,90 @@ def _lies_in(box: Box, outer: Box) -> bool:
         type(start) is type(stop) is int and low <= start <= stop <= high
         for low, start, stop, high in ends
     )
+
+
+# Memory of the publisher: the buckets, and the elements that it sent last.
+
+
+class _BucketMemory:
+    """Memory that grows to fit the largest version. Without a device, it is an anonymous file on
+    the host (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user. With
+    `mapped`, receivers map the device's memory by its IPC handle. Nothing is pickled."""
+
+    def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
+        self._device = device
+        self._mapped = mapped
+        self._memory: torch.Tensor | None = None
+        self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
+        self.mapping: dict[str, Any] = {}
+        """Fields that a receiver needs to map the memory."""
+
+    def with_room(self, num_bytes: int) -> torch.Tensor:
+        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
+        if self._memory is not None and num_bytes <= len(self._memory):
+            return self._memory
+        if self._device is not None:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self.mapping = device_mapping(self._memory) if self._mapped else {}
+            return self._memory
+        assert self._file is not None
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self._file, num_bytes)
+        mapped: Any = mmap.mmap(self._file, num_bytes)
+        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.mapping = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": num_bytes}
+        return self._memory
+
+    def close(self) -> None:
+        """Free the memory once no process uses it."""
+        self._memory = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_MOST_CHANGED = 0.1
+"""Largest share of changed elements. Above it, encoding takes longer than sending the whole box."""
+
+
+class _Shadow:
+    """The bits that a publisher sent last, by entry, and their version. Held in host memory."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        """Version of all entries; None if there are none or they belong to several versions."""
+        self.compared = 0
+        """Elements of the last version that were compared with the previous one."""
+        self.differed = 0
+        self._bits: dict[int, np.ndarray] = {}
+
+    def start_version(self) -> int | None:
+        """Start a version and return the previous one. `version` is None until it is set again."""
+        self.compared = self.differed = 0
+        # If the transfer breaks off, the bits belong to two versions.
+        base, self.version = self.version, None
+        return base
+
+    def forget(self) -> None:
+        """Free the memory. The next version is sent whole."""
+        self.version = None
+        self._bits.clear()
+
+    def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
+        """Return the ascending positions of changed elements, and store the new bits of the entry
+        ([elements]). None to send the whole entry, because it is new or most of it changed."""
+        before = self._bits.get(number)
+        if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
+            # `bits` may be a view of bucket memory, which the next bucket overwrites.
+            self._bits[number] = bits.copy()
+            return None
+        differs = before != bits
+        count = int(np.count_nonzero(differs))
+        self.compared += len(bits)
+        self.differed += count
+        if count > _MOST_CHANGED * len(bits):
+            np.copyto(before, bits)
+            return None
+        positions = np.flatnonzero(differs)
+        before[positions] = bits[positions]
+        return positions

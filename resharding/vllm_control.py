@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dataflow.errors import WeightSyncError
+from .buckets import tensor_factor
 from .connection import SILENCE_S, Connection, Listener, reason, this_machine
-from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights, tensor_factor
+from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
 #
@@ -100,8 +101,6 @@ def _value(said: Any) -> Any:
     raise ValueError(f"{said!r} is not a payload of a transfer backend")
 
 
-# Vllm control
-
 METHODS = (
     "init_weight_transfer_engine",
     "start_weight_update",
@@ -150,8 +149,7 @@ class _Engine:
 
 class Receivers:
     """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
-    `host` (see `Listener`). If the engines share one collective (`together`), the loss of one stops
-    all."""
+    `host`. If they share one collective (`together`), the loss of one stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}

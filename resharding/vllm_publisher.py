@@ -30,20 +30,17 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES
+from .buckets import BUCKET_BYTES, box_sum
 from .connection import listen
-from .layout import Box
-from .publisher import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, TensorPart, Weights, box_sum
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weights
 
 
 @dataclass(frozen=True)
 class _VllmBackend:
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Initialization parameters, from the rank of this process in the trainer, the address of rank
-    0, the number of ranks of all engines, and the bytes of one buffer (at least the largest
-    tensor)."""
+    """Make parameters from the trainer's rank, the address of rank 0, the number of ranks of all
+    engines, and the bytes of one buffer (at least the largest tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -113,8 +110,6 @@ class VllmPublisher:
         self._engines: list[str] = []
         self._expected: Sequence[str] = ()
         self._was_sent = False
-        self.sent = Sent()
-        """Stays empty: these backends send no deltas."""
         self.num_bytes = 0
 
     def publish(
@@ -131,9 +126,8 @@ class VllmPublisher:
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Send the published version to the engines, and return when all of them have it. Raises
-        WeightSyncError if the transfer failed. With a collective backend, the failure of one engine
-        is enough."""
+        """Send the published version, and return when all engines have it. Raises WeightSyncError
+        if the transfer failed; with a collective backend, if one engine failed."""
         try:
             if not self._meet(version):
                 return
@@ -172,8 +166,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without
-        engines."""
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without any."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -216,8 +209,7 @@ class _GatheredTensors(WeightSource):
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the parts of the next version. Each element of each tensor must be on exactly one
-        rank."""
+        """Set the next version. Each element of each tensor must be on exactly one rank."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)

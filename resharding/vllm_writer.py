@@ -60,7 +60,7 @@ from vllm.platforms import current_platform
 
 from ..dataflow.errors import UserError, WeftError, WeightSyncError, nearest
 from .buckets import copy_elements
-from .layout import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
+from .weights import Box, Layout, Piece, TensorLayout, View, Where, paired_boxes
 
 # Recording
 
@@ -144,9 +144,7 @@ def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dic
     """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        parameters, buffers = info.kernel_tensors or ({}, {})
-        kernel = parameters | buffers
+        kernel = _kernel_tensors(layer)
         _unwrap_loaders(layer)
         for name, tensor in get_layer_tensors(layer).items():
             reason = ""
@@ -159,6 +157,11 @@ def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dic
             full_name = f"{prefix}.{name}" if prefix else name
             found.setdefault(_storage(tensor), _Memory(full_name, tensor, kernel.get(name), reason))
     return found
+
+
+def _kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters, buffers = get_layerwise_info(layer).kernel_tensors or ({}, {})
+    return parameters | buffers
 
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
@@ -433,9 +436,8 @@ class _Layer:
         """Whether vLLM's kernels read this parameter directly, as a bias without loading format."""
         if self.in_place:
             return True
-        parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
         name = own_name(memory)
-        return getattr(self.module, name) is parameters.get(name, buffers.get(name))
+        return getattr(self.module, name) is _kernel_tensors(self.module).get(name)
 
     def start(self) -> bool:
         """Give the module writable memory. Return whether padding overwrote memory in use."""
@@ -474,9 +476,7 @@ class _Layer:
             method is UnquantizedLinearMethod and current_platform.is_cuda()
         ):
             return False
-        parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
-        kernel = parameters | buffers
-        wanted = get_layer_tensors(self.module)
+        kernel, wanted = _kernel_tensors(self.module), get_layer_tensors(self.module)
         return all(
             name in kernel and _form(kernel[name]) == _form(tensor) for name, tensor in wanted.items()
         )
@@ -629,9 +629,6 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
     return found
 
 
-# Vllm writer
-
-
 class _ModelState(enum.Enum):
     """State of a vLLM model.
 
@@ -699,9 +696,8 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions into a model that was recorded, from slices in the checkpoint's names and
-    coordinates. `written` is called with name, box and elements of each slice in the model, before
-    vLLM repacks it."""
+    """Writes versions into a recorded model, from slices in the checkpoint's coordinates. `written`
+    is called with name, box and elements of each slice, before vLLM repacks it."""
 
     def __init__(
         self,

@@ -24,12 +24,11 @@ from ..dataflow.column import (
     TEMPERATURE,
     Column,
 )
-from ..dataflow.errors import UserError
+from ..dataflow.errors import UserError, WeightSyncError
 from ..dataflow.graph import Handle
 from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.untrusted_text import show
 from ..resharding.weights import BY_VLLM
-from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
 from .engine_worker import (
     TrainedConfig,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from ..resharding.weights import Given, Weights
+    from .rollout import Canary
 
 
 class ActorConfig(TrainedConfig):
@@ -192,7 +192,7 @@ class ActorWorker(TrainedWorker):
         published: Metrics = {}
         if last and self._publisher is not None:
             self._publisher.finish()  # no receiver may get a mixture of two versions
-            if compared := self._publisher.sent.compared:
+            if self.config.deltas != "off" and (compared := self._publisher.sent.compared):
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
         staleness: Metrics = {}
         versions: Any = batch.ragged_numpy(RESPONSE_VERSIONS)[0] if RESPONSE_VERSIONS in batch else ()
@@ -207,9 +207,8 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers, such as "rollout[0]", and return its
-        address. The records of all ranks together describe the group's weights. Receivers read the
-        parameters directly; they must not change until `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers, such as "rollout[0]". The records of
+        all ranks add up. Parameters must not change until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -251,13 +250,42 @@ class ActorWorker(TrainedWorker):
         """Compare canaries of followers, by name such as "rollout[0]", with this group's
         log-probabilities. Raises a WeightSyncError if they differ."""
         for receiver, canary in canaries.items():
-            found, _ = self.engine.logprobs(canary_rows(canary))
+            rows = Batch.of(
+                prompt_ids=[list(ids) for ids in canary.prompts],
+                response_ids=[list(ids) for ids in canary.responses],
+            )
+            found, _ = self.engine.logprobs(rows)
             check_canary(receiver, version, canary, found, exact=self.config.dtype == "float32")
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
         super().close()
+
+
+_LARGEST_GAP = 1e-3
+"""[nats] Limit on the mean gap of a canary's tokens if both sides compute in float32; 1e-6 is usual
+(docs/benchmarks.md)."""
+_LARGEST_HALF_GAP = 0.2
+"""[nats] The same limit if either side computes in half precision; a few hundredths are usual."""
+
+
+def check_canary(
+    receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
+) -> None:
+    """Compare a rank's log-probabilities with the trainer's, [tokens]. Raises a WeightSyncError if
+    the mean difference is too large or nan."""
+    own = np.array([value for response in canary.logprobs for value in response])
+    gap = float(np.abs(own - logprobs).mean())
+    bound = _LARGEST_GAP if exact and canary.exact else _LARGEST_HALF_GAP
+    # Also true for nan.
+    if not gap <= bound:
+        raise WeightSyncError(
+            f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "
+            f"tokens are {gap:.3g} nats from the trainer's in the mean, more than "
+            f"{bound:g}. It computes something else with the same weights: compare model "
+            "folders, dtypes and engine settings of both groups"
+        )
 
 
 class _WithGap:

@@ -9,6 +9,7 @@ import importlib.util
 import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -36,7 +37,6 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
-from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
@@ -404,8 +404,8 @@ class RolloutWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
         """Sample a few responses to random prompts, for `check_canary`."""
-        prompts = canary_prompts(self._vocabulary)
-        max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
+        prompts = _canary_prompts(self._vocabulary)
+        max_tokens = min(_CANARY_RESPONSE_TOKENS, self.max_context - _CANARY_PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
         steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, ignore_stop=True))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
@@ -514,6 +514,39 @@ class RolloutWorker(Worker):
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
+
+
+# Canary: log-probabilities that a rank and its trainer both compute, before the rank serves the run.
+#
+# Checksums show that weights have arrived; the canary shows that both sides compute the same with
+# them. A rank samples it once, after its first weights.
+
+_CANARIES = 4
+_CANARY_PROMPT_TOKENS = 4
+_CANARY_RESPONSE_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Samples of a rank, as plain data."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    responses: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """Log-probabilities of each response's tokens, in nats."""
+    exact: bool
+    """Whether the rank computes in float32."""
+
+
+def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
+    """Return the prompts that every rank answers, [_CANARY_PROMPT_TOKENS] int32 each.
+
+    >>> len(_canary_prompts(100)), int(max(ids.max() for ids in _canary_prompts(3))) < 3
+    (4, True)
+    """
+    # If config.json gives no vocabulary size, only the smallest ids are sure to be valid.
+    drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (_CANARIES, _CANARY_PROMPT_TOKENS))
+    return list(drawn.astype(np.int32))
 
 
 def _children(

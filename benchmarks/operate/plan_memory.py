@@ -162,7 +162,7 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
 
 
 def _pass_bytes(config: Any, **settings: Any) -> int:
-    from weft.workers.training.activations import PassShape, pass_bytes
+    from weft.workers.training.activations import pass_bytes
 
-    shape = PassShape(ROWS // 2, PROMPT + RESPONSE, RESPONSE)
-    return pass_bytes(config.model, Path(config.model), shape, dtype=config.dtype, **settings)
+    settings |= {"rows": ROWS // 2, "length": PROMPT + RESPONSE, "predicted": RESPONSE}
+    return pass_bytes(config.model, Path(config.model), dtype=config.dtype, **settings)

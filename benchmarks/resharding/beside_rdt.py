@@ -19,8 +19,7 @@ from meeting import meetings
 from trainer_and_engine import TIMEOUT_S, Processes, all_of, answer, train
 
 from weft.resharding.incoming import IncomingWeights
-from weft.resharding.layout import Layout
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import Layout, ReshardPlan
 
 RANKS = 2
 """Ranks of the trainer, and of the engine."""

@@ -20,8 +20,7 @@ from weft.resharding.formulas import (
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Layout
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import Layout, ReshardPlan
 
 NVLINK = 450e9
 """[B/s] One GPU to others of its node, per direction: NVLink 4."""

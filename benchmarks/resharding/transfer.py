@@ -103,14 +103,15 @@ class Ways:
         self._engine = VllmEngine(
             str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64
         )
-        from weft.resharding import vllm_receiver, vllm_writer
+        from weft.resharding import vllm_writer
         from weft.resharding.incoming import IncomingWeights
         from weft.resharding.vllm_writer import _Layer
+        from weft.workers.generation import vllm_worker
 
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
         self._timed = Timed()
-        self._timed.watch("checksums", vllm_receiver, "box_sum")
+        self._timed.watch("checksums", vllm_worker, "box_sum")
         self._timed.watch(
             "repacking",
             vllm_writer,

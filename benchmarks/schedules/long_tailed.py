@@ -23,7 +23,7 @@ from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.generation.engine import GenerationRequest, StopStrings
+from weft.workers.generation.engine import GenerationRequest, StopCheck
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import Context, remote
@@ -54,10 +54,10 @@ class LongTailedEngine(VllmEngine):
         self._ended: float | None = None
         self._slots = config.max_num_seqs
 
-    def _add(self, request: GenerationRequest, sampling: Sampling, strings: StopStrings | None) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling, ends: StopCheck | None) -> str:
         assert request.seed is not None
         length = response_length(request.seed, *self._lengths, sampling.max_tokens)
-        return super()._add(request, sampling.model_copy(update={"max_tokens": length}), strings)
+        return super()._add(request, sampling.model_copy(update={"max_tokens": length}), ends)
 
     def _step(self) -> None:
         number, started = min(self.num_unfinished, self._slots), time.perf_counter()

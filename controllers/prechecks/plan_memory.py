@@ -290,16 +290,16 @@ def _activations(
     config: Any, sizes: StepSizes, passes: UpdateSizes, size: ModelSize, *, trains: bool, gpu_bytes: int
 ) -> int:
     """Return the bytes of a microbatch's activations, including logits, without gradients."""
-    from ...workers.training.activations import PassShape, pass_bytes
+    from ...workers.training.activations import pass_bytes
 
-    response = max(1, round(sizes.response_tokens))
-    shape = PassShape(passes.rows_per_microbatch, max(2, round(sizes.tokens_a_row)), response)
     several = passes.microbatches_per_replica > passes.optimizer_steps
     lora = getattr(config, "lora", None)
     found = pass_bytes(
         config.model,
         find_model_config(config.model).parent,
-        shape,
+        rows=passes.rows_per_microbatch,
+        length=max(2, round(sizes.tokens_a_row)),
+        predicted=max(1, round(sizes.response_tokens)),
         head=_head(config),
         dtype=config.dtype,
         trains=trains,

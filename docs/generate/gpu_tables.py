@@ -170,7 +170,7 @@ def _size(model: str) -> ModelSize:
 @cache
 def _activations(model: str, machine: Machine, adapter: bool, again: Any) -> int:
     """Return the activation bytes of a microbatch of equal rows, without gradients."""
-    from weft.workers.training.activations import PassShape, pass_bytes
+    from weft.workers.training.activations import pass_bytes
 
     rows = machine.microbatch_tokens // (PROMPT + RESPONSE)
     with tempfile.TemporaryDirectory(prefix="weft-expected-") as folder:
@@ -178,7 +178,9 @@ def _activations(model: str, machine: Machine, adapter: bool, again: Any) -> int
         found = pass_bytes(
             folder,
             Path(folder),
-            PassShape(rows, PROMPT + RESPONSE, RESPONSE),
+            rows=rows,
+            length=PROMPT + RESPONSE,
+            predicted=RESPONSE,
             dtype="bfloat16",
             lora=ADAPTER if adapter else None,
             checkpointing=again,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.resharding.formulas import Parallelism, Parameter, nodes_of, replicas, three_dimensional
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import ReshardPlan
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "resharding.py"
 

@@ -17,9 +17,8 @@ import torch
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.connection import GroupChannel
 from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher, _Transfer
-from weft.resharding.weights import TensorPart
+from weft.resharding.weights import Box, TensorPart
 
 SHAPES = {"a": (40, 64), "b": (6, 1000)}
 BUCKET_BYTES = 4096

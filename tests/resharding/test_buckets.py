@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.buckets import Cutter, Entry, described, layout_of, read_description
-from weft.resharding.layout import Box
-from weft.resharding.weights import TensorPart, whole
+from weft.resharding.buckets import Cutter, Entry, described
+from weft.resharding.incoming import layout_of, read_description
+from weft.resharding.weights import Box, TensorPart, whole
 
 
 def cut(parts: Iterable[TensorPart], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:

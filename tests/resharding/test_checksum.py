@@ -8,9 +8,8 @@ import random
 import pytest
 import torch
 
-from weft.resharding.buckets import Entry, checksum_of
-from weft.resharding.layout import Box
-from weft.resharding.weights import box_sum, tensor_factor
+from weft.resharding.buckets import Entry, box_sum, checksum_of, tensor_factor
+from weft.resharding.weights import Box
 
 
 def splitmix(number: int) -> int:

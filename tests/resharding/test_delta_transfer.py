@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import delta as held_by_receivers
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as transfers
-from weft.resharding.delta import Delta, held_boxes
-from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.incoming import IncomingWeights, held_boxes, receive_parts
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
+from weft.resharding.weights import (
+    LOOPBACK,
+    Box,
+    Layout,
+    Piece,
+    ReshardPlan,
+    TensorLayout,
+    TensorPart,
+    Weights,
+    Where,
+    whole,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make receivers believe that they are on another machine."""
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(held_by_receivers, "_held", {})
+    monkeypatch.setattr(receiving, "_held", {})
 
 
 @pytest.fixture
@@ -157,10 +164,10 @@ def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
     step(model, 0.01)
     real = receiving.apply_delta
 
-    def damaged(bits: np.ndarray, delta: Delta) -> None:
-        if len(delta.values):
-            delta.values[0] ^= 1
-        real(bits, delta)
+    def damaged(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
+        if len(values):
+            values[0] ^= 1
+        real(bits, gaps, values)
 
     monkeypatch.setattr(receiving, "apply_delta", damaged)
     with pytest.raises(

@@ -12,9 +12,7 @@ import pytest
 from forked import server
 from gloo_ranks import SHAPES, give, share, take
 
-from weft.resharding.layout import Layout, Piece, TensorLayout, Where
-from weft.resharding.plan import ReshardPlan
-from weft.resharding.weights import Given
+from weft.resharding.weights import Given, Layout, Piece, ReshardPlan, TensorLayout, Where
 
 
 class Four:

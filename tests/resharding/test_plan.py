@@ -23,8 +23,7 @@ from weft.resharding.formulas import (
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Box, Layout, Piece, TensorLayout, Where
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import Box, Layout, Piece, ReshardPlan, TensorLayout, Where
 
 
 def a_model(layers: int = 3) -> list[Parameter]:
@@ -48,7 +47,7 @@ def needed_and_had(plan: ReshardPlan, rank: int) -> tuple[int, int]:
         for box in wanted.boxes[rank]:
             wants[box.slices] = True
         for owner, where in enumerate(plan.source.ranks):
-            if where.distance(plan.destination.ranks[rank]) <= 1:
+            if where.distance(plan.destination.ranks[rank]) == 0:
                 for box in plan.source.tensors[name].boxes[owner]:
                     has[box.slices] = True
         needed += wanted.item_bytes * int(wants.sum())
@@ -68,7 +67,7 @@ def check_against_brute_force(plan: ReshardPlan) -> None:
             assert copy.box.intersection(held) == copy.box, "the source does not have what it is to give"
             assert any(copy.box.intersection(box) == copy.box for box in wanted.boxes[rank])
             covered[name][copy.box.slices] += 1
-            near = plan.source.ranks[copy.source].distance(plan.destination.ranks[rank]) <= 1
+            near = plan.source.ranks[copy.source].distance(plan.destination.ranks[rank]) == 0
             assert copy.travels is not near
             if copy.travels:
                 received += copy.box.numel * wanted.item_bytes

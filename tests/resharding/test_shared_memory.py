@@ -19,12 +19,10 @@ from weft.dataflow.errors import WeightSyncError
 from weft.resharding import buckets as shared_memory
 from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
-from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of, read_description
-from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box
-from weft.resharding.plan import Copy
+from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of
+from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, TensorPart, Weights, whole
+from weft.resharding.weights import LOOPBACK, Box, Copy, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024

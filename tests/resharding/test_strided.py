@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.resharding.layout import View, contiguous_strides, paired_boxes
+from weft.resharding.weights import View, contiguous_strides, paired_boxes
 
 
 def view_of(tensor: torch.Tensor) -> View:

@@ -26,12 +26,11 @@ from weft.resharding import connection as connections
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as publishing
 from weft.resharding import publisher as transfers
-from weft.resharding.buckets import SLOTS, read_description
+from weft.resharding.buckets import SLOTS
 from weft.resharding.connection import Transport
-from weft.resharding.incoming import IncomingWeights, receive_parts
-from weft.resharding.layout import Box, TensorLayout
+from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import LOOPBACK, Given, TensorPart, Weights, whole
+from weft.resharding.weights import LOOPBACK, Box, Given, TensorLayout, TensorPart, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
@@ -245,8 +244,7 @@ def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None
 
 
 def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
-    from weft.resharding.layout import Layout, Piece, Where
-    from weft.resharding.plan import ReshardPlan
+    from weft.resharding.weights import Layout, Piece, ReshardPlan, Where
 
     own = (
         TensorLayout(p.name, p.shape, str(p.tensor.dtype)[6:], ((Piece(p.box),),)) for p in whole(like)
@@ -710,7 +708,7 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
 ) -> None:
     memory: Any = _Memory()
     monkeypatch.setattr(torch, "cuda", _Devices())
-    said = json.loads(json.dumps(buckets._device_mapping(memory)))
+    said = json.loads(json.dumps(buckets.device_mapping(memory)))
     asked: list[Any] = []
 
     def open_it(*fields: Any) -> Any:

@@ -13,10 +13,9 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding import connection
-from weft.resharding.buckets import Entry, checksum_of
-from weft.resharding.layout import Box
+from weft.resharding.buckets import Entry, box_sum, checksum_of
 from weft.resharding.vllm_control import Receivers, TensorSum, checksum_of_tensors, take_as_told
-from weft.resharding.weights import Weights, box_sum
+from weft.resharding.weights import Box, Weights
 
 SUMS = {"a": TensorSum("float32", (2, 3), 17), "b": TensorSum("bfloat16", (4,), 2**63)}
 

@@ -31,8 +31,7 @@ from vllm_models import (
 
 from weft.dataflow.errors import UserError
 from weft.resharding.formulas import Parallelism, Parameter, PipelineStages, nodes_of, three_dimensional
-from weft.resharding.layout import Box, Layout
-from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import Box, Layout, ReshardPlan
 from weft.workers.actor import ActorConfig, ActorWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]

@@ -32,7 +32,7 @@ from vllm_models import (
 )
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.layout import Box, Layout
+from weft.resharding.weights import Box, Layout
 from weft.workers.generation.vllm_settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]

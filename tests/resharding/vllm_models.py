@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weft.resharding.layout import Box, Layout, Where
+from weft.resharding.weights import Box, Layout, Where
 from weft.workers.generation.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:

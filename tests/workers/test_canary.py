@@ -15,9 +15,8 @@ import weft
 from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import WeftError, WeightSyncError
-from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.canary import Canary, check_canary
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.actor import ActorConfig, ActorWorker, check_canary
+from weft.workers.rollout import Canary, RolloutConfig, RolloutWorker
 
 
 def rollout_of(model: Path, **settings: Any) -> RolloutWorker:

@@ -24,11 +24,9 @@ class GenerationRequest:
     prompt_ids: np.ndarray
     """[P] int32, with one placeholder for each image."""
     seed: int | None = None
-    """Equal seeds, weights and prompts give equal tokens; None uses the engine's own random
-    stream."""
+    """Equal seeds, weights and prompts give equal tokens; None leaves it to the engine."""
     images: Sequence[Any] = ()
-    """Encoded images of the prompt, as bytes or buffers. Only engines with an image processor
-    accept them."""
+    """Encoded images, as bytes or buffers, for engines with an image processor."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,9 @@ class GenerationEngine(Protocol):
         ...
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """Receive a version into separate memory while requests continue, so that `update_weights`
-        only swaps it. Yields until the version has arrived; an engine without staging yields
-        nothing. Raises a WeightSyncError if the bytes differ from the published ones."""
+        """Receive a version into separate memory while requests continue, for `update_weights` to
+        swap. Yields until it has arrived, or nothing without staging. Raises a WeightSyncError if
+        the bytes differ from the published ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:
@@ -108,41 +106,41 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Extra tokens to decode before a possible stop string, as the first decoded token may lose a
-space."""
+"""Extra tokens to decode before a stop string: the first one may lose a space."""
 
 
-class StopStrings:
-    """The stop strings of a sampling, with the decoder of a model's tokens.
+StopCheck = Callable[[Sequence[int] | np.ndarray], bool]
+"""Whether the last of these tokens completes a stop string."""
 
-    >>> letters = StopStrings(("ab",), lambda ids: "".join("abc"[i] for i in ids))
-    >>> [letters.completes([0, 1][:length]) for length in (1, 2)], letters.completes([0, 1, 2]), letters.completes([2, 0, 1, 0, 1])
+
+def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopCheck:
+    """Return a check for these stop strings, with the decoder of a model's tokens.
+
+    >>> ends = stop_check(("ab",), lambda ids: "".join("abc"[i] for i in ids))
+    >>> [ends([0, 1][:length]) for length in (1, 2)], ends([0, 1, 2]), ends([2, 0, 1, 0, 1])
     ([False, True], False, True)
     """
+    # A token of text has at least one byte.
+    window = max(len(text.encode()) for text in stop) + MARGIN
 
-    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._stop = tuple(stop)
-        self._decode = decode
-        # A token of text has at least one byte.
-        self._window = max(len(text.encode()) for text in stop) + MARGIN
-
-    def completes(self, token_ids: Sequence[int] | np.ndarray) -> bool:
-        """Return whether the last of these tokens completes a stop string."""
-        tail = [int(token) for token in token_ids[-self._window :]]
-        text = self._decode(tail)
-        if not any(stop in text for stop in self._stop):
+    def completes(token_ids: Sequence[int] | np.ndarray) -> bool:
+        tail = [int(token) for token in token_ids[-window:]]
+        text = decode(tail)
+        if not any(each in text for each in stop):
             return False
         # The text without the last token may contain an earlier occurrence.
-        before = self._decode(tail[:-1])
-        return any(text.count(stop) > before.count(stop) for stop in self._stop)
+        before = decode(tail[:-1])
+        return any(text.count(each) > before.count(each) for each in stop)
+
+    return completes
 
 
-def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
-    """Return a sampling's stop strings with the model's tokenizer; None if it has or uses none."""
+def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
+    """Return a sampling's stop check with the model's tokenizer; None if it has no stop strings."""
     if not sampling.stop or sampling.ignore_stop:
         return None
     decode = tokenizer_of(model).decode
-    return StopStrings(sampling.stop, lambda ids: decode([list(ids)])[0])
+    return stop_check(sampling.stop, lambda ids: decode([list(ids)])[0])
 
 
 @cache

@@ -21,9 +21,10 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
+from ...resharding.weights import mix_bits, whole
 from ..models.images import ImageInputs, ImageReader, SeenPrompt, embed, positions
 from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_strings
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_check_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ...resharding.weights import TensorPart, Weights
     from ..training.lora import Lora
     from ..training.routers import Routers
-    from ..training.stored_weights import CheckpointNames
+    from ..training.sharding import CheckpointNames
 
 
 # Decoding
@@ -46,8 +47,7 @@ class _DecodingBatch:
     length: int
     """Columns in the cache, including padding."""
     origin: Tensor
-    """[B] column with position 0: left padding of each row, minus the positions that images leave
-    out."""
+    """[B] column with position 0: left padding, minus the positions that images leave out."""
     inside: Tensor | None
     """[B, columns] whether a column belongs to the row; None if no row is padded."""
 
@@ -92,15 +92,9 @@ def _new_cache(capacity: int) -> Any:
 
 
 def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, and return its log-probability under the sampling distribution.
-
-    Args:
-        logits: [B, V] of any float dtype.
-        draws: [B] float32 uniform numbers in [0, 1), one for each row; unused for greedy sampling.
-
-    Returns:
-        ([B] int64 tokens, [B] float32 nats)
-    """
+    """Draw one token per row from logits ([B, V] of any float dtype), by [B] float32 uniform numbers
+    in [0, 1), unused for greedy sampling. Return [B] int64 tokens, and [B] float32 nats:
+    log-probabilities under the sampling distribution."""
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
@@ -121,8 +115,7 @@ def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple
 
 
 def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Truncate logits to the `top_k` likeliest, then to the smallest set that reaches `top_p`; set
-    all others to -inf."""
+    """Keep the `top_k` likeliest logits, then the fewest that reach `top_p`; the rest is -inf."""
     ascending, index = logits.sort(-1)
     if top_k and top_k < logits.shape[-1]:
         threshold = ascending[:, -top_k, None]
@@ -142,21 +135,13 @@ class _RequestDraws:
     def __init__(self, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> None:
         own = fallback.integers(2**63, size=len(requests)).tolist()
         seeds = [mine if r.seed is None else r.seed for r, mine in zip(requests, own, strict=True)]
-        self._streams = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
+        self._streams = mix_bits(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
         """Return [len(rows)] float32 in [0, 1), at this token of these responses."""
-        bits = _mix(self._streams[rows] + np.uint64(position))
+        bits = mix_bits(self._streams[rows] + np.uint64(position))
         # float32 holds 24 bits: with more, rounding could give 1.
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
 
 
 class TransformersEngine:
@@ -285,8 +270,6 @@ class TransformersEngine:
 
     def _parts(self, incoming: IncomingWeights) -> list[TensorPart]:
         """Return the model's parameters by checkpoint name; tied ones under the published names."""
-        from ...resharding.weights import whole
-
         if self._serves_adapter:
             from ..training.adapter import adapter_of
 
@@ -296,7 +279,7 @@ class TransformersEngine:
         for name, parameter in parameters.items():
             tied.setdefault(id(parameter), []).append(name)
         if self._names is None:
-            from ..training.stored_weights import CheckpointNames
+            from ..training.sharding import CheckpointNames
 
             self._names = CheckpointNames(self.model, parameters)
         names, published = self._names, incoming.layout.tensors.keys()
@@ -308,7 +291,6 @@ class TransformersEngine:
         return [part for tensor in held for part in names.parts(tensor)]
 
     def _read(self, request: GenerationRequest) -> SeenPrompt:
-        """Return the prompt with the tokens of its images."""
         if self._images is None:
             if len(request.images):
                 raise GenerationError(
@@ -335,7 +317,7 @@ class TransformersEngine:
         """Sample one batch of requests. Ids sent to the generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
-        strings = stop_strings(sampling, self._model_folder)
+        ends = stop_check_of(sampling, self._model_folder)
         draws = _RequestDraws(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
@@ -355,8 +337,8 @@ class TransformersEngine:
             versions[alive, position] = self.version
             length = position + 1
             stopped = np.isin(tokens, stops)
-            if strings is not None and length > sampling.min_tokens:
-                stopped |= [strings.completes(token_ids[row, :length]) for row in alive.tolist()]
+            if ends is not None and length > sampling.min_tokens:
+                stopped |= [ends(token_ids[row, :length]) for row in alive.tolist()]
             done = stopped | (length == sampling.max_tokens)
             sent = yield [
                 Response(

@@ -22,7 +22,7 @@ from ...resharding.weights import Weights
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopStrings, stop_strings
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopCheck, stop_check_of
 from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-class SleepingEngine:
+class _SleepingEngine:
     """Puts the memory of vLLM's `LLMEngine` on a shared GPU to sleep and wakes it. Calls that are
     already satisfied do nothing.
 
@@ -127,10 +127,10 @@ class VllmEngine:
         self._engine = _start(
             arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile
         )
-        self._sleeping = SleepingEngine(self._engine) if on_gpu else None
+        self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
-            from ...resharding.vllm_receiver import adapter_request
+            from .vllm_worker import adapter_request
 
             self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
@@ -150,10 +150,10 @@ class VllmEngine:
         if self._sleeping is not None:
             self._sleeping.wake()
         waiting: set[str] = set()
-        strings = stop_strings(sampling, self._model_folder)
+        ends = stop_check_of(sampling, self._model_folder)
         try:
             for request in requests:
-                waiting.add(self._add(request, sampling, strings))
+                waiting.add(self._add(request, sampling, ends))
             while waiting:
                 done = waiting & self._finished.keys()
                 if not done:
@@ -176,7 +176,7 @@ class VllmEngine:
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """See `GenerationEngine`. The ranks receive the version on background threads."""
         from ...resharding.buckets import threads_beside
-        from ...resharding.vllm_receiver import to_update_info
+        from .vllm_worker import to_update_info
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
@@ -205,7 +205,6 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _as_weight_sync_error(self, what: str, weights: Weights) -> Iterator[None]:
-        """Turn other errors into a WeightSyncError about the failed step."""
         try:
             yield
         except WeightSyncError:
@@ -214,8 +213,7 @@ class VllmEngine:
             raise WeightSyncError(f"vLLM could not {what} version {weights.version}: {error}") from error
 
     def _take(self, weights: Weights) -> str:
-        """Overwrite the weights of the ranks and return the checksum of the version."""
-        from ...resharding.vllm_receiver import check_received, to_update_info
+        from .vllm_worker import check_received, to_update_info
 
         with self._as_weight_sync_error("load weights", weights):
             self._engine.collective_rpc("start_weight_update")
@@ -231,7 +229,6 @@ class VllmEngine:
         return held[0].checksum
 
     def _take_by_vllm(self, weights: Weights) -> str:
-        """Receive a version through one of vLLM's own backends, and return its checksum."""
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
@@ -256,8 +253,7 @@ class VllmEngine:
                 raise
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
-        """Replace the adapter of the ranks and return the checksum of the received one."""
-        from ...resharding.vllm_receiver import to_update_info
+        from .vllm_worker import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
         with self._as_weight_sync_error("take adapter", weights):
@@ -296,7 +292,7 @@ class VllmEngine:
             self._requests.pop(key, None)
             self._finished.pop(key, None)
 
-    def _add(self, request: GenerationRequest, sampling: Sampling, strings: StopStrings | None) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling, ends: StopCheck | None) -> str:
         key = str(next(self._numbers))
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if len(request.images):
@@ -316,7 +312,7 @@ class VllmEngine:
         seen = None
         if self._images is not None and len(request.images):
             seen = self._images.read(request.prompt_ids, request.images).ids
-        self._requests[key] = _Request(request.request_id, seen, strings, sampling.min_tokens)
+        self._requests[key] = _Request(request.request_id, seen, ends, sampling.min_tokens)
         return key
 
     def _parameters(self, sampling: Sampling, seed: int | None) -> Any:
@@ -364,11 +360,11 @@ class VllmEngine:
         """End a request whose last token completes a stop string. vLLM reports versions only for
         requests that it finished itself, so they are counted here."""
         request = self._requests.get(output.request_id)
-        if request is None or request.strings is None:
+        if request is None or request.ends is None:
             return
         token_ids = list(output.outputs[0].token_ids)
         request.versions += [self.version] * (len(token_ids) - len(request.versions))
-        if len(token_ids) <= request.min_tokens or not request.strings.completes(token_ids):
+        if len(token_ids) <= request.min_tokens or not request.ends(token_ids):
             return
         if output.finished:
             # vLLM ended it at this token for its length; all engines prefer "stop" then.
@@ -414,8 +410,8 @@ class _Request:
     request_id: int
     seen_prompt: np.ndarray | None
     """Prompt tokens, if it has images."""
-    strings: StopStrings | None
-    """Stop strings that may end it."""
+    ends: StopCheck | None
+    """Check of the stop strings that may end it."""
     min_tokens: int
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token, if it has stop strings."""

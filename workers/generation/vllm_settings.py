@@ -162,14 +162,9 @@ memory free; lower it below 4
         )
 
     def check_sizes(self, settings: Mapping[str, Any], max_context: int | None, dtype: str) -> None:
-        """Check sizes that vLLM would refuse only after it has loaded the model. Raises a UserError
-        if a size does not fit.
-
-        Args:
-            settings: the model's `config.json`.
-            max_context: [tokens] longest prompt and response together, or None if unknown.
-            dtype: dtype of the weights. "auto" counts as half precision.
-        """
+        """Check sizes that vLLM would refuse only after it has loaded the model with this
+        `config.json`. `max_context` ([tokens]) is None if unknown; the dtype "auto" counts as half
+        precision. Raises a UserError if a size does not fit."""
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
             raise UserError(

@@ -129,8 +129,7 @@ class ImageReader:
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
         """Return a prompt ([P] int32, with one placeholder for each image) with the tokens of its
-        encoded images (bytes or buffers). Raises a UserError if placeholders and images differ in
-        number, or an image cannot be read."""
+        encoded images. Raises a UserError if their numbers differ, or an image is unreadable."""
         places = np.flatnonzero(prompt_ids == self.token)
         if not len(images):  # in a prompt without images the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
@@ -175,8 +174,7 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """Decode an image to RGB with Pillow, and turn it upright by its EXIF data (as `datasets` and
-    `transformers` do)."""
+    """Decode an image to RGB with Pillow, upright by its EXIF data, as `transformers` does."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
@@ -243,8 +241,7 @@ class ImageInputs:
     """The images of the rows of a pass."""
 
     places: Tensor
-    """[B, L] bool, or [T] of packed rows: positions where an image feature replaces the token
-    embedding."""
+    """[B, L] bool, or [T] of packed rows: image features replace token embeddings here."""
     inputs: Mapping[str, Tensor]
     """Arguments of the vision tower by name, for all images in the order of their positions."""
 
@@ -275,14 +272,8 @@ def positions(
     backbone: Any, input_ids: Tensor, shown: ImageInputs, inside: Tensor | None = None
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
-    height and width (m-rope, arXiv:2409.12191).
-
-    Args:
-        inside: [B, L] bool, False for padding; None if padding is absent or on the right.
-
-    Returns:
-        None if the model numbers image tokens like all others.
-    """
+    height and width (m-rope, arXiv:2409.12191); None if it numbers image tokens like all others.
+    `inside` ([B, L] bool) is False for padding; None if padding is absent or on the right."""
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
         return None

@@ -1,5 +1,4 @@
-"""A model's folder: read its config.json without torch, so that a wrong path is reported at
-once."""
+"""A model's folder: read its config.json without torch, to report mistakes at once."""
 
 from __future__ import annotations
 
@@ -255,8 +254,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
 
 
 def complete_text_settings(model: str | Path) -> Any:
-    """Return the text settings with the defaults and common names of `transformers`, which takes
-    seconds to import."""
+    """Return the text settings completed by `transformers`, whose import takes seconds."""
     from transformers import AutoConfig
 
     file = find_model_config(model)
@@ -327,8 +325,7 @@ def _types(table: str) -> frozenset[str]:
 
 _IDS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 _NAMED = ("bos_token", "eos_token", "unk_token")
-"""Special tokens that are used even if no text spells them. Padding tokens are not: Weft never pads
-with them."""
+"""Special tokens in use even if no text spells them. Padding tokens are not in use."""
 
 
 def read_vocabulary(model: str | Path) -> int | None:

@@ -34,15 +34,9 @@ _LOOK_S = 2.0
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold a lock file that only one process of the node can hold. A process that dies releases it.
-    The file is created with its folder, and several users may share it.
-
-    Args:
-        what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
-
-    Raises:
-        OSError: the file can be neither created nor read.
-        RunError: the holder did not release the lock in time.
-    """
+    The file is created with its folder, and several users may share it. Messages call the work
+    `what`. Raises OSError if the file can be neither created nor read, and RunError if the holder
+    did not release the lock in time."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open_lock(lock)
     try:
@@ -140,8 +134,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 """Weights in unsupported formats."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Places to compare in a file whose format does not show where tensors begin, and bytes at each
-place."""
+"""Places to compare in a file of a format without known tensors, and bytes at each."""
 _SMALL_BYTES = 32 << 20
 """Files up to this size are compared completely."""
 
@@ -169,8 +162,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files that workers read in the folder of a model or, without `weights`, of a
-    tokenizer."""
+    """List the files that workers read of a model or, without `weights`, of a tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}
@@ -226,15 +218,9 @@ def copy_of(
     advance: Callable[[], None] = lambda: None,
 ) -> Path:
     """Return the cached copy of a folder; one process of the node writes it if it is missing.
-
-    Args:
-        pieces: yields the pieces of a file of the given size, each with its checksum.
-        advance: called whenever more data has arrived, in whichever process of the node.
-
-    Raises:
-        UserError: the cache is not writable or has no room.
-        WorkerError: data arrived damaged.
-    """
+    `pieces` yields the pieces of a file of the given size, each with its checksum. `advance` is
+    called whenever more data has arrived, in whichever process of the node. Raises UserError if the
+    cache is not writable or has no room, and WorkerError if data arrived damaged."""
     cache = cache_folder()
     copy, partial = cache / listing.key, cache / f".{listing.key}"
     try:
@@ -300,16 +286,9 @@ def node_folder(
     model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
 ) -> Path:
     """Return the folder of a model with its weights, downloaded if necessary. The driver has
-    checked an id only on its own node.
-
-    Args:
-        wait_s: longest wait for another process that downloads the model.
-        advance: called whenever more has been downloaded, by whichever process of the node.
-
-    Raises:
-        UserError: the model does not exist or cannot be downloaded.
-        RunError: the downloading process did not finish in time; the message names it.
-    """
+    checked an id only on its own node. `advance` is called whenever more has been downloaded, by
+    whichever process of the node. Raises UserError if the model does not exist or cannot be
+    downloaded, and RunError if another process did not finish the download in time."""
     if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
         return find_model_folder(model, CONFIG_FILE)
     found = cached_folder(model, weights=True)

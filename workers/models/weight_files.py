@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,7 @@ _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class _TensorEntry:
     """A tensor's entry in a header."""
 
     file: Path
@@ -36,7 +36,11 @@ class TensorEntry:
     end: int
 
 
-def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+Header = tuple[dict[str, _TensorEntry], dict[str, str]]
+"""The entries of a file's tensors by name, and its metadata."""
+
+
+def read_header(file: Path) -> Header:
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
@@ -80,12 +84,12 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     return entries, metadata
 
 
-def _entry(file: Path, start: int, about: Any) -> TensorEntry:
+def _entry(file: Path, start: int, about: Any) -> _TensorEntry:
     first, last = about["data_offsets"]
     shape = tuple(int(extent) for extent in about["shape"])
     if not 0 <= first <= last or min(shape, default=0) < 0:
         raise ValueError
-    return TensorEntry(file, str(about["dtype"]), shape, start + first, start + last)
+    return _TensorEntry(file, str(about["dtype"]), shape, start + first, start + last)
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
@@ -104,20 +108,27 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
-    UserError if a file is damaged, missing, or lacks a tensor of the index."""
-    files = weight_files(model, folder)
-    found: dict[str, TensorEntry] = {}
+@contextmanager
+def damage_named(model: str | Path) -> Iterator[None]:
+    """Turn errors of reading a model's files into a UserError that names the model."""
     try:
-        for file in files:
-            found |= read_header(file)[0]
+        yield
     except OSError as error:
         raise UserError(
             f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
         ) from None
     except ValueError as error:
         raise UserError(f"model {str(model)!r}: {error}") from None
+
+
+def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
+    """Return all tensors in a model's safetensors files by name; empty if it has none. Raises a
+    UserError if a file is damaged, missing, or lacks a tensor of the index."""
+    files = weight_files(model, folder)
+    found: dict[str, _TensorEntry] = {}
+    with damage_named(model):
+        for file in files:
+            found |= read_header(file)[0]
     if not (folder / FILE).is_file() and (folder / INDEX).is_file():
         for name, file in read_index(folder / INDEX).items():
             if name not in found or found[name].file.name != file:

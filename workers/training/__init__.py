@@ -1,2 +1,1 @@
-"""The training engine and its parts: models, packing, adapters, updates and checkpoints, on
-FSDP2."""
+"""The training engine and its parts: models, packing, adapters, updates, checkpoints."""

@@ -7,7 +7,6 @@ alive. It takes a fraction of a second for any model size, and needs no table of
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ from .packed_attention import NAME, may_pack
 from .packed_sequences import PackedSequences
 from .response_model import ResponseModel
 from .stored_weights import StoredWeights
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """The rows of a microbatch, all of the same length."""
-
-    rows: int
-    length: int
-    """Tokens of a row. A reward head reads all of them; other models read all but the last, which
-    is only predicted."""
-    predicted: int
-    """Tokens of a row with a log-probability."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -97,8 +84,10 @@ class _EqualRows(PackedSequences):  # no computation; their device may be absent
 def pass_bytes(
     model: str | Path,
     folder: Path,
-    shape: PassShape,
     *,
+    rows: int,
+    length: int,
+    predicted: int,
     head: Head = "logprobs",
     dtype: str = "float32",
     trains: bool = True,
@@ -108,14 +97,14 @@ def pass_bytes(
     gpu_bytes: int = 0,
 ) -> int:
     """Return the peak bytes of a pass without parameters, including new gradients if it trains.
+    `model` is the user's name for the model, `folder` has its settings.
 
     Args:
-        model, folder: the user's name for the model, and the folder of its settings.
-        dtype: dtype of computation.
+        rows, length, predicted: rows of the microbatch, tokens of each, and how many of these get a
+            log-probability. A reward head reads all tokens; other models read all but the last.
         gradients_stay: whether gradients of earlier microbatches exist from the start.
         lora: the adapter to train. Its layers keep their inputs as in full training; its small
             gradients are not counted.
-        checkpointing: activations to recompute.
         gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:
@@ -141,13 +130,13 @@ def pass_bytes(
             if isinstance(layer, nn.Linear | Conv1D) and lora.is_on(name):
                 layer.weight.requires_grad_(True)
     stays = gradients_stay and lora is None
-    read = max(1, shape.length - (head != "rewards"))
-    rows = _EqualRows.of_lengths([read] * shape.rows, "cuda" if gpu_bytes else "cpu")
-    number, drops = shape.rows * shape.predicted, stays or lora is not None
+    read = max(1, length - (head != "rewards"))
+    packed = _EqualRows.of_lengths([read] * rows, "cuda" if gpu_bytes else "cpu")
+    number, drops = rows * predicted, stays or lora is not None
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
             empty = response.to_empty(device="cpu")
-            return _peak(empty, rows, number, trains=trains, stays=stays, drops=drops)
+            return _peak(empty, packed, number, trains=trains, stays=stays, drops=drops)
     except WeftError:
         raise
     except Exception as error:

@@ -184,9 +184,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """Return why `peft` cannot adapt a linear layer of this name, or "". In mixtures it takes the
-    names of a dense MLP for the experts, whose stacked weights Weft cannot adapt. It refuses
-    projections that fused Mamba kernels read."""
+    """Return why `peft` cannot adapt a linear layer of this name, or "": names of a dense MLP stand
+    for experts in mixtures, and fused Mamba kernels read some projections."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)
@@ -272,9 +271,8 @@ def merged_weight(
 
 
 def shared_parts(*, rows: bool) -> tuple[str, str]:
-    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks: with a
-    layer's rows B is split and A is whole, with its columns the reverse. A matrix that is not split
-    gets the same gradient on all ranks."""
+    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks: B with a
+    layer's rows, A with its columns. The other has equal gradients on all ranks."""
     return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 

@@ -16,8 +16,7 @@ without weights, and borrows the trained model's weights layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
 from ..models.images import ImageInputs, ImageReader, probe_images
+from .causal_lm import quiet_transformers
 from .head_logprobs import HeadForm
 from .packed_attention import NAME as PACKED
 from .packed_attention import VARLEN, find_kernel, may_pack, windows_reached_attention
@@ -114,15 +114,12 @@ class _LentWeights:
         return full * self.factor if grows else full
 
 
-# Agreement
-
 _LENGTHS = (5, 3)
 """Tokens of the compared rows: few, so that large models take little time."""
 _FIRST_ID = 3
 """First token id of the rows; smaller ids often mean padding."""
 _SPREAD = 1.0
-"""Logits with a smaller standard deviation would hide mistakes; they come from untrained
-parameters."""
+"""Logits with a smaller standard deviation, as of untrained models, would hide mistakes."""
 _LARGEST_FACTOR = 16
 """Limit on the factor that amplifies such parameters."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -169,7 +166,7 @@ class Agreement:
     def put_on(self, model: ResponseModel) -> None:
         """Configure a model. A rope that depends on sequence length gets one row at a time."""
         model.put_ropes_by_row()
-        with _quiet_transformers():
+        with quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
         model.packs, model.shares_prompts = self.packs, self.shares_prompts
         model.head_form = self.head_form
@@ -199,7 +196,7 @@ def find_agreement(
     causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
     off = torch.inf
-    with torch.no_grad(), _quiet_transformers():
+    with torch.no_grad(), quiet_transformers():
         _set_attention(causal_lm, "eager")
         with _LentWeights(model, full, by_layer=by_layer) as lent:
             _check_causal(model)
@@ -331,8 +328,7 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
     """Return whether the kernel for rows of different lengths is as close to the reference as
-    padded attention, both with bfloat16 queries, keys and values. Checked for separate rows, and
-    for rows that share a prompt and so have more keys than queries."""
+    padded attention, both in bfloat16, for separate rows and rows that share a prompt."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -410,8 +406,7 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     """Return how logits follow from the head's products, or None if they are more than scaled and
-    soft-capped. Hidden states much larger than the model's own expose a soft cap that its settings
-    do not name."""
+    soft-capped. Large hidden states expose a soft cap that settings do not name."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = (
@@ -447,16 +442,3 @@ def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
 def _set_attention(causal_lm: Any, name: str) -> None:
     if causal_lm.config.get_text_config()._attn_implementation != name:
         causal_lm.set_attn_implementation(name)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide warnings about attention that cannot be set; the comparison covers that case."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -8,7 +8,8 @@ Parameters and saved buffers are on the meta device; `stored_weights.py` reads t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...dataflow.errors import UserError
 from ..models.images import is_type_that_sees
 from ..models.model_folder import CONFIG_FILE, SCALAR_HEAD, check_scalar_head, refusals_named
-from ..models.model_folder import SCALAR_HEAD as WEIGHT
 from ..models.weight_files import check_weights, find_tensor
 from .engine import Head, Recomputed
 
@@ -34,8 +34,7 @@ from .engine import Head, Recomputed
 
 
 _DEVIATION = 0.1
-"""Approximate standard deviation of a new head's outputs; a normalised hidden state has a norm of
-sqrt(hidden)."""
+"""Approximate standard deviation of a new head's outputs: hidden states have norm sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
@@ -44,22 +43,24 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
     before = set(causal_lm.state_dict())
     causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
     dropped = frozenset(before - set(causal_lm.state_dict()))
-    causal_lm.add_module(WEIGHT.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta"))
+    causal_lm.add_module(
+        SCALAR_HEAD.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta")
+    )
     return dropped
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
     """Return the [1, hidden] weight of the folder's scalar head, or a new one from a seed that all
     ranks share. Raises UserError if the folder's head gives several numbers."""
-    file = find_tensor(model, WEIGHT)
+    file = find_tensor(model, SCALAR_HEAD)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(1, hidden).normal_(std=_DEVIATION / math.sqrt(hidden), generator=generator)
     with safe_open(file, "pt") as tensors:
-        stored = tensors.get_tensor(WEIGHT)
+        stored = tensors.get_tensor(SCALAR_HEAD)
     if stored.shape != (1, hidden):
         raise UserError(
-            f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]"
+            f"{model}: {SCALAR_HEAD!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]"
         )
     return stored
 
@@ -75,8 +76,6 @@ def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         said["architectures"] = [KNOWN[settings["model_type"]]]
     return said
 
-
-# Causal lm
 
 _PRODUCTS = [
     getattr(torch.ops.aten, name).default
@@ -94,13 +93,11 @@ class Skeleton:
     """A model without weights."""
 
     causal_lm: Any
-    """The model in evaluation mode: float32 parameters on the meta device, computed buffers on the
-    host."""
+    """In evaluation mode: float32 parameters on the meta device, computed buffers on the host."""
     made: Mapping[str, Tensor]
     """Tensors that are not read from the model's files, by name: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors in the files of a language model that this model lacks: its original head.
-    """
+    """Names of tensors in a language model's files that this model lacks: its original head."""
 
 
 def build_causal_lm(
@@ -111,17 +108,10 @@ def build_causal_lm(
     *,
     activation_checkpointing: Recomputed = False,
 ) -> Skeleton:
-    """Build the model of a folder, without weights.
-
-    Args:
-        model: the user's name for the model.
-        head: "values" or "rewards" replaces the model's head by a scalar one.
-        seed: seed for initializing the scalar head if the folder has none.
-
-    Raises:
-        UserError: `transformers` refuses the model or its activation checkpointing, or the model
-            cannot have a scalar head.
-    """
+    """Build the model of a folder, which the user calls `model`, without weights. The heads "values"
+    and "rewards" replace the model's head by a scalar one; `seed` initializes it if the folder has
+    none. Raises UserError if `transformers` refuses the model or its activation checkpointing, or
+    the model cannot have a scalar head."""
     settings = training_settings(model, folder)
     if head != "logprobs":
         check_scalar_head(model, {"model_type": settings.model_type})
@@ -150,18 +140,25 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 def load_complete(model: str | Path, folder: Path) -> Any:
     """Load the model with all weights in float32 on the host, as `from_pretrained` does."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # hide its report of unused tensors, which `stored_weights.py` judges
-    settings = training_settings(model, folder)
-    try:
+    with quiet_transformers():  # `stored_weights.py` judges unused tensors
+        settings = training_settings(model, folder)
         check_weights(model, trained=True)
         files = ", ".join(sorted(file.name for file in folder.glob("*.bin*"))) or "no weights"
         with refusals_named(model, f"cannot be loaded from its folder {folder}, which has {files}"):
             return auto_class(settings).from_pretrained(
                 folder, config=settings, dtype=torch.float32, local_files_only=True
             )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide warnings of `transformers` about what Weft checks itself."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
 
@@ -201,9 +198,8 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does. On
-    the meta device a constructor computes nothing. The initialization of `transformers` computes
-    these buffers and skips tensors that are marked as loaded."""
+    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does: the
+    initialization of `transformers` skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -228,9 +224,8 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 
 
 def _switch_off_dropout(settings: Any) -> None:
-    """Set every dropout setting to zero: a policy with dropout differs from the policy that
-    sampled. Evaluation mode disables dropout, but recomputed layers must be in training mode, and
-    some apply dropout directly."""
+    """Set every dropout setting to zero, so that the policy is the one that sampled. Recomputed
+    layers are in training mode, and some layers apply dropout in any mode."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)

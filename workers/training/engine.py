@@ -206,8 +206,7 @@ Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
 all but the results of matrix products and attention, which take the most time."""
 
 FINAL_RATIO = 0.1
-"""Final learning rate relative to the peak. It is above 0, so that runs longer than `decay_steps`
-keep learning."""
+"""Final learning rate relative to the peak. Above 0, so that longer runs keep learning."""
 
 
 class OptimizerConfig(Config):
@@ -302,14 +301,12 @@ class TrainingConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of an optimizer step, equal on all ranks: applied, bad, or without a token to train
-    on."""
+    """Result of an optimizer step, equal on all ranks: applied, bad, or without tokens."""
 
     metrics: Metrics
     applied: bool
     bad: str | None = None
-    """Why a step with tokens was not applied: its loss or gradient is not finite, or it diverges.
-    """
+    """Why a step was not applied: its loss or gradient is not finite, or it diverges."""
 
 
 class TrainingEngine(Protocol):
@@ -327,8 +324,7 @@ class TrainingEngine(Protocol):
         ...
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Compute entropies in the same pass: `(values [T], entropies [T] float32 nats,
-        cu_seqlens)`."""
+        """Like `logprobs`, with entropies: `(values [T], entropies [T] nats, cu_seqlens)`."""
         ...
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,6 @@ from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
-from ...resharding.incoming import IncomingWeights
-from ...resharding.weights import TensorPart
 from ..dispatch import Coordinates, row_cost_of
 from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
@@ -42,12 +40,12 @@ from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
-from .optimizer import PlainMoments, in_8_bits, make_optimizer
+from .optimizer import in_8_bits, make_optimizer
 from .packed_attention import VARLEN
 from .response_model import ResponseModel
 from .routers import Balance, Routers
 from .sharded_model import ShardedModel, keep_in
-from .sharding import MeshOfOne, check_alike, gradient_norm, join_mesh, local_part
+from .sharding import check_alike, gradient_norm, join_mesh, local_part, mesh_of_one
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
 
@@ -91,8 +89,11 @@ class FsdpEngine:
             keep_freed_memory()
         # FSDP moves the layers, and it needs a mesh even on one rank.
         streams = config.offload == "everything" and context.world_size == 1
-        self._alone = MeshOfOne(self.device) if streams else None
-        self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
+        self._close_mesh = dist.destroy_process_group
+        if streams:
+            self.mesh, self._close_mesh = mesh_of_one(self.device)
+        else:
+            self.mesh = join_mesh(context, config, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (
             GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         )
@@ -102,6 +103,10 @@ class FsdpEngine:
             config, context, training, head, self.mesh, self.device
         )
         self.model = self._sharded.model
+        self.named_tensors = self._sharded.named_tensors
+        self.adapter_tensors = self._sharded.adapter_tensors
+        self.published_parts = self._sharded.published_parts
+        self.receive_weights = self._sharded.receive_weights
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
@@ -110,8 +115,7 @@ class FsdpEngine:
                 "whose logits transformers declares; leave it out"
             )
         self._disk = disk or Disk()
-        self.optimizer: PlainMoments | None = None
-        self._snapshots: SnapshotWriter | None = None
+        self.optimizer = self._snapshots = None
         if training is not None:
             self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
@@ -125,24 +129,22 @@ class FsdpEngine:
     # Log-probabilities and values
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        has_it = self.head == "logprobs"
-        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", has_it, adapter)
+        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", adapter=adapter)
         return values, cu_seqlens
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        has_it = self.head == "logprobs"
-        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", has_it, entropies=True)
+        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", entropies=True)
         return values, entropies, cu_seqlens
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        (values,), cu_seqlens = self._of_tokens(batch, "values", self.head != "logprobs")
+        (values,), cu_seqlens = self._of_tokens(batch, "values")
         return values, cu_seqlens
 
     def _of_tokens(
-        self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
+        self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [1 or 2, T] float32: numbers and entropies of tokens, and cu_seqlens."""
-        if not has_it:
+        if (what == "values") == (self.head == "logprobs"):
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
         cu_seqlens = rows.response[1]
@@ -202,7 +204,6 @@ class FsdpEngine:
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """Return the routers that replay the column of routes, or None if they choose."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
         if self.model.routers is None:
@@ -216,9 +217,9 @@ class FsdpEngine:
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Plan this rank's microbatches, with empty ones to take part in the collectives of others.
-        Rows with equal `groups` ([rows]) stay together. Also return the given numbers of all
-        replicas: [replicas, numbers] float64."""
+        """Plan this rank's microbatches, with empty ones for the collectives of others. Rows with
+        equal `groups` stay together. Also return the numbers of all replicas: [replicas,
+        numbers]."""
         packed = self.model.packs
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)
@@ -342,7 +343,6 @@ class FsdpEngine:
         return OptimizerStep(metrics, applied=bad is None, bad=bad)
 
     def _why_bad(self, norm: float) -> str | None:
-        """Return why a step with this gradient norm is bad, or None if it is good."""
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
@@ -352,21 +352,6 @@ class FsdpEngine:
         # A collective: all ranks get here, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-
-    # Weights
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.named_tensors()
-
-    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel.adapter_tensors`."""
-        return self._sharded.adapter_tensors()
-
-    def published_parts(self) -> Iterator[TensorPart]:
-        return self._sharded.published_parts()
-
-    def receive_weights(self, incoming: IncomingWeights) -> str:
-        return self._sharded.receive_weights(incoming)
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}
@@ -469,10 +454,8 @@ class FsdpEngine:
             if self._snapshots is not None:
                 self._snapshots.close()
         finally:
-            if self._alone is not None:
-                self._alone.close()
-            elif self.mesh is not None and dist.is_initialized():
-                dist.destroy_process_group()
+            if self.mesh is not None and dist.is_initialized():
+                self._close_mesh()
 
 
 def _columns_of(loss: Loss, batch: Batch) -> list[str]:

@@ -126,8 +126,7 @@ class _How:
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether the backward pass needs only the exponentials of logits, which the forward pass
-        has computed."""
+        """Whether the backward pass needs only the exponentials of the forward pass."""
         return self.trains and not self.entropy and self.form.softcap is None
 
 
@@ -205,9 +204,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """Chunks of a head's pass, which share their buffers: fresh pages cost as much as a pass over
-    them. Logits kept for the backward pass are a single chunk; others are split evenly, because
-    products of few tokens are slow."""
+    """Chunks of a head's pass, which share their buffers, as fresh pages are slow. Kept logits are
+    a single chunk; others are split evenly, as products of few tokens are slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
@@ -227,8 +225,7 @@ class _Chunks:
             yield slice(start, min(start + self._size, len(self.hidden)))
 
     def logits(self, part: slice) -> Tensor:
-        """Return [t, vocabulary] logits in float32 or float64, divided by temperatures; the next
-        call overwrites them."""
+        """Return [t, vocabulary] logits over temperatures; the next call overwrites them."""
         hidden, number = self.hidden[part], part.stop - part.start
         out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
@@ -244,8 +241,7 @@ class _Chunks:
         return out if self.scales is None else out.mul_(self.scales[part, None])
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
-        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2, from the scaled
-        logits; None without a cap."""
+        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2; None without a cap."""
         cap = self.form.softcap
         if cap is None:
             return None
@@ -303,8 +299,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of
-    range."""
+    """Return [T] targets as row numbers of this rank's head; others are out of range."""
     return targets if shards is None else targets - shards.first
 
 

@@ -86,8 +86,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 @dataclass(frozen=True)
 class _AdapterOff:
-    """An actor as a graph's reference: the same model without its adapter, which no update
-    changes."""
+    """An actor as a graph's reference: the same model without its adapter."""
 
     actor: Any
 

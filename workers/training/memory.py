@@ -27,8 +27,7 @@ CHUNK_BYTES = 128 << 20
 GPU_CHUNK_SHARE = 1 / 64
 """Share of a GPU's memory for the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time.
-"""
+"""Bytes of offloaded moments to bring to the device at once; two parts are there at a time."""
 KEPT_BYTES = 256 << 20
 """Maximum bytes of logits to keep for the backward pass; more are recomputed."""
 BLOCKS = (256, 128, 64)
@@ -37,8 +36,7 @@ SMALL = 4096
 """Tensors with fewer elements keep float32 moments."""
 MISSING_TORCHAO = "moments='8bit' needs torchao, which is not installed: pip install 'weft[torchao]'"
 LAYERS_AT_ONCE = 4
-"""Layers on the device with layerwise gathering: one computes, the next is being gathered, and each
-has an exchange buffer."""
+"""Layers on the device with layerwise gathering: two, each with an exchange buffer."""
 GATHER_ONCE_BYTES = 2 << 30
 """With gather="auto" ranks gather all parameters once a step below this size in bytes."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
@@ -93,8 +91,7 @@ class ModelSize:
         return ModelSize(shapes, self.vocabulary, own, self.tied)
 
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
-        """Return the shapes of an adapter: A [rank, in] and B [out, rank] of each layer, and with
-        DoRA the norm of each row."""
+        """Return the shapes of an adapter: A and B of each layer, and DoRA's norms of rows."""
         found: list[tuple[int, ...]] = []
         for out, into in (shape for name, shape in self.matrices.items() if lora.is_on(name)):
             found += [(lora.rank, into), (out, lora.rank), *([(out,)] if lora.dora else [])]
@@ -129,9 +126,8 @@ class TrainingMemory:
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
-    """Read the sizes of a model (folder or id) from the headers of its files. `scalar`: a scalar
-    head replaces the model's own. Raises UserError if the model is missing or damaged, and
-    ValueError if it has no safetensors files."""
+    """Read the sizes of a model from the headers of its files. A `scalar` head replaces the model's
+    own. Raises UserError if the model is damaged, and ValueError without safetensors files."""
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
@@ -239,7 +235,6 @@ def gathers_once(config: ModelConfig, parameters: int) -> bool:
 
 
 def _embeddings(size: ModelSize) -> int:
-    """Return the number of parameters in embeddings and head."""
     return sum(math.prod(shape) for shape in size.shapes.values() if size.vocabulary in shape)
 
 

@@ -37,12 +37,8 @@ class OptimizerSteps:
 
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
         """Return the rows of each step: ascending indexes, some empty if there are fewer units than
-        minibatches. Units are shuffled in each epoch, because rows arrive in the order they
-        finished: short ones first.
-
-        Args:
-            units: [rows] number of each row's unit, from 0; rows of one unit stay together.
-            key: seed of the shuffle.
+        minibatches. Rows of one unit ([rows] numbers from 0) stay together. Units are shuffled by
+        the seed `key` in each epoch, because rows arrive in the order they finished: short first.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]
@@ -62,17 +58,13 @@ class OptimizerSteps:
 def plan_microbatches(
     lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut rows into microbatches of at most `max_tokens`. Return the indexes of the rows of each.
+    """Cut rows of these lengths ([rows] tokens) into microbatches of at most `max_tokens`. Return
+    the indexes of the rows of each.
 
     Rows are sorted by length, longest first, to keep padding small. A row longer than the limit
-    gets a microbatch to itself.
-
-    Args:
-        lengths: [rows] tokens of each row.
-        packed: whether a row costs only its tokens (attention may pad to at most twice `max_tokens`
-            per microbatch). Otherwise each row costs as much as the longest row of its microbatch.
-        groups: [rows]; rows with equal values stay together and count as one. None to treat each
-            row separately.
+    gets a microbatch to itself. A `packed` row costs only its tokens (attention may pad to at most
+    twice `max_tokens` per microbatch); others cost as much as the longest row of their microbatch.
+    Rows with equal `groups` ([rows]) stay together and count as one.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
@@ -118,22 +110,15 @@ def even_microbatches(
     pads: bool,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray] | None:
-    """Distribute packed rows over `number` microbatches of similar cost: the most expensive row
-    first, each into the cheapest microbatch with room.
+    """Distribute packed rows with these lengths and costs (`RowCost`; [rows] each) over `number`
+    microbatches of similar cost: the most expensive row first, each into the cheapest microbatch
+    with room. Return the indexes of the rows of each, the most expensive first, or None if the rows
+    do not fit. If attention `pads` rows to the longest of their microbatch, then to at most twice
+    `max_tokens`. For `groups`, see `plan_microbatches`.
 
     Ranks compute microbatches in lockstep, so a step takes the sum over k of the most expensive
     k-th microbatch of any rank. The lower bound is the cost of all rows divided by the ranks
     (ByteScale balances to that bound, arXiv:2502.21231).
-
-    Args:
-        lengths, costs: [rows] tokens and cost (`RowCost`) of each row.
-        pads: whether attention pads rows to the longest of their microbatch, to at most twice
-            `max_tokens`.
-        groups: see `plan_microbatches`.
-
-    Returns:
-        Indexes of the rows of each microbatch, the most expensive first, or None if the rows do not
-        fit.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> [rows.tolist() for rows in even_microbatches(lengths, lengths, number=3, max_tokens=10, pads=False)]
@@ -182,15 +167,12 @@ def level_microbatches(
     number: int,
     max_tokens: int,
 ) -> list[np.ndarray]:
-    """Cut rows into up to `number` microbatches of similar size without changing their order, and
-    return the most expensive first.
+    """Cut rows into up to `number` microbatches (at least `len(cut(max_tokens))`) of similar size
+    without changing their order, and return the most expensive first. `cut` cuts the rows into
+    microbatches of at most the given number of tokens.
 
     Full microbatches followed by a small one cost far more than the bound of `even_microbatches`,
     because the last microbatches of ranks differ.
-
-    Args:
-        cut: cuts the rows into microbatches of at most the given number of tokens.
-        number: microbatches that the rank takes part in, at least `len(cut(max_tokens))`.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
@@ -216,54 +198,11 @@ def level_microbatches(
 
 
 GAIN = 1 / 16
-"""Share of the cost that sharing must save before rows share prompts, because it copies their
-tokens once more."""
+"""Share of the cost that sharing must save, because it copies shared tokens once more."""
 _PADDED = 8
 """Limit on padded keys of the responses of a microbatch, as a multiple of its tokens."""
 _SEEN = 1 << 27
 """Limit on query-key pairs of responses; each takes an element of a mask."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Order of tokens in a microbatch: shared prompts, then complete rows, then the responses of
-    shared prompts."""
-
-    prompts: np.ndarray
-    """[prompts] int64: for each shared prompt, a row that has it."""
-    alone: np.ndarray
-    """[rows alone] int64: rows that do not share a prompt."""
-    shared: np.ndarray
-    """[rows] int64: rows that share a prompt."""
-    prompt_of: np.ndarray
-    """[rows that share] int64: index of each row's prompt in `prompts`."""
-    begins: np.ndarray
-    """[rows] int64: position of the first token after each row's prompt."""
-    last: np.ndarray
-    """[rows] int64: position of the last token of each row's prompt."""
-
-    @classmethod
-    def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> Placement:
-        """Place rows with these tokens of prompts and after prompts, [rows] int64 each. `same` is
-        equal for rows with equal prompts, [rows]; None if no row shares its prompt."""
-        firsts = shared = prompt_of = np.zeros(0, np.int64)
-        alone = np.arange(len(prompts))
-        if same is not None:
-            _, first, of_row, count = np.unique(
-                same, return_index=True, return_inverse=True, return_counts=True
-            )
-            several = count[of_row] > 1
-            alone, shared, firsts = np.flatnonzero(~several), np.flatnonzero(several), first[count > 1]
-            prompt_of = np.searchsorted(np.flatnonzero(count > 1), of_row[shared])
-        ends = np.cumsum(prompts[firsts])
-        begins = np.zeros(len(prompts), np.int64)
-        begins[alone] = ends[-1:].sum() + np.cumsum((prompts + after)[alone]) - after[alone]
-        begins[shared] = (
-            ends[-1:].sum() + (prompts + after)[alone].sum() + np.cumsum(after[shared]) - after[shared]
-        )
-        last = begins - 1
-        last[shared] = ends[prompt_of] - 1
-        return cls(firsts, alone, shared, prompt_of, begins, last)
 
 
 @dataclass(frozen=True)
@@ -282,8 +221,7 @@ class SharingCost:
     Otherwise a kernel skips them."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """Return the cost of rows that share equal prompts, in tokens of linear layers; arguments
-        as in `Placement.of_rows`."""
+        """Return the cost of rows that share prompts, in tokens; arguments as in `plan_shared`."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )
@@ -307,15 +245,10 @@ def equal_prompts(
     cost: SharingCost,
     also: Sequence[bytes] | None = None,
 ) -> np.ndarray | None:
-    """Find rows with equal prompts, if sharing them is worth its copies.
-
-    Args:
-        tokens, cu_seqlens: [P] int32 tokens of all prompts end to end, and their [rows + 1] bounds.
-        counts: [rows] tokens of the responses; rows without tokens are not computed.
-        also: [rows] other content that must be equal too, or None.
-
-    Returns:
-        [rows] int64, equal for equal prompts, or None if no rows should share.
+    """Find rows with equal prompts: [rows] int64, equal for equal prompts; None if sharing them is
+    not worth its copies. Prompts are [P] int32 `tokens` end to end, with [rows + 1] bounds. `counts`
+    ([rows]) are tokens of the responses; rows without tokens are not computed. `also` ([rows]) is
+    other content that must be equal too.
 
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()
     [0, 0, 1]
@@ -338,7 +271,8 @@ def plan_shared(
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once. Return
-    the indexes of the rows of each. Rows are given as in `Placement.of_rows`.
+    the indexes of the rows of each. Rows have these tokens of prompts and after prompts, [rows] int64
+    each; `same` is equal for rows with equal prompts.
 
     Rows of one prompt stay together, prompts with the longest rows first. A prompt whose rows fill
     several microbatches is computed in each. Rows with equal `groups` ([rows]) stay together.
@@ -370,8 +304,6 @@ def plan_shared(
 
 
 class _Filling:
-    """A microbatch with shared prompts, under construction."""
-
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._prompts = frozenset[int]()

@@ -20,7 +20,6 @@ from ...dataflow.errors import UserError
 from ..dispatch import RowCost
 from ..models.images import ImageInputs, ImageReader
 from .microbatch_plan import (
-    Placement,
     SharingCost,
     equal_prompts,
     even_microbatches,
@@ -52,14 +51,11 @@ class Microbatches:
     """Columns with one value per row, [rows]."""
     device: torch.device
     reads_last: bool = False
-    """Whether the head reads the position of each response token itself rather than the position
-    before it."""
+    """Whether the head reads the position of each response token instead of the one before."""
     same_prompt: np.ndarray | None = None
-    """[rows] int64, equal for rows with equal prompts, which are computed once per microbatch. None
-    disables sharing."""
+    """[rows] int64, equal for rows to share their equal prompts. None disables sharing."""
     routes: list[np.ndarray] | None = None
-    """Experts of each row's tokens, [tokens that the model reads, layers, chosen]; None lets
-    routers choose."""
+    """Experts of each row's tokens, [tokens, layers, chosen]; None lets routers choose."""
     images: _ShownRows | None = None
 
     @classmethod
@@ -77,16 +73,11 @@ class Microbatches:
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
-        """Check the rows of a batch and copy them.
+        """Check the rows of a batch, and copy them with the `columns` that the loss reads.
 
-        Args:
-            columns: columns that the loss reads.
-            vocabulary: number of token ids of the model.
-            context: longest row that the model can read, in tokens, or None without a limit.
-            owner: name of the model, for messages.
-            sharing: cost of rows with shared prompts; None disables sharing.
-            routers: routers that replay the column `routes`; None lets them choose.
-            images: processor of a model that reads images, if it does.
+        The model `owner` (its name in messages) has a `vocabulary` of token ids, and reads rows of
+        at most `context` tokens. `sharing` is the cost of rows with shared prompts; None disables
+        sharing. `routers` replay the column `routes`; None lets them choose.
 
         Raises:
             UserError: a response has no prompt, a row exceeds the context, a ragged column does not
@@ -186,8 +177,7 @@ class Microbatches:
     def inputs(
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
-        """Return the arguments of `ResponseModel` for these rows. An empty part gives one token
-        whose output is ignored."""
+        """Return the arguments of `ResponseModel`. An empty part gives one ignored token."""
         device = self.device
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -199,7 +189,7 @@ class Microbatches:
         r_lengths = np.diff(r_starts)[part].astype(np.int64)
         after = r_lengths - 1 + self.reads_last
         same = None if self.same_prompt is None else self.same_prompt[part]
-        place = Placement.of_rows(p_lengths, after, same)
+        place = _Placement.of_rows(p_lengths, after, same)
         ids = [prompts[p_starts[i] : p_starts[i + 1]] for i in part[place.prompts]]
         for row in place.alone:
             i = part[row]
@@ -235,7 +225,7 @@ class Microbatches:
         return to_device(np.concatenate(ids).astype(np.int64), device), rows, read, targets, temperatures
 
     def _routing(
-        self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray
+        self, part: np.ndarray, place: _Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
         """Return the routing of a part's tokens, in the order of its placement. `prompts` and
         `lengths` ([rows]) are the tokens of each prompt and of each complete row."""
@@ -267,6 +257,47 @@ class Microbatches:
             columns["entropy"] = entropy
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return PackedRows(to_device(ends, self.device), columns, int(ends[-1]))
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Order of tokens: shared prompts, complete rows, then responses of shared prompts."""
+
+    prompts: np.ndarray
+    """[prompts] int64: for each shared prompt, a row that has it."""
+    alone: np.ndarray
+    """[rows alone] int64: rows that do not share a prompt."""
+    shared: np.ndarray
+    """[rows] int64: rows that share a prompt."""
+    prompt_of: np.ndarray
+    """[rows that share] int64: index of each row's prompt in `prompts`."""
+    begins: np.ndarray
+    """[rows] int64: position of the first token after each row's prompt."""
+    last: np.ndarray
+    """[rows] int64: position of the last token of each row's prompt."""
+
+    @classmethod
+    def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> _Placement:
+        """Place rows with these tokens of prompts and after prompts, [rows] int64 each. `same` is
+        equal for rows with equal prompts, [rows]; None if no row shares its prompt."""
+        firsts = shared = prompt_of = np.zeros(0, np.int64)
+        alone = np.arange(len(prompts))
+        if same is not None:
+            _, first, of_row, count = np.unique(
+                same, return_index=True, return_inverse=True, return_counts=True
+            )
+            several = count[of_row] > 1
+            alone, shared, firsts = np.flatnonzero(~several), np.flatnonzero(several), first[count > 1]
+            prompt_of = np.searchsorted(np.flatnonzero(count > 1), of_row[shared])
+        ends = np.cumsum(prompts[firsts])
+        begins = np.zeros(len(prompts), np.int64)
+        begins[alone] = ends[-1:].sum() + np.cumsum((prompts + after)[alone]) - after[alone]
+        begins[shared] = (
+            ends[-1:].sum() + (prompts + after)[alone].sum() + np.cumsum(after[shared]) - after[shared]
+        )
+        last = begins - 1
+        last[shared] = ends[prompt_of] - 1
+        return cls(firsts, alone, shared, prompt_of, begins, last)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of the running means of gradients and of their squares."""
 
 
-class PlainMoments(torch.optim.AdamW):
+class _PlainMoments(torch.optim.AdamW):
     """AdamW with float32 moments on the device of their parameters."""
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -52,10 +52,9 @@ class PlainMoments(torch.optim.AdamW):
 # computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
 
 
-class _HostMoments(PlainMoments):
-    """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
-    part by part: while one part is computed, the moments of the next part arrive and the moments of
-    the previous part leave. Results are identical to AdamW. On a CPU nothing moves."""
+class _HostMoments(_PlainMoments):
+    """AdamW with moments in host memory, pinned for a GPU. A step updates parameters part by part:
+    while one part is computed, the moments of the next arrive, and those of the last leave."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -160,13 +159,12 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of a moment's name."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements to update at once. A CPU holds about ten float32 and int64 copies of them; a GPU
-compiles the update."""
+"""Elements to update at once: a CPU holds ten copies of them; a GPU compiles the update."""
 _SHAPES = 256
 """Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
 
-class _EightBitMoments(PlainMoments):
+class _EightBitMoments(_PlainMoments):
     """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
@@ -262,8 +260,7 @@ def _load_library(
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return the block size of a parameter, or None if its moments are float32. Equal on all
-    ranks."""
+    """Return a parameter's block size, None for float32 moments. Equal on all ranks."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 
@@ -287,7 +284,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
-) -> PlainMoments:
+) -> _PlainMoments:
     """Create the optimizer of all parameters that require a gradient. Only matrices have weight
     decay. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -305,4 +302,4 @@ def make_optimizer(
         return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":
         return _EightBitMoments(kinds, device, **settings)
-    return PlainMoments(kinds, **settings)
+    return _PlainMoments(kinds, **settings)

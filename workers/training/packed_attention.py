@@ -49,8 +49,6 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
     return query.dtype in _HALF and softcap is None and not dropout
 
 
-# Packed attention
-
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 VARLEN = "weft_packed_varlen"
@@ -62,8 +60,7 @@ _ATTENDS = {"full_attention", "sliding_attention"}
 
 def may_pack(causal_lm: Any) -> bool:
     """Return whether a model declares that its attention is replaceable, and that tokens interact
-    nowhere else, as in stateful layers (Mamba) or chunked attention. `agreement.py` checks the
-    results."""
+    nowhere else (Mamba, chunked attention). `agreement.py` checks the results."""
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 
@@ -158,13 +155,11 @@ class _Attend:
     window: int | None
     kernel: Kernel | None
     widens: bool
-    """Whether to compute padded half-precision rows in float32: a CPU's kernel takes up to three
-    times as long in bfloat16."""
+    """Whether to pad in float32: a CPU's kernel takes up to three times as long in bfloat16."""
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """Compute attention within each row: [T, heads, head size], like queries, keys and
-        values."""
+        """Compute attention within each row: [T, heads, head size], like the inputs."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
             return self._by_kernel(kernel, query, key, value, rows, rows)

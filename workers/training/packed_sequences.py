@@ -1,5 +1,4 @@
-"""Rows of a microbatch that is stored end to end. Everything is computed on the host, so nothing
-waits for the device."""
+"""Rows of a microbatch, end to end. Computed on the host: nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -32,9 +31,6 @@ def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-# Packed sequences
-
-
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
     """Rows end to end."""
@@ -51,8 +47,7 @@ class PackedSequences:
     exchange: Stretches | None = None
     """How several ranks share the tokens; None if this rank has all of them."""
     rounded: bool = False
-    """Whether to round queries, keys and values to bfloat16, to check a kernel that computes only
-    in half precision."""
+    """Whether to round queries, keys and values to bfloat16, to check a kernel."""
     routing: Routing | None = None
     """Instructions for the routers of a mixture, if any."""
     shown: ImageInputs | None = None
@@ -84,13 +79,11 @@ class PackedSequences:
 
     @cached_property
     def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions. Padding repeats the last position of its row, so that no
-        row seems longer."""
+        """[B, longest] int64 positions. Padding repeats the last position of its row."""
         return self._on_device(self._padded_positions)
 
     def positions_by_row(self, *, padded: bool) -> list[Tensor]:
-        """Return the positions of each row on the host: [1, its length] int64, or [1, longest] if
-        `padded`."""
+        """Return each row's positions on the host: [1, length] int64, or [1, longest]."""
         if padded:
             return list(torch.from_numpy(self._padded_positions).split(1))
         ends = np.cumsum(self.lengths)[:-1].tolist()
@@ -230,9 +223,8 @@ class Stretches:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
-        """Return this rank's tokens of [N] int64 tokens in these rows: [n] int64, the same number
-        on each rank, padded with an unused row; and the rows of all ranks, including the padding.
-        """
+        """Return this rank's tokens [n] int64 of the [N] tokens in these rows, padded to the same
+        number on each rank, and the rows of all ranks, including the padding."""
         # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids
@@ -247,8 +239,7 @@ class Stretches:
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
         """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: its
-        heads of all tokens. Fewer heads of keys and values than `heads` of queries are repeated if
-        ranks cannot split them."""
+        heads of all tokens. Grouped keys and values are repeated if ranks cannot split them."""
         if x.shape[1] % self.ranks:
             # Repeat grouped keys and values, as attention would.
             x = x.repeat_interleave(heads // x.shape[1], 1)

@@ -76,9 +76,8 @@ class PipelineSchedule:
 
     @property
     def bubble(self) -> float:
-        """Idle time of a stage relative to its computing time, if all passes of a direction take
-        equally long and transfers are free: (p - 1) / (v m) of Megatron-LM, for all three schedules
-        (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
+        """Idle time of a stage relative to its computing time, for equal passes and free transfers:
+        (p - 1) / (v m) of Megatron-LM (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
         return (self.stages - 1) / (self.chunks * self.microbatches)
 
     def in_flight(self, stage: int) -> int:

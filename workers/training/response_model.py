@@ -71,9 +71,6 @@ def _follows_length(module: nn.Module) -> bool:
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
 
 
-# Response model
-
-
 class ResponseModel(nn.Module):
     """Backbone and head of a `transformers` causal language model.
 
@@ -99,14 +96,11 @@ class ResponseModel(nn.Module):
         self.stretches: Stretches | None = None
         """How ranks share the tokens of a microbatch; None if each rank has separate tokens."""
         self.head_form: HeadForm | None = None
-        """How logits follow from the products of hidden states and the head; None if the model
-        computes them in another way."""
+        """How logits follow from products of hidden states and head; None if in another way."""
         self.routers: Routers | None = None
-        """Routers of a mixture of experts; None if there are none, or if their choices are not
-        accessible."""
+        """Routers of a mixture of experts; None if there are none, or none accessible."""
         self.ropes: _RopesByRow | None = None
-        """Ropes that depend on the length of a row; None if there are none, or if they see all rows
-        at once."""
+        """Ropes that depend on a row's length; None if there are none, or they see all rows."""
         self.chunk_bytes: int | None = None
         """Bytes of logits to compute at once; None selects a value for the device."""
 
@@ -235,7 +229,6 @@ class ResponseModel(nn.Module):
         return outputs, hidden if self.packs else hidden[rows.slots]
 
     def _with_images(self, inputs: dict[str, Any], rows: PackedSequences) -> dict[str, Any]:
-        """Return inputs of padded rows with image features and the model's own positions."""
         assert rows.shown is not None
         input_ids = inputs.pop("input_ids")
         places = torch.zeros(math.prod(rows.shape), dtype=torch.bool, device=input_ids.device)
@@ -257,8 +250,7 @@ class ResponseModel(nn.Module):
         *,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities of targets, and entropies, from the [T, hidden] states before
-        them (see `forward`)."""
+        """Return log-probabilities and entropies from the [T, hidden] states before targets."""
         if self.head_form is None:
             return logprobs_of_any_head(
                 lambda states: self.own_logits(outputs, states), hidden, targets, temperatures, entropy
@@ -276,9 +268,8 @@ class ResponseModel(nn.Module):
         )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
-        """Return [T, vocabulary] logits of [T, hidden] states, by all operations that the model's
-        own forward pass runs after its backbone. `outputs` come from the backbone; their hidden
-        states are replaced."""
+        """Return [T, vocabulary] logits of [T, hidden] states, by what the model runs after its
+        backbone. `outputs` come from the backbone; their hidden states are replaced."""
         given = replace(outputs, last_hidden_state=hidden[None])
         # Copy the model but share everything except the backbone, so that other threads see it
         # unchanged.

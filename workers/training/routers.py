@@ -40,8 +40,7 @@ class Balance:
 
     coefficient: float
     frequencies: Tensor
-    """[experts] float64: how often a token is sent to each expert, averaged over tokens and layers.
-    """
+    """[experts] float64: how often a token is sent to each expert, in the mean."""
     scale: float = 1.0
     added: set[int] = field(default_factory=set)
     """Routers whose passes carry the gradient."""
@@ -50,13 +49,9 @@ class Balance:
 
     @classmethod
     def of_step(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
-        """Return the balance of one step's loss.
-
-        Args:
-            loads: [experts] float64, on the model's device: tokens sent to each expert in the step,
-                over all layers and ranks.
-            chosen: experts per token.
-            weight: divisor that is later applied to the gradient of the backward pass.
+        """Return the balance of one step's loss. `loads` ([experts] float64, on the model's device)
+        are tokens sent to each expert in the step, over all layers and ranks, with `chosen` experts
+        per token. `weight` is a divisor that is later applied to the gradient.
 
         >>> Balance.of_step(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
@@ -86,13 +81,11 @@ class _Tally:
         """Entropy of the router probabilities in nats, summed over all routers."""
         self.tokens = make(1)
         self.moved = make(1)
-        """Tokens, summed over all routers, for which the replayed experts differ from the router's
-        own choice."""
+        """Tokens, over all routers, whose replayed experts are not the router's own choice."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
-        """Add the experts `taken` ([N, chosen]) of N tokens, each with its number of rows ([N]
-        float32)."""
+        """Add the experts `taken` ([N, chosen]) of N tokens, with their counts ([N] float32)."""
         counts = counts.to(self.loads)
         self.loads[router].index_add_(0, taken.flatten(), counts.repeat_interleave(taken.shape[-1]))
         self.tokens += counts.sum()
@@ -110,8 +103,7 @@ class _Tally:
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
 
     def add_up(self, over_ranks: Callable[[Tensor], None]) -> None:
-        """Sum the statistics over ranks: `over_ranks` sums a tensor [n] over all ranks, in
-        place."""
+        """Sum the statistics over ranks; `over_ranks` sums a tensor [n] in place."""
         sums = (self.loads, self.probabilities, self.entropy, self.tokens, self.moved)
         together = torch.cat([one.flatten() for one in sums])
         over_ranks(together)
@@ -137,20 +129,15 @@ class _Tally:
         return metrics
 
 
-def with_balance(
-    carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
-) -> Tensor:
+class _Balanced(torch.autograd.Function):
     """Return the tensor `carrier`, whose backward pass also adds the gradient of a balance to
     `logits` ([..., experts] of N tokens, with counts [N] float32)."""
-    balance.added.add(router)
-    return _Balanced.apply(carrier, logits, counts, balance, router)  # pyright: ignore[reportReturnType]
 
-
-class _Balanced(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
     ) -> Tensor:
+        balance.added.add(router)
         ctx.save_for_backward(logits, counts)
         ctx.balance, ctx.router = balance, router
         return carrier.view_as(carrier)
@@ -173,8 +160,6 @@ def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor
     return (weights * probabilities * centred).to(logits.dtype)
 
 
-# Routers
-
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -186,12 +171,10 @@ class Router:
     module: str
     layer: int
     call: int
-    """Which of the module's `torch.topk` calls over all experts makes the choice; earlier calls
-    choose groups of experts."""
+    """Which `torch.topk` call over all experts chooses; earlier calls choose groups."""
     chosen: int
     logits: int | None
-    """Index of the module's output that `transformers` declares as the logits of all experts, if it
-    declares one."""
+    """Index of the output that `transformers` declares as the logits, if it declares one."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +223,7 @@ class Routers:
         self.balance: Balance | None = None
         """Added to the gradients of the next passes, if set."""
         self.taken: list[Tensor | None] | None = None
-        """Experts of each layer of the last pass, [tokens, chosen]; recorded only while this is a
-        list."""
+        """Experts of each layer of the last pass, [tokens, chosen]; recorded if this is a list."""
         self._routing: Routing | None = None
         self._seen: set[int] = set()
         self._modules: list[Any] = [causal_lm.get_submodule(router.module) for router in routers]
@@ -286,8 +268,7 @@ class Routers:
 
     @property
     def routes(self) -> Tensor:
-        """[tokens, layers, chosen] int64: the experts of the recorded pass; 0 in layers without a
-        router."""
+        """[tokens, layers, chosen] int64: experts of the recorded pass; 0 without a router."""
         assert self.taken is not None
         like = next(found for found in self.taken if found is not None)
         none = torch.zeros_like(like)
@@ -323,15 +304,14 @@ class Routers:
         # only that one.
         others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
         carrier = next(others, router.logits)
-        carried = with_balance(whole[carrier], logits, counts, self.balance, number)
+        carried: Any = _Balanced.apply(whole[carrier], logits, counts, self.balance, number)
         whole = (*whole[:carrier], carried, *whole[carrier + 1 :])
         return whole if isinstance(outputs, tuple) else whole[0]
 
     def _choose(
         self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]
     ) -> Any:
-        """Return what `torch.topk` would: [..., chosen] scores and expert indices, from [...,
-        experts] scores."""
+        """Return what `torch.topk` would: [..., chosen] scores and indices of experts."""
         routes = None if self._routing is None else self._routing.routes
         if routes is None:
             found = topk()
@@ -360,8 +340,7 @@ class Routers:
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Answers each `torch.topk` call over all experts, given its number, its scores, and the
-    call."""
+    """Answers each `torch.topk` call over all experts: its number, scores and call."""
 
     def __init__(self, experts: int, answer: Callable[[int, Tensor, Callable[[], Any]], Any]) -> None:
         super().__init__()
@@ -380,12 +359,8 @@ class _TopkOverride(TorchFunctionMode):
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
     """Find the routers of a model, in the order of its layers, and the experts that they chose in a
-    pass of T tokens (`run`).
-
-    Returns:
-        The routers and [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a layer
-        chooses in several modules, or if a module's name has no layer number.
-    """
+    pass of T tokens (`run`): [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a
+    layer chooses in several modules, or if a module's name has no layer number."""
     settings = causal_lm.config.get_text_config()
     experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
     if experts is None:

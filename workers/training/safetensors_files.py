@@ -23,7 +23,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
-from ...resharding.layout import Box
+from ...resharding.weights import Box
 from ..models.model_folder import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -31,7 +31,7 @@ from ..models.model_folder import (
     text_settings,
     unnamed_stop_tokens,
 )
-from ..models.weight_files import DTYPES, TensorEntry, read_header
+from ..models.weight_files import DTYPES, Header, read_header
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,8 +41,7 @@ _DTYPES = {
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
-"""Metadata key for the position of each tensor in the full one, as in
-`torch.distributed.checkpoint`."""
+"""Metadata key of `torch.distributed.checkpoint`: positions in the full tensors."""
 
 
 def write_tensors(
@@ -88,7 +87,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class _StoredTensor:
     """A tensor in a file; only its header has been read."""
 
     file: Path
@@ -114,12 +113,12 @@ class StoredTensor:
         return own.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
 
-def open_tensors(path: Path) -> dict[str, StoredTensor]:
+def open_tensors(path: Path) -> dict[str, _StoredTensor]:
     """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
     the file is damaged, or holds an unsupported dtype."""
-    data, entries, _ = _map(path)
+    data, (entries, _) = _map(path)
     return {
-        name: StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
+        name: _StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
         for name, entry in entries.items()
     }
 
@@ -127,7 +126,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
     """Yield the name of each tensor in a file of `write_tensors`, its box in the full tensor, and
     its content. Raises ValueError if the file is damaged."""
-    data, entries, metadata = _map(path)
+    data, (entries, metadata) = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
         offsets = {name: sharding[name]["saved_offsets"] for name in entries}
@@ -141,16 +140,16 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
         yield name, Box(tuple(offsets[name]), stops), part.view(entry.shape)
 
 
-def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
-    entries, metadata = read_header(path)
-    for name, entry in entries.items():
+def _map(path: Path) -> tuple[Tensor, Header]:
+    header = read_header(path)
+    for name, entry in header[0].items():
         if entry.dtype not in _DTYPES:
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
     # A private mapping: writes to a tensor never reach the file.
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    return data, entries, metadata
+    return data, header
 
 
 # Model folders in the format of `from_pretrained`
@@ -164,14 +163,8 @@ def write_model(
     changed: Mapping[str, Any],
     disk: Disk,
 ) -> None:
-    """Write a folder that `from_pretrained` loads.
-
-    Args:
-        causal_lm: the `transformers` model, which maps its names to those in files.
-        tensors: full tensors on the host by name in the model; tied ones once.
-        source: folder of the loaded model, for its settings, tokenizer and chat template.
-        changed: settings that differ from the source's, such as the `dtype` of the tensors.
-    """
+    """Write a folder that `from_pretrained` loads, from full tensors on the host by name in the
+    model. Settings that are not `changed`, tokenizer and chat template come from `source`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -28,8 +28,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...resharding.buckets import SharedMemory
 from ...resharding.incoming import IncomingWeights, receive_parts
-from ...resharding.layout import Box
-from ...resharding.weights import TensorPart
+from ...resharding.weights import Box, TensorPart
 from ..models.model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers, scalar_settings
@@ -40,6 +39,7 @@ from .packed_sequences import join_stretches
 from .response_model import ResponseModel, follows_length
 from .safetensors_files import write_model
 from .sharding import (
+    CheckpointNames,
     box_of,
     full_tensor,
     local_part,
@@ -47,7 +47,7 @@ from .sharding import (
     use_direct_collectives,
     writes,
 )
-from .stored_weights import CheckpointNames, WeightReader
+from .stored_weights import WeightReader
 from .tensor_parallel import add_up, share_layers
 
 # Mixed precision on a single process, equal to FSDP's `MixedPrecisionPolicy` on several ranks.
@@ -98,11 +98,8 @@ def rounded_parameters(
             module._parameters.update(parameters)
 
 
-# Sharded model
-
 _ONE_UNIT_PARAMETERS = 16_000_000
-"""Gather models with fewer parameters as one unit, because many small collectives only cost
-latency."""
+"""Gather smaller models as one unit, because many small collectives only cost latency."""
 
 
 class ShardedModel:
@@ -123,8 +120,7 @@ class ShardedModel:
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """Shared memory of this rank's parts, which other processes can read. It must live as long
-        as the parts."""
+        """Shared memory of this rank's parts for other processes, kept as long as the parts."""
         self.gathers_once = self._distribute()
         """Whether parameters are gathered once a step rather than in each microbatch."""
 
@@ -162,8 +158,7 @@ class ShardedModel:
         return once
 
     def _split_vocabulary(self, mesh: DeviceMesh) -> None:
-        """Split embeddings and head over token ids if they divide evenly. Otherwise all ranks of a
-        replica hold a full copy."""
+        """Split embeddings and head over token ids if they divide evenly; else replicate them."""
         causal_lm = self.model.causal_lm
         embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
@@ -276,15 +271,13 @@ class ShardedModel:
             dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def sync_gradients(self, last: bool) -> None:
-        """Reduce gradients over replicas in the next backward pass if it is the last one, or if
-        every pass reduces."""
+        """Reduce gradients in the next backward pass if it is the last, or if every pass does."""
         if isinstance(self.model, FSDPModule) and self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
     def complete_gradients(self) -> None:
-        """Sum the gradients of replicated parameters that tensor-parallel ranks apply to different
-        attention heads."""
+        """Sum replicated parameters' gradients that tensor-parallel ranks compute in parts."""
         if self.mesh is not None and self._partials:
             named = self.model.causal_lm.named_parameters()
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
@@ -380,8 +373,7 @@ class ShardedModel:
                 yield part._replace(name=peft_name(part.name))
 
     def _merged_parts(self) -> Iterator[TensorPart]:
-        """Yield merged weights. Merging needs gathered tensors; each rank yields an equal share of
-        the rows of each."""
+        """Yield merged weights, which takes gathered tensors: an equal share of rows per rank."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)

@@ -1,24 +1,26 @@
-"""Sharding: the (dp, tp) mesh of a group, parts of tensors, and sums over ranks."""
+"""Sharding: the (dp, tp) mesh of a group, the parts of tensors that a rank holds, their names in the
+checkpoint, and sums over ranks."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import RunError, UserError
-from ...resharding.layout import Box
+from ...resharding.weights import Box, TensorPart, contiguous_strides
 from ..worker import Context
 from .engine import ModelConfig
 
@@ -90,9 +92,8 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
-    """Return the 2-norm of all gradients together, counting each sharded or replicated element
-    once. Equal on all ranks. `also` is added on every rank before the sums are exchanged: a nan
-    makes the norm nan on every rank."""
+    """Return the 2-norm of all gradients together, counting each element once; equal on all ranks.
+    `also` is added on every rank first: one nan makes the norm nan on all."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh, shards = None, ()
@@ -118,15 +119,13 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
 
 
 _ROUNDING = 1e-3
-"""Allowed difference between copies relative to the largest element, because kernels add in any
-order."""
+"""Allowed relative difference between copies, because kernels add in any order."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. Copies that differ
-    by rounding are replaced by the first rank's. Raises RunError if copies differ, on all ranks;
-    the message names the tensor and the rank."""
+    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. The first rank's
+    replace copies that differ by rounding. Raises RunError on all ranks for others."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -193,36 +192,35 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class MeshOfOne:
-    """A (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a single
-    rank. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
+def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
+    """Return a (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a
+    single rank, and a function that destroys these groups, and the default group if it is ours and
+    unused. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
     process is one of several ranks of another library."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    made_default = not dist.is_initialized()
+    if not made_default and dist.get_world_size() != 1:
+        raise UserError(
+            f"this process is one of {dist.get_world_size()} ranks of another library; a mesh of one rank cannot be made in it"
+        )
+    with _on_loopback():
+        if made_default:
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        default = dist.group.WORLD
+        groups: list[Any] = [dist.new_group([0], backend=backend) for _ in _MESH_NAMES]
+    mesh = DeviceMesh.from_group(groups, device.type, mesh=[[0]], mesh_dim_names=_MESH_NAMES)
 
-    def __init__(self, device: torch.device) -> None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._made_default = not dist.is_initialized()
-        if not self._made_default and dist.get_world_size() != 1:
-            raise UserError(
-                f"this process is one of {dist.get_world_size()} ranks of another library; a mesh of one rank cannot be made in it"
-            )
-        with _on_loopback():
-            if self._made_default:
-                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-                dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            self._default = dist.group.WORLD
-            groups: list[Any] = [dist.new_group([0], backend=backend) for _ in _MESH_NAMES]
-            self._groups: list[ProcessGroup] = groups
-        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=[[0]], mesh_dim_names=_MESH_NAMES)
-
-    def close(self) -> None:
-        """Destroy the groups of this mesh, and the default group if it is ours and unused."""
-        if dist.group.WORLD is not self._default or not dist.is_initialized():
+    def close() -> None:
+        if dist.group.WORLD is not default or not dist.is_initialized():
             return  # all groups have been destroyed, including ours
-        for group in self._groups:
+        for group in groups:
             with suppress(ValueError, RuntimeError):  # destroyed already
                 dist.destroy_process_group(group)
-        if self._made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
+        if made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
+
+    return mesh, close
 
 
 @contextmanager
@@ -280,8 +278,7 @@ class _DirectAllGather(_Allocates):
 
 
 class _DirectReduceScatter(_Allocates):
-    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order. Each rank
-    gets its part."""
+    """FSDP's `ReduceScatter`: sum or mean of all ranks' tensors, added in rank order."""
 
     def __call__(
         self,
@@ -296,3 +293,133 @@ class _DirectReduceScatter(_Allocates):
         dist.all_to_all_single(parts, input_tensor, group=group)
         reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
         reduce(parts.view(group.size(), -1), 0, out=output_tensor)
+
+
+# Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
+# `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
+# meta tensors with copies turned into views, so the strides of each result show its box:
+#
+#     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
+#         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
+#
+# Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
+# that load with `transformers` know it; vLLM refuses it by name.
+
+
+@dataclass(frozen=True)
+class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    """Box within the tensor of the model; never empty."""
+    dims: tuple[int | None, ...]
+    """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
+
+    views: dict[
+        tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
+    ] = field(default_factory=dict, compare=False, repr=False)
+    """Cached views by box and strides of a part of the model's tensor."""
+
+    def part(self, held: TensorPart) -> TensorPart:
+        """Return the overlap with a part of the model's tensor: a view, or an empty tensor."""
+        strides = held.tensor.stride()
+        if (key := (held.box, strides)) not in self.views:
+            self.views[key] = self._view(held.box, strides)
+        if (view := self.views[key]) is None:
+            empty = Box.full((0,) * len(self.shape))
+            return TensorPart(
+                self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype
+            )
+        box, extents, strides, offset = view
+        tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
+        return TensorPart(self.name, self.shape, box, tensor, held.dtype)
+
+    def _view(
+        self, held: Box, strides: tuple[int, ...]
+    ) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
+        common = self.box.intersection(held)
+        if common is None:
+            return None
+        starts = tuple(
+            0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims
+        )
+        extents = tuple(1 if dim is None else common.shape[dim] for dim in self.dims)
+        stops = tuple(start + extent for start, extent in zip(starts, extents, strict=True))
+        shift = sum(
+            (a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True)
+        )
+        own = tuple(0 if dim is None else strides[dim] for dim in self.dims)
+        return Box(starts, stops), extents, own, shift
+
+
+class CheckpointNames:
+    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
+    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
+
+    def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        fakes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
+        with torch.no_grad(), _Views():
+            stored = revert_weight_conversion(causal_lm, fakes)
+        of_storage = {fake.untyped_storage()._cdata: name for name, fake in fakes.items()}
+        self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
+        for name, view in stored.items():
+            source = of_storage.get(view.untyped_storage()._cdata)
+            if source is not None and (found := _located(name, view, tuple(fakes[source].shape))):
+                self._stored[source].append(found)
+        for name, fake in fakes.items():
+            found = self._stored[name]
+            if not found or sum(each.box.numel for each in found) != fake.numel():
+                shape = tuple(fake.shape)
+                self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
+
+    def stored_names(self, name: str) -> list[str]:
+        """Return the checkpoint names of a tensor of the model."""
+        return [stored.name for stored in self._stored[name]]
+
+    def parts(self, held: TensorPart) -> Iterator[TensorPart]:
+        """Split a part into parts of checkpoint tensors: a view of each, possibly empty."""
+        return (stored.part(held) for stored in self._stored[held.name])
+
+
+class _Views(TorchDispatchMode):
+    """Turns copies into views, except for shapes that no view can have."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten.clone.default:
+            return aten.alias.default(args[0])
+        if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError:  # a `reshape` that must copy
+                return args[0].new_empty(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
+    """Return the box that `view` shows in a contiguous tensor of this shape, or None."""
+    if not view.numel():
+        return None
+    strides, offset = contiguous_strides(shape), int(view.storage_offset())
+    long = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
+    dims = tuple(
+        long.get(stride) if extent > 1 else None
+        for extent, stride in zip(view.shape, view.stride(), strict=True)
+    )
+    used = [dim for dim in dims if dim is not None]
+    starts: list[int] = []
+    stops: list[int] = []
+    for dim, stride in enumerate(strides):
+        starts.append(offset // stride)
+        offset %= stride
+        stops.append(starts[-1] + (view.shape[dims.index(dim)] if dim in used else 1))
+    box = Box(tuple(starts), tuple(stops))
+    if (
+        len(set(used)) < len(used)
+        or box.numel != view.numel()
+        or box.intersection(Box.full(shape)) != box
+    ):
+        return None
+    return _Stored(name, tuple(view.shape), box, dims)

@@ -33,7 +33,7 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
-from ...resharding.layout import Box
+from ...resharding.weights import Box
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
 from .sharding import box_of, local_part, writes
@@ -179,9 +179,8 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """The tensors of a snapshot, mapped into memory. Any part can be read, however the tensors were
-    sharded. Raises UserError if the folder is not a snapshot or has a later version of this format,
-    and ValueError if a file is damaged."""
+    """The tensors of a snapshot, mapped into memory, readable in any parts. Raises UserError if the
+    folder is not a snapshot of this format, and ValueError if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

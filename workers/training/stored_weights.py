@@ -10,23 +10,21 @@ rank loads the complete model and logs that.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.untrusted_text import show
-from ...resharding.layout import Box, contiguous_strides
-from ...resharding.weights import TensorPart
+from ...resharding.weights import Box
 from ..models.model_folder import SCALAR_HEAD
-from ..models.weight_files import weight_files
+from ..models.weight_files import damage_named, weight_files
 from .causal_lm import Skeleton, load_complete
-from .safetensors_files import StoredTensor, open_tensors
+from .safetensors_files import open_tensors
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older files that models compute today; `transformers` ignores them as well."""
@@ -85,22 +83,15 @@ class StoredWeights:
         self._causal_lm = skeleton.causal_lm
         self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        try:
+        with damage_named(model):
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
-        except OSError as error:
-            raise UserError(
-                f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
-            ) from None
-        except ValueError as error:
-            raise UserError(f"model {str(model)!r}: {error}") from None
         self.bytes_read = 0
         self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
         self._keys: dict[str, str] = {}
         """Key in the files of each tensor that needs no conversion, by its name in the model."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """Cached result of the last conversion, since tensors of one conversion are often read one
-        after the other."""
+        """Result of the last conversion: its tensors are often read one after the other."""
         unexpected = self._match()
         # After `_match`, which marks the conversions that it uses.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
@@ -114,7 +105,7 @@ class StoredWeights:
         """Return a box on the host, in the file's dtype, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
-            return self._fetch(self._stored[self._keys[name]], box)
+            return self._fetch(self._keys[name], box)
         conversion, full = self._converted[name], self._shapes[name]
         if conversion.stacked and box.shape[1:] == full[1:]:
             chosen = [keys[box.slices[0]] for keys in conversion.keys]
@@ -196,13 +187,14 @@ class StoredWeights:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        sources = {key: self._stored[key] for key in keys}
-        given = {
-            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            if device == "meta"
-            else self._fetch(stored, Box.full(stored.shape))
-            for key, stored in sources.items()
-        }
+        given: dict[str, Tensor] = {}
+        for key in keys:
+            stored = self._stored[key]
+            if device == "meta":
+                given[key] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            else:
+                given[key] = self._fetch(key, Box.full(stored.shape))
+        sources = ", ".join(map(repr, given))
         self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
         config = LoadStateDictConfig(
             dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping
@@ -214,10 +206,7 @@ class StoredWeights:
         ]
         wrong += [f"{name!r} cannot be made" for name in found.conversion_errors]
         if wrong:
-            raise UserError(
-                f"model {str(self._model)!r}: cannot convert "
-                f"{', '.join(map(repr, sources))}: {'; '.join(wrong)}"
-            )
+            raise UserError(f"model {str(self._model)!r}: cannot convert {sources}: {'; '.join(wrong)}")
         names = self._shapes.keys() - found.missing_keys
         made = self._place({name: self._tensors[name] for name in names})
         return {name: tensor.detach() for name, tensor in made.items()}
@@ -243,8 +232,8 @@ class StoredWeights:
         stored = {name: [n for n in names if n in known] for names in aliases.values() for name in names}
         return {name: name if name in names else names[0] for name, names in stored.items() if names}
 
-    def _fetch(self, stored: StoredTensor, box: Box) -> Tensor:
-        found = stored.read_box(box)
+    def _fetch(self, key: str, box: Box) -> Tensor:
+        found = self._stored[key].read_box(box)
         self.bytes_read += found.nbytes
         return found
 
@@ -289,133 +278,3 @@ def _some(names: Sequence[str]) -> str:
 
 
 WeightReader = StoredWeights | _CompleteWeights
-
-
-# Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
-# `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
-# meta tensors with copies turned into views, so the strides of each result show its box:
-#
-#     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
-#         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
-#
-# Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
-# that load with `transformers` know it; vLLM refuses it by name.
-
-
-@dataclass(frozen=True)
-class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    """Box within the tensor of the model; never empty."""
-    dims: tuple[int | None, ...]
-    """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
-
-    views: dict[
-        tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
-    ] = field(default_factory=dict, compare=False, repr=False)
-    """Cached views by box and strides of a part of the model's tensor."""
-
-    def part(self, held: TensorPart) -> TensorPart:
-        """Return the overlap with a part of the model's tensor: a view, or an empty tensor."""
-        strides = held.tensor.stride()
-        if (key := (held.box, strides)) not in self.views:
-            self.views[key] = self._view(held.box, strides)
-        if (view := self.views[key]) is None:
-            empty = Box.full((0,) * len(self.shape))
-            return TensorPart(
-                self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype
-            )
-        box, extents, strides, offset = view
-        tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
-        return TensorPart(self.name, self.shape, box, tensor, held.dtype)
-
-    def _view(
-        self, held: Box, strides: tuple[int, ...]
-    ) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
-        common = self.box.intersection(held)
-        if common is None:
-            return None
-        starts = tuple(
-            0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims
-        )
-        extents = tuple(1 if dim is None else common.shape[dim] for dim in self.dims)
-        stops = tuple(start + extent for start, extent in zip(starts, extents, strict=True))
-        shift = sum(
-            (a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True)
-        )
-        own = tuple(0 if dim is None else strides[dim] for dim in self.dims)
-        return Box(starts, stops), extents, own, shift
-
-
-class CheckpointNames:
-    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
-    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
-
-    def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        fakes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
-        with torch.no_grad(), _Views():
-            stored = revert_weight_conversion(causal_lm, fakes)
-        of_storage = {fake.untyped_storage()._cdata: name for name, fake in fakes.items()}
-        self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
-        for name, view in stored.items():
-            source = of_storage.get(view.untyped_storage()._cdata)
-            if source is not None and (found := _located(name, view, tuple(fakes[source].shape))):
-                self._stored[source].append(found)
-        for name, fake in fakes.items():
-            found = self._stored[name]
-            if not found or sum(each.box.numel for each in found) != fake.numel():
-                shape = tuple(fake.shape)
-                self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
-
-    def stored_names(self, name: str) -> list[str]:
-        """Return the checkpoint names of a tensor of the model."""
-        return [stored.name for stored in self._stored[name]]
-
-    def parts(self, held: TensorPart) -> Iterator[TensorPart]:
-        """Split a part into parts of checkpoint tensors: a view of each, possibly empty."""
-        return (stored.part(held) for stored in self._stored[held.name])
-
-
-class _Views(TorchDispatchMode):
-    """Turns copies into views, except for shapes that no view can have."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if func is aten.clone.default:
-            return aten.alias.default(args[0])
-        if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
-            try:
-                return func(*args, **(kwargs or {}))
-            except RuntimeError:  # a `reshape` that must copy
-                return args[0].new_empty(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """Return the box that `view` shows in a contiguous tensor of this shape, or None."""
-    if not view.numel():
-        return None
-    strides, offset = contiguous_strides(shape), int(view.storage_offset())
-    long = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
-    dims = tuple(
-        long.get(stride) if extent > 1 else None
-        for extent, stride in zip(view.shape, view.stride(), strict=True)
-    )
-    used = [dim for dim in dims if dim is not None]
-    starts: list[int] = []
-    stops: list[int] = []
-    for dim, stride in enumerate(strides):
-        starts.append(offset // stride)
-        offset %= stride
-        stops.append(starts[-1] + (view.shape[dims.index(dim)] if dim in used else 1))
-    box = Box(tuple(starts), tuple(stops))
-    if (
-        len(set(used)) < len(used)
-        or box.numel != view.numel()
-        or box.intersection(Box.full(shape)) != box
-    ):
-        return None
-    return _Stored(name, tuple(view.shape), box, dims)

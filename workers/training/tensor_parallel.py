@@ -117,9 +117,8 @@ def _own_experts(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute the outputs of this rank's experts and sum them over ranks, from [T, hidden] states
-    that all ranks have, the experts chosen for each token ([T, k] int64), and the weights of their
-    outputs ([T, k])."""
+    """Compute this rank's experts and sum over ranks, from [T, hidden] states, each token's experts
+    ([T, k] int64) and the weights of their outputs ([T, k]), equal on all ranks."""
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts

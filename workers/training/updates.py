@@ -35,24 +35,16 @@ class _BadSteps:
         """Reason for each bad step since the last applied one. Checkpoints save it."""
 
     def add_rows(self, rows: Batch) -> None:
-        """Add rows of the current step. They are held (in segments of the buffer, not copied) until
-        it is over."""
+        """Add rows of the current step, held in segments of the buffer until it is over."""
         if self._folder is not None:
             self._rows.append(rows)
 
     def note(self, step: OptimizerStep, loss: Loss, *, update: int, number: int | None = None) -> None:
-        """Record the result of the step. The rows of a bad step are written to
+        """Record the result of the step, which is the `number`-th (from 1) if the update of this
+        version has several. The rows of a bad step are written to
         `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or
-        `update_000012_step_3_rank_0.arrow`.
-
-        Args:
-            update: the policy version that the update makes.
-            number: number of the step in an update of several, from 1.
-
-        Raises:
-            DivergedError: `stop_after` consecutive steps were bad. Steps without a token to train
-                on do not count.
-        """
+        `update_000012_step_3_rank_0.arrow`. Raises DivergedError if `stop_after` consecutive steps
+        were bad. Steps without a token to train on do not count."""
         rows, self._rows = self._rows, []
         if step.applied:
             self.in_a_row = ()
@@ -95,8 +87,7 @@ class _BadSteps:
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
-    """Write all rows of a step as one Arrow IPC file. Parts may differ in columns
-    (`response_mask`): null means absent."""
+    """Write a step's rows as one Arrow IPC file. A column may be absent in some: null."""
     parts = [
         pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
         for part, own in zip(rows, losses, strict=True)
@@ -108,8 +99,7 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """The updates of an engine, each of one or more optimizer steps. Collective: each rank passes
-    the rows of its replica."""
+    """The updates of an engine, of one or more optimizer steps each. Collective."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
@@ -126,14 +116,8 @@ class Updates:
         last: bool,
         first: Loss | None = None,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps.
-
-        With several minibatches, each rank shuffles and cuts its own rows. With one pass of one
-        step, rows may arrive in several calls: gradients accumulate until the `last` one.
-
-        Args:
-            first: the same loss with metrics that are defined only before the first step.
+        """Make one new version of the weights; see `ActorWorker.update`. `first` is the same loss
+        with metrics that are defined only before the first step.
 
         Returns:
             `loss`; `grad_norm` (before clipping, of every step where it is finite, applied or not);
@@ -167,8 +151,7 @@ class Updates:
         return merge(parts)
 
     def save(self, path: Path) -> float:
-        """Copy the training state and write it to a new folder in the background. Return the
-        seconds that training waited."""
+        """Copy the training state and write it in the background. Return the seconds waited."""
         return self._engine.snapshot(
             path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
         )

@@ -17,8 +17,8 @@ from weft.workers.generation.engine import (
     GenerationEngine,
     GenerationRequest,
     Response,
-    StopStrings,
-    stop_strings,
+    stop_check,
+    stop_check_of,
 )
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.rollout import RolloutConfig, RolloutWorker
@@ -100,8 +100,8 @@ def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, w
 
 
 def test_an_occurrence_before_min_tokens_ends_nothing_and_a_later_one_does():
-    strings = StopStrings(("ab",), lambda ids: "".join("ab"[i] for i in ids))
-    assert [strings.completes([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
+    ends = stop_check(("ab",), lambda ids: "".join("ab"[i] for i in ids))
+    assert [ends([0, 1, 0, 1][:n]) for n in range(1, 5)] == [False, True, False, True]
 
 
 def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
@@ -112,11 +112,11 @@ def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    strings = stop_strings(Sampling(stop=("🙂 ends",)), str(tmp_path))
+    ends = stop_check_of(Sampling(stop=("🙂 ends",)), str(tmp_path))
     ids = tokenizer.encode("x" * 50 + "🙂 ends here").ids
-    assert strings is not None
-    assert [n for n in range(1, len(ids) + 1) if strings.completes(ids[:n])] == [59]
-    assert stop_strings(Sampling(stop=("x",), ignore_stop=True), str(tmp_path)) is None
+    assert ends is not None
+    assert [n for n in range(1, len(ids) + 1) if ends(ids[:n])] == [59]
+    assert stop_check_of(Sampling(stop=("x",), ignore_stop=True), str(tmp_path)) is None
 
 
 def test_one_text_is_a_value_and_an_empty_one_is_refused():

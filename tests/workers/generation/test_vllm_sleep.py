@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.workers.generation.vllm_engine import SleepingEngine
+from weft.workers.generation.vllm_engine import _SleepingEngine
 
 
 class TaggedEngine:
@@ -30,7 +30,7 @@ def engine() -> TaggedEngine:
 
 
 def test_weights_come_before_memory_for_keys_and_values(engine: TaggedEngine):
-    sleeping = SleepingEngine(engine)
+    sleeping = _SleepingEngine(engine)
     sleeping.sleep()
     assert not sleeping.on_device and not engine.there
     sleeping.wake_weights()
@@ -40,7 +40,7 @@ def test_weights_come_before_memory_for_keys_and_values(engine: TaggedEngine):
 
 
 def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEngine):
-    sleeping = SleepingEngine(engine)
+    sleeping = _SleepingEngine(engine)
     sleeping.sleep()
     sleeping.wake_weights()
     sleeping.sleep()
@@ -48,7 +48,7 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEn
 
 
 def test_repeated_sleep_and_wake_calls_change_nothing(engine: TaggedEngine):
-    sleeping = SleepingEngine(engine)
+    sleeping = _SleepingEngine(engine)
     sleeping.wake()
     sleeping.wake_weights()
     assert not engine.calls

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.workers.training.sharding import MeshOfOne
+from weft.workers.training.sharding import mesh_of_one
 
 CPU = torch.device("cpu")
 
@@ -23,24 +23,24 @@ def main(model: str) -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     theirs = dist.new_group([0])
-    MeshOfOne(CPU).close()
+    mesh_of_one(CPU)[1]()
     dist.all_reduce(torch.ones(1), group=theirs)
     train_one_after_the_other(model)
     assert dist.is_initialized()
     dist.destroy_process_group()
 
-    first, second = MeshOfOne(CPU), MeshOfOne(CPU)
-    first.close()
-    first.close()
-    dist.all_reduce(torch.ones(1), group=second.mesh["dp"].get_group())
-    second.close()
+    (_, close_first), (second, close_second) = mesh_of_one(CPU), mesh_of_one(CPU)
+    close_first()
+    close_first()
+    dist.all_reduce(torch.ones(1), group=second["dp"].get_group())
+    close_second()
     dist.destroy_process_group()
 
-    ours = MeshOfOne(CPU)
+    _, close_ours = mesh_of_one(CPU)
     dist.destroy_process_group()  # another library destroys its groups
-    ours.close()
-    last = MeshOfOne(CPU)
-    last.close()
+    close_ours()
+    _, close_last = mesh_of_one(CPU)
+    close_last()
     assert not dist.is_initialized() and dict(os.environ) == variables
 
 

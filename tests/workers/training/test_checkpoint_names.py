@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from weft.resharding.incoming import IncomingWeights
-from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import TensorPart
+from weft.resharding.weights import Box, TensorPart
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.lora import Lora
-from weft.workers.training.stored_weights import CheckpointNames
+from weft.workers.training.sharding import CheckpointNames
 
 QUICK = ("Qwen2", "Mixtral", "GPT-2")
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weft.dataflow.errors import UserError
-from weft.resharding.layout import Box
+from weft.resharding.weights import Box
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.models.weight_files import weight_files

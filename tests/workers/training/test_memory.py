@@ -14,7 +14,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training.activations import PassShape, _LiveBytes, pass_bytes
+from weft.workers.training.activations import _LiveBytes, pass_bytes
 from weft.workers.training.lora import Lora
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
 
@@ -128,7 +128,9 @@ def test_a_meta_pass_reports_the_memory_of_a_real_one(tiny_model: Path, kind: st
     planned = pass_bytes(
         str(tiny_model),
         tiny_model,
-        PassShape(rows=20, length=32, predicted=10),
+        rows=20,
+        length=32,
+        predicted=10,
         dtype=settings.get("dtype", "float32"),
         trains=trains,
         lora=settings.get("lora"),
@@ -162,7 +164,7 @@ def test_a_pass_of_a_model_with_wrong_files_is_refused(untied_model: Path, tmp_p
     with pytest.raises(
         UserError, match=r"'lm_head.weight' has shape \[97, 32\] in the files, but \[100, 32\] by"
     ):
-        pass_bytes(tmp_path, tmp_path, PassShape(rows=1, length=4, predicted=2))
+        pass_bytes(tmp_path, tmp_path, rows=1, length=4, predicted=2)
 
 
 def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import RowCost
-from weft.workers.training.microbatch_plan import Placement, SharingCost, equal_prompts, plan_shared
-from weft.workers.training.microbatches import Microbatches
+from weft.workers.training.microbatch_plan import SharingCost, equal_prompts, plan_shared
+from weft.workers.training.microbatches import Microbatches, _Placement
 from weft.workers.training.packed_sequences import SharedPrompts
 
 CPU = torch.device("cpu")
@@ -203,7 +203,7 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         tokens = after[part].sum() + sum(lengths[one] for one in set(same[part].tolist()))
         units = len(part) if groups is None else len(set(groups[part].tolist()))
         assert tokens <= most or units == 1
-        place = Placement.of_rows(prompts[part], after[part], same[part])
+        place = _Placement.of_rows(prompts[part], after[part], same[part])
         taken = [
             *(
                 range(place.begins[row], place.begins[row] + after[part][row])
