@@ -21,7 +21,6 @@ from work import APART, SCHEDULES, Measured, Work, mean
 import weft
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LogNormal,
     bound,
@@ -96,12 +95,12 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
 
 
 def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str, Any]]) -> Timed:
-    lengths = FixedLengths(lengths=tuple(map(tuple, lengths_of(work, folder))))
+    lengths = tuple(map(tuple, lengths_of(work, folder)))
     return _run(work, folder, name, _costs(runs, lengths, work.slots), devices=2)
 
 
 def _costs(
-    runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int
+    runs: Sequence[Mapping[str, Any]], lengths: LogNormal | tuple[tuple[int, ...], ...], slots: int
 ) -> CostModel:
     """Fit the costs of calls to all runs together, without their first steps."""
     calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]

@@ -41,7 +41,6 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, InParts, Stepwise
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
@@ -148,7 +147,7 @@ SECTIONS = (
     Section(
         "Simulated runs",
         "Costs of `weft.Simulated`, from measurements of a machine.",
-        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal, FixedLengths),
+        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal),
     ),
 )
 

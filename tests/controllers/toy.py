@@ -32,6 +32,10 @@ class ToyConfig(Config):
     model: str | None = None
     """Folder with a tokenizer.json."""
 
+    @property
+    def replica_ranks(self) -> int:
+        return self.ranks_per_replica
+
 
 class ToyRollout(Worker):
     """Answers each prompt with its tokens counted up; the response has `sample index` tokens."""
