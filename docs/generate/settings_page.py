@@ -25,16 +25,22 @@ from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import (
     DesirabilityLoss,
+    LikelihoodScore,
     Logistic,
-    LogLikelihood,
-    LogRatio,
+    PairLoss,
     PreferenceLoss,
-    RobustLogistic,
     Squared,
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Cispo, Clipped, Rejection, Sapo, TruncatedImportance
+from weft.algorithms.surrogates import (
+    Cispo,
+    Clipped,
+    RatioCorrection,
+    Rejection,
+    Sapo,
+    TruncatedImportance,
+)
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -123,6 +129,7 @@ SECTIONS = (
                 Cispo,
                 Sapo,
                 KlPenalty,
+                RatioCorrection,
                 TruncatedImportance,
                 Rejection,
                 ValueLoss,
@@ -130,11 +137,10 @@ SECTIONS = (
             *(
                 AdaptiveKlConfig,
                 AdaptiveCoefficient,
+                PairLoss,
                 PreferenceLoss,
-                LogRatio,
-                LogLikelihood,
+                LikelihoodScore,
                 Logistic,
-                RobustLogistic,
             ),
             *(Squared, DesirabilityLoss, RewardLoss),
         ),
