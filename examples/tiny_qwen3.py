@@ -269,8 +269,7 @@ def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: i
         model=model,
         learning_rate=4e-3,
         warmup_steps=10,
-        decay="linear",
-        decay_steps=steps,
+        decay=("linear", steps),
     )
     solutions = weft.Prompts.from_rows(rows, model, name="solutions", thinking=False)
     with weft.Driver(

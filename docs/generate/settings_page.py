@@ -135,8 +135,8 @@ SECTIONS = (
                 ValueLoss,
             ),
             *(
-                AdaptiveKlConfig,
                 AdaptiveCoefficient,
+                AdaptiveKlConfig,
                 PairLoss,
                 PreferenceLoss,
                 LikelihoodScore,
