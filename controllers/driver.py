@@ -117,7 +117,6 @@ class Driver:
         root: str | Path = "runs",
         seed: int = 0,
         record_every: int = 1,
-        start_timeout_s: float | None = None,
         call_timeout_s: float | None = None,
         buffer: BufferConfig = BufferConfig(),
         checkpoint: CheckpointConfig = CheckpointConfig(),
@@ -149,15 +148,12 @@ class Driver:
                 to measure the spread between runs.
             record_every: [steps] Keep the samples of every n-th step in the run directory; 0 keeps
                 none. Raise it if samples fill the disk.
-            start_timeout_s: [s] Longest time for a group's workers to start. The default, None, is
-                300 s plus 20 s per GB of the largest model. Raise it if models load from a slow
-                disk.
             call_timeout_s: [s] Longest time without progress in a call of a rank: an answer, a
                 microbatch, an engine step, a scored sample, or `Context.advance`. After it, the
                 rank is replaced, or the run restarts from its last checkpoint, or it ends. The
                 limit also applies to a checkpoint that stops growing. The default, None, is 600 s
-                plus 5 s per GB of the largest model. Lower it to find hangs sooner, raise it if one
-                step takes minutes.
+                plus 5 s per GB of the largest model. Workers have as long to start, and at least 300
+                s plus 20 s per GB. Lower it to find hangs sooner, raise it if one step takes minutes.
             buffer: Limits of the sample buffer, and where it keeps rows. Set it if memory or disk
                 is short.
             checkpoint: When to save checkpoints, and how many to keep. Set it for every run that
@@ -206,7 +202,6 @@ class Driver:
             seed=seed,
             record_every=record_every,
             tracker_samples=tracker_samples,
-            start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
         )
         check_trackers(trackers, has_endpoint=backend is not None and backend.cluster is not None)
@@ -218,7 +213,6 @@ class Driver:
             backend=backend or Local(),
             seed=seed,
             record_every=record_every,
-            start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
             buffer=buffer,
             checkpoint=checkpoint,
@@ -430,9 +424,7 @@ def _checked(
     # This changes settings of groups, so it comes before checks that read them.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
-    settings |= set_deadlines(
-        settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values()
-    )
+    settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())
     # A placement may name a reserved group that this run does not need, such as the recorder.
     places = resolve(placement, {**handles, **RESERVED})
     check_elastic(places, every_handle)

@@ -70,13 +70,11 @@ def check_kinds(*, placement: object, backend: object, **others: object) -> None
 
 
 def check_numbers(**numbers: object) -> None:
-    seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
         "record_every": (int, Field(ge=0)),
         "tracker_samples": (int, Field(ge=0, le=MOST_SAMPLES)),
-        "start_timeout_s": seconds,
-        "call_timeout_s": seconds,
+        "call_timeout_s": (float | None, Field(gt=0)),
     }
     create_model("Driver", __base__=Config, **rules)(**numbers)
 
@@ -428,15 +426,12 @@ def longest_start_s(num_bytes: int) -> float:
     return START_TIMEOUT_S + num_bytes / READ_BYTES_PER_S
 
 
-def set_deadlines(
-    start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
-) -> dict[str, float]:
+def set_deadlines(call_timeout_s: float | None, handles: Iterable[Handle]) -> dict[str, float]:
     """Return the deadlines of a run: the user's, or defaults from the size of its largest model."""
-    # Look for model files only if a default is needed.
-    num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
+    num_bytes = model_bytes(handles)
     longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {
-        "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,
+        "start_timeout_s": max(longest_start_s(num_bytes), call_timeout_s or 0.0),
         "call_timeout_s": longest_call_s if call_timeout_s is None else call_timeout_s,
     }
 

@@ -60,7 +60,7 @@ def run(folder: Path, root: Path, backend: str) -> list[dict[str, float]]:
         root=root,
         progress=False,
         record_every=0,
-        start_timeout_s=600,
+        call_timeout_s=600,
     ) as driver:
         return driver.run()
 
