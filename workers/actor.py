@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
@@ -66,11 +66,9 @@ class ActorConfig(TrainedConfig):
     "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
     transport where copies through host memory take long; none of the four has been run on GPUs
     yet."""
-    bucket_mib: int = Field(default=16, ge=1, le=4096)
-    """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
-    memory is short; raise it between distant machines."""
 
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport", "bucket_mib"))
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport"))
+    retired: ClassVar[Mapping[str, str]] = {"bucket_mib": "buckets of weights always have 16 MiB"}
 
     @property
     def vllm_backend(self) -> str:
@@ -215,17 +213,16 @@ class ActorWorker(TrainedWorker):
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
 
     def _new_publisher(self) -> Any:
-        address, bucket_bytes = self.context.address, self.config.bucket_mib << 20
+        at = self.context
         if backend := self.config.vllm_backend:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this on import
             from ..resharding.vllm_publisher import VllmPublisher
 
-            at = self.context
-            return VllmPublisher(backend, at.rank, at.world_size, address, bucket_bytes, at.advance)
+            return VllmPublisher(backend, at.rank, at.world_size, at.address, advance=at.advance)
         from ..resharding.publisher import WeightPublisher
 
         deltas = self.config.deltas == "auto"
-        return WeightPublisher(address, bucket_bytes, deltas=deltas, transport=self.config.transport)
+        return WeightPublisher(at.address, deltas=deltas, transport=self.config.transport)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
