@@ -271,7 +271,9 @@ def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: i
         warmup_steps=10,
         decay=("linear", steps),
     )
-    solutions = weft.Prompts.from_rows(rows, model, name="solutions", thinking=False)
+    solutions = weft.Prompts.from_rows(
+        rows, model, name="solutions", chat_template_kwargs={"enable_thinking": False}
+    )
     with weft.Driver(
         supervised(solutions, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=min(32, len(rows))),
