@@ -139,7 +139,7 @@ class StopStrings:
 
 def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
     """Return a sampling's stop strings with the model's tokenizer; None if it has or uses none."""
-    if not sampling.stop or sampling.ignore_stop:
+    if not sampling.stop:
         return None
     decode = tokenizer_of(model).decode
     return StopStrings(sampling.stop, lambda ids: decode([list(ids)])[0])

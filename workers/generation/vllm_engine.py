@@ -325,13 +325,13 @@ class VllmEngine:
 
         return SamplingParams(
             max_tokens=sampling.max_tokens,
-            min_tokens=0 if sampling.ignore_stop else sampling.min_tokens,
+            min_tokens=0 if sampling.stop is None else sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
-            stop_token_ids=[] if sampling.ignore_stop else list(self._stop_tokens),
+            stop_token_ids=[] if sampling.stop is None else list(self._stop_tokens),
             # No alternatives: vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,
