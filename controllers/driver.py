@@ -124,8 +124,7 @@ class Driver:
         progress: Form | bool = "auto",
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
-        trackers: Sequence[str] = (),
-        tracker_samples: int = 0,
+        trackers: Sequence[str] | Mapping[str, int] = (),
         dashboard: bool = False,
         settings: object = None,
     ) -> None:
@@ -173,10 +172,9 @@ class Driver:
                 to stop at a target.
             trackers: Where to send metrics in addition to the run's files: "tensorboard", "wandb",
                 "mlflow", "trackio", "prometheus", or a class as "module:Class". A tracker that
-                fails or hangs does not affect the run. Choose the ones that you use.
-            tracker_samples: [samples] Number of recorded samples per step to send to the trackers
-                as a table. The texts leave this machine. Set it only if all users of the tracker
-                may read the data.
+                fails or hangs does not affect the run. Choose the ones that you use. Give a mapping
+                such as {"wandb": 8} to send recorded samples of each step as well, as a table:
+                their texts leave this machine, so all users of the tracker may read the data.
             dashboard: Start a web page for the runs in `root` and print its address. The page does
                 not slow the run, and it closes after an hour without visitors. Set it to watch the
                 run in a browser.
@@ -201,7 +199,6 @@ class Driver:
         check_numbers(
             seed=seed,
             record_every=record_every,
-            tracker_samples=tracker_samples,
             call_timeout_s=call_timeout_s,
         )
         check_trackers(trackers, has_endpoint=backend is not None and backend.cluster is not None)
@@ -242,7 +239,7 @@ class Driver:
         report = cluster.report if cluster is not None else None
         shown = Progress(schedule.steps, path, display)
         alert = partial(shown.alert, "tracker")
-        following = TrackerThreads(trackers, path, report, alert, samples=tracker_samples)
+        following = TrackerThreads(trackers, path, report, alert)
         self._history = RunHistory(shown, FullDisk(path, shown), following)
         self._described = {
             "settings": settings,

@@ -38,7 +38,6 @@ from ..recovery.changed_settings import ORDER_OF_DATA, Rule, changes, refuse_fix
 from ..recovery.checkpoints import CheckpointConfig, has_state
 from ..recovery.resume import WITHOUT_ROWS, ResumePoint
 from ..reports.symptoms import check_group_sizes
-from ..reports.trackers import MOST_SAMPLES
 from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
@@ -73,7 +72,6 @@ def check_numbers(**numbers: object) -> None:
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
         "record_every": (int, Field(ge=0)),
-        "tracker_samples": (int, Field(ge=0, le=MOST_SAMPLES)),
         "call_timeout_s": (float | None, Field(gt=0)),
     }
     create_model("Driver", __base__=Config, **rules)(**numbers)

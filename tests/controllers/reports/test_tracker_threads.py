@@ -139,6 +139,8 @@ def test_a_failing_endpoint_is_reported_once_and_left_alone(tmp_path: Path):
         ("wandb", r"trackers='wandb' is text, but must be a sequence of names: trackers=\('wandb',\)"),
         (("my_module:Mine", "my_module:Mine"), "'my_module:Mine' is named twice"),
         ((3,), "there is no 3"),
+        ({"my_module:Mine": -1}, "'my_module:Mine' gets 0 to 100 samples of a step, not -1"),
+        ({"my_module:Mine": True}, "gets 0 to 100 samples of a step, not True"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(
@@ -155,6 +157,14 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package wandb, .*: pip install 'weft\[wandb\]'"):
         drive(training(), tmp_path, trackers=("wandb",))
+
+
+def test_a_mapping_of_trackers_sends_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracker_threads, "FINISH_S", 600.0)
+    with drive(training(), tmp_path, trackers={"fake_trackers:Sampled": 2}, record_every=1) as driver:
+        driver.run()
+    sent = [line["rows"] for line in kept(tmp_path / "run") if "rows" in line]
+    assert sent and all(len(rows) == 2 for rows in sent)
 
 
 def test_a_run_without_trackers_starts_no_thread(tmp_path: Path):
