@@ -35,7 +35,15 @@ from ..backends.backend import Backend, Event, Setup
 from ..group import Call, WorkerGroup
 from ..placement import Place, ranks_of_a_replica
 from ..ranks.tasks import Reply, Task
-from .costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost, draw_key
+from .costs import (
+    CostModel,
+    Generation,
+    LinearCost,
+    PipelineCost,
+    SequenceParallelCost,
+    batch_limit,
+    draw_key,
+)
 from .replica import Generating, Replica, Work
 
 NODE = "simulated"
@@ -138,7 +146,8 @@ class Simulated(Backend):
                 )
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
-                self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
+                limit = batch_limit(handle.config)
+                self._replicas[name, replica] = Replica(cost, limit, self._reply, self._invent)
         return groups
 
     sync_interval_s = math.inf

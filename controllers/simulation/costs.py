@@ -266,11 +266,12 @@ class SequenceParallelCost(LinearCost):
 
 
 class Generation(Config):
-    """Continuous batching on one replica.
+    """Continuous batching on one replica. The batch has at most `max_num_seqs` responses, as in the
+    rollout's configuration; others queue in order.
 
     >>> table = ((0, 0.5), (4, 0.7))
-    >>> generation = Generation(lengths=((3, 5), (2, 7)), decode_step_s=table, max_num_seqs=4)
-    >>> generation.draw_lengths((), position=1, n=2).tolist(), generation.seconds_by_batch.round(2).tolist()
+    >>> generation = Generation(lengths=((3, 5), (2, 7)), decode_step_s=table)
+    >>> generation.draw_lengths((), position=1, n=2).tolist(), generation.seconds_by_batch(4).round(2).tolist()
     ([2, 7], [0.5, 0.55, 0.6, 0.65, 0.7])
     """
 
@@ -281,12 +282,11 @@ class Generation(Config):
     decode_step_s: float | Sequence[tuple[float, float]]
     """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
     between. Give values measured on your engine."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """[responses] Most responses in the batch; others queue in order. Set it as in the rollout's
-    configuration."""
     prefill_s: float = Field(default=0.0, ge=0)
     """[s] Time for each token of a prompt, once for all of its responses. The batch pauses during
     prefill. Raise it for long prompts."""
+
+    retired: ClassVar[Mapping[str, str]] = {"max_num_seqs": "it is that of the rollout's configuration"}
 
     @field_validator("decode_step_s")
     @classmethod
@@ -309,13 +309,17 @@ class Generation(Config):
         own = self.lengths[position % len(self.lengths)]
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
-    @property
-    def seconds_by_batch(self) -> np.ndarray:
+    def seconds_by_batch(self, max_num_seqs: int) -> np.ndarray:
         """[max_num_seqs + 1] seconds of a decode step, by the number of responses."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
-        return np.interp(np.arange(self.max_num_seqs + 1), *np.array(table, float).T)
+        return np.interp(np.arange(max_num_seqs + 1), *np.array(table, float).T)
+
+
+def batch_limit(config: object) -> int:
+    """Return the most responses in the batch of a replica, by the configuration of its group."""
+    return getattr(config, "max_num_seqs", 256)
 
 
 class CostModel(Config):
@@ -433,7 +437,8 @@ def bound(
             prompts = tokens[node.level] * rows[node.makes_level] / rows[node.level]
             made = tokens[node.makes_level] - prompts
             # seconds per token at the most efficient batch size
-            best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
+            limit = batch_limit(config)
+            best = float((cost.seconds_by_batch(limit)[1:] / np.arange(1, limit + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
             own = rows[node.level] / replicas, tokens[node.level] / replicas

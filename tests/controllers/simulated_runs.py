@@ -124,10 +124,10 @@ def apart(rollout: int, actor: int) -> dict[str, Place]:
     }
 
 
-def groups(rollout: int = 1, actor: int = 1) -> dict[str, Any]:
+def groups(rollout: int = 1, actor: int = 1, max_num_seqs: int = 256) -> dict[str, Any]:
     """Return handles of the toy groups, with this many ranks in each replica."""
     made = {
-        "rollout": group(Rollout, ranks_per_replica=rollout),
+        "rollout": group(Rollout, ranks_per_replica=rollout, max_num_seqs=max_num_seqs),
         "reward": group(ToyReward),
         "actor": group(Actor, ranks_per_replica=actor),
     }
@@ -144,10 +144,11 @@ def run(
     graph: Callable[..., Any] = toy_grpo,
     number: int = 40,
     n: int = 2,
+    max_num_seqs: int = 256,
     **settings: Any,
 ) -> Driver:
     driver = Driver(
-        graph(prompts(number), n=n, **groups()),
+        graph(prompts(number), n=n, **groups(max_num_seqs=max_num_seqs)),
         schedule=schedule,
         placement=placement,
         backend=backend,

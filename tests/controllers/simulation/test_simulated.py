@@ -99,8 +99,8 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
 
 def test_extra_responses_queue_and_prompts_are_prefilled_first(tmp_path: Path):
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
-    cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
-    driver = run(tmp_path, schedule, Simulated(cost), number=2)
+    cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), prefill_s=0.25)
+    driver = run(tmp_path, schedule, Simulated(cost), number=2, max_num_seqs=2)
     # Prefill 2 tokens; 3 steps of two responses; prefill 3 tokens; 2 steps of two; 7 steps of one.
     assert calls(driver, "rollout.generate") == pytest.approx(
         np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)])
@@ -129,14 +129,13 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
     tmp_path: Path, seed: int
 ):
     lengths = LogNormal(mean=60, max_tokens=400)
-    cost = costs(lengths, ((0, 0.2), (8, 0.3)), max_num_seqs=8)
-    cost = CostModel(
-        nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)}, seed=seed
-    )
+    cost = costs(lengths, ((0, 0.2), (8, 0.3)))
+    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)})
+    more: dict[str, Any] = {"max_num_seqs": 8, "seed": seed}
     common: dict[str, Any] = {"steps": 8, "prompts_per_step": 6}
     place = apart(2, 3)
     taken = {
-        name: times(run(tmp_path, schedule, Simulated(cost), place))[-1]
+        name: times(run(tmp_path, schedule, Simulated(cost), place, **more))[-1]
         for name, schedule in {
             "synchronous": Synchronous(**common),
             "pipelined": Pipelined(**common, groups_per_part=3),
@@ -146,7 +145,8 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
             },
         }.items()
     }
-    least = bound(cost, toy_grpo(prompts(40), **groups()), place, prompts_per_step=6, steps=8)
+    graph = toy_grpo(prompts(40), **groups(max_num_seqs=8))
+    least = bound(cost, graph, place, prompts_per_step=6, steps=8, seed=seed)
     assert min(taken.values()) >= 8 * least.seconds > 0
     assert taken["pipelined"] < taken["synchronous"]
     assert all(taken[f"asynchronous {k}"] < 0.8 * taken["synchronous"] for k in (1, 2, 4))
@@ -159,8 +159,8 @@ def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_
         schedule = Asynchronous(
             steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts
         )
-        cost = costs(LogNormal(mean=60, max_tokens=300), 0.1, max_num_seqs=8)
-        driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2))
+        cost = costs(LogNormal(mean=60, max_tokens=300), 0.1)
+        driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2), max_num_seqs=8)
         report = check_log(driver.directory.path / "buffer")
         assert not report.violations and not report.damage
         assert main(["buffer", "check", str(driver.directory.path)]) == 0
@@ -255,7 +255,7 @@ def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
     schedule = Asynchronous(
         steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts
     )
-    cost = costs(((40,),), 0.5, max_num_seqs=64)
+    cost = costs(((40,),), 0.5)
     cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=8.0)})
 
     def a_step(number: int) -> tuple[float, Driver]:
