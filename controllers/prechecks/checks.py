@@ -34,7 +34,14 @@ from ...dataflow.runs.directory import check_name
 from ...workers.models.model_folder import find_model_config
 from ..backends.backend import START_TIMEOUT_S
 from ..placement import Place
-from ..recovery.changed_settings import ORDER_OF_DATA, Rule, changes, refuse_fixed
+from ..recovery.changed_settings import (
+    ORDER_OF_DATA,
+    Rule,
+    changes,
+    refuse_fixed,
+    removed_settings,
+    with_present_names,
+)
 from ..recovery.checkpoints import CheckpointConfig, has_state
 from ..recovery.resume import WITHOUT_ROWS, ResumePoint
 from ..reports.symptoms import check_group_sizes
@@ -183,7 +190,9 @@ def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]
     settings, rules = spec.recorded
     # Without rows in flight the data may change: training then begins at their first row.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
-    return changes(point.state.settings, settings, {**rules, **alone}, rule)
+    before = with_present_names(point.state.settings, settings)
+    changed = changes(before, settings, {**rules, **alone}, rule)
+    return changed + removed_settings(before, settings) if rule == "reported" else changed
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
