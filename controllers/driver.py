@@ -167,7 +167,8 @@ class Driver:
                 elsewhere. Choose "json" for programs, "none" for tests.
             stop_on: Symptoms that end the run; all others only warn. docs/watching.md lists them.
                 The default ends a run if the rewards within every group are equal in the first
-                steps. Give more for unattended runs.
+                steps. Give more for unattended runs, and "short_step" if small batches would do
+                harm.
             stop: Function of each step's metrics; the run ends early when it returns True. Give one
                 to stop at a target.
             trackers: Where to send metrics in addition to the run's files: "tensorboard", "wandb",

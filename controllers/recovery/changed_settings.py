@@ -31,7 +31,12 @@ MERGED = {
     "weights": ("desirable_weight", "undesirable_weight"),
 }
 """Setting -> the two settings of older versions that it replaces."""
-REMOVED = {"bucket_mib": ("16",), "deadline_s": ("10.0", "60.0"), "deltas": ("'off'",)}
+REMOVED = {
+    "bucket_mib": ("16",),
+    "deadline_s": ("10.0", "60.0"),
+    "deltas": ("'off'",),
+    "short_steps": ("'train'",),
+}
 """Setting of older versions -> its defaults, as text."""
 
 
