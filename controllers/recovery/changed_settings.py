@@ -35,6 +35,7 @@ REMOVED = {
     "bucket_mib": ("16",),
     "deadline_s": ("10.0", "60.0"),
     "deltas": ("'off'",),
+    "opened": ("False",),
     "short_steps": ("'train'",),
 }
 """Setting of older versions -> its defaults, as text."""
