@@ -88,6 +88,9 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
             found[name] = f"[{', '.join(map(str, old))}]"
         elif last == "decay" and before.get(name) in ("'linear'", "'cosine'"):
             found[name] = f"[{before[name]}, {before.get(f'{owner}.decay_steps')}]"
+        elif last == "alpha" and before.get(f"{owner}.rslora") == "True":
+            scaled = float(before[name]) * float(before[f"{owner}.rank"]) ** 0.5
+            found[name] = repr(int(scaled) if scaled == int(scaled) else scaled)
         elif last == "stop" and before.get(f"{owner}.ignore_stop") == "True":
             found[name] = "None"
         elif (nested := before.get(f"{owner}.coefficient.{last}")) is not None:

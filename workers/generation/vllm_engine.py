@@ -259,7 +259,7 @@ class VllmEngine:
         """Replace the adapter of the ranks and return the checksum of the received one."""
         from ...resharding.vllm_receiver import to_update_info
 
-        settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
+        settings = {"r": adapter.rank, "lora_alpha": adapter.alpha}
         with self._as_weight_sync_error("take adapter", weights):
             return self._engine.collective_rpc(
                 "weft_receive_adapter", args=(to_update_info(weights), settings)

@@ -15,11 +15,15 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.graph import group
 from weft.workers.actor import ActorWorker
 from weft.workers.adaptive_kl import AdaptiveKlWorker
+from weft.workers.training.lora import Lora
 
 OLD = {
     "actor.decay": "'linear'",
     "actor.decay_steps": "500",
     "actor.bucket_mib": "16",
+    "actor.lora.alpha": "8",
+    "actor.lora.rank": "4",
+    "actor.lora.rslora": "True",
     "actor.deltas": "'off'",
     "kl.coefficient.value": "0.2",
     "kl.coefficient.target": "6.0",
@@ -38,7 +42,9 @@ OLD = {
 def recorded() -> dict[str, str]:
     """Return the settings of a run of this version."""
     handles: Any = {
-        "actor": group(ActorWorker, model="m", decay=("linear", 500)),
+        "actor": group(
+            ActorWorker, model="m", decay=("linear", 500), lora=Lora(rank=4, alpha=8 * 4**0.5)
+        ),
         "kl": group(AdaptiveKlWorker),
         **{
             name: type("Handle", (), {"config": config})
@@ -69,6 +75,7 @@ def test_equal_settings_of_an_older_version_are_no_changes():
 def test_other_values_of_an_older_version_are_reported_under_their_present_names():
     other = {
         "actor.decay_steps": "400",
+        "actor.lora.rslora": "False",
         "actor.bucket_mib": "64",
         "kl.coefficient.target": "3.0",
         "sampling.ignore_stop": "True",
@@ -79,6 +86,7 @@ def test_other_values_of_an_older_version_are_reported_under_their_present_names
     assert sorted(reported(OLD | other)) == [
         "actor.bucket_mib was 64, and is no longer a setting",
         "actor.decay was ['linear', 400], is ['linear', 500]",
+        "actor.lora.alpha was 8, is 16",
         "correction.keep was [0.25, 2.0], is [0.5, 2.0]",
         "kl.target was 3.0, is 6.0",
         "loss.weights was [2.0, 1.0], is [1.0, 1.0]",
