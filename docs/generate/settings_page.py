@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
-from weft.algorithms.graders.math import Gsm8k, Math
+from weft.algorithms.graders.math import Gsm8k
 from weft.algorithms.graders.text import Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
@@ -148,7 +148,7 @@ SECTIONS = (
     Section(
         "Graders",
         "Built-in reward functions and their arguments.",
-        (Math, Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
+        (Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
     ),
     Section(
         "Simulated runs",

@@ -105,7 +105,7 @@ def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows
                 ratio = math.exp(log_ratio[correction.level])
                 if isinstance(correction, TruncatedImportance):
                     weights[t] *= min(ratio, correction.cap)
-                elif not correction.low <= ratio <= correction.high:
+                elif not correction.keep[0] <= ratio <= correction.keep[1]:
                     weights[t] = 0.0
     return weights
 
