@@ -147,7 +147,7 @@ class Simulated(Backend):
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
                 limit = batch_limit(handle.config)
-                self._replicas[name, replica] = Replica(cost, limit, self._reply, self._invent)
+                self._replicas[name, replica] = Replica(cost, self._reply, self._invent, limit)
         return groups
 
     sync_interval_s = math.inf

@@ -93,16 +93,16 @@ class Replica:
 
     Args:
         cost: the cost of generation, or None for a group that does not generate.
-        max_num_seqs: the most responses in the batch.
         invent: makes a reference to a number of bytes.
+        max_num_seqs: the most responses in the batch.
     """
 
     def __init__(
         self,
         cost: Generation | None,
-        max_num_seqs: int,
         on_reply: OnReply,
         invent: Callable[[int], Segment],
+        max_num_seqs: int = 256,
         at: float = 0.0,
     ) -> None:
         self.cost = cost

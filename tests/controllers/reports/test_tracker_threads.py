@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from saved_runs import SCHEDULES, Killed
 from saved_runs import run as saved_run
-from test_follower import kept
+from test_follower import add, kept, record, rows, stream
 from toy_runs import drive, training
 
 from weft.controllers.backends.local import Local
@@ -161,10 +161,14 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 
 def test_a_mapping_of_trackers_sends_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracker_threads, "FINISH_S", 600.0)
-    with drive(training(), tmp_path, trackers={"fake_trackers:Sampled": 2}, record_every=1) as driver:
-        driver.run()
-    sent = [line["rows"] for line in kept(tmp_path / "run") if "rows" in line]
-    assert sent and all(len(rows) == 2 for rows in sent)
+    record(tmp_path, 1, "first", "second", "third")
+    add(stream(tmp_path), *rows(1))
+    said: list[str] = []
+    following = TrackerThreads({"fake_trackers:Sampled": 2}, tmp_path, None, said.append)
+    following.start(None)
+    following.end_all(finished=True)
+    [sent] = [line["rows"] for line in kept(tmp_path) if "rows" in line]
+    assert len(sent) == 2 and not said
 
 
 def test_a_run_without_trackers_starts_no_thread(tmp_path: Path):
