@@ -127,8 +127,8 @@ class AdaptiveCoefficient(Config):
     """
 
     value: float = Field(default=0.2, ge=0)
-    """[reward/nat] The current coefficient. Raise it if the policy leaves the reference before the
-    controller reacts."""
+    """[reward/nat] The coefficient, which `updated` changes. Raise the first one if the policy leaves
+    the reference before the controller reacts."""
     target: float = Field(default=6.0, gt=0)
     """[nats] Target divergence of a response from the reference. Raise it to allow more change."""
     horizon: float = Field(default=10_000, gt=0)

@@ -9,7 +9,7 @@ PolicyLoss(surrogate=Cispo(high=4.0))                                   CISPO
 PolicyLoss(surrogate=Sapo(), aggregation=sequence_mean)                 SAPO
 PolicyLoss(correction=TruncatedImportance(cap=2.0))                     truncated importance sampling (TIS)
 PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decoupled PPO
-PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0)))          IcePop
+PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0))))            IcePop
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or
+    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)` or
     `PlainPolicyGradient()`. Choose one that bounds the ratio if batches are stale or trained on
     more than once."""
     ratio: Callable[..., Any] = token_ratio

@@ -20,10 +20,10 @@ and of the other response. Every loss on pairs is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..dataflow.column import GROUP_ID, PREFERRED, REFERENCE_LOGPROBS, REFERENCE_POINT
 from ..dataflow.config import Config
@@ -47,7 +47,15 @@ class Score(Protocol):
         ...
 
 
-class LogRatio(Config):
+class LikelihoodScore(Config):
+    """A score from the log-probabilities of a response: `LogRatio` or `LogLikelihood`."""
+
+    per_token: bool = False
+    """Use the mean over trained tokens instead of the sum (SimPO). Set it if long and short
+    responses should weigh the same, or if longer responses win by length alone."""
+
+
+class LogRatio(LikelihoodScore):
     """s = sum_t log p(y_t) - log p_ref(y_t): DPO's implicit reward over beta (arXiv:2305.18290, eq.
     5, without log Z).
 
@@ -57,17 +65,13 @@ class LogRatio(Config):
     ([1.0, 2.0], [0.5, 2.0])
     """
 
-    per_token: bool = False
-    """Use the mean over trained tokens instead of the sum. Set it if long and short responses
-    should weigh the same."""
-
     reads: ClassVar[tuple[str, ...]] = (str(REFERENCE_LOGPROBS),)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
 
 
-class LogLikelihood(Config):
+class LogLikelihood(LikelihoodScore):
     """s = sum_t log p(y_t), without a reference; per token it is SimPO's reward over beta
     (arXiv:2405.14734).
 
@@ -75,10 +79,6 @@ class LogLikelihood(Config):
     >>> LogLikelihood(per_token=True)(torch.tensor([-0.5, -1.5, -1.0]), rows).tolist()
     [-1.0, -1.0]
     """
-
-    per_token: bool = False
-    """Use the mean over trained tokens instead of the sum (SimPO). Set it if longer responses win
-    by length alone."""
 
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -119,25 +119,31 @@ class Logistic(Config):
     """
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """[share] e: assumed share of swapped labels. Raise it if annotators disagree."""
+    """[share] e: share of swapped labels. Set it to the error rate of the labels; raise it if
+    annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         e, loss = self.label_smoothing, -torch.nn.functional.logsigmoid(ahead)
         return (1 - e) * loss - e * torch.nn.functional.logsigmoid(-ahead) if e else loss
 
 
-class RobustLogistic(Config):
+class RobustLogistic(Logistic):
     """l = (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e): robust DPO (arXiv:2403.00409).
 
-    If a share e of the labels is swapped, its expectation is the loss of `Logistic()` on correct
-    labels.
+    If the share e = `label_smoothing` of the labels is swapped, its expectation is the loss of
+    `Logistic()` on correct labels.
 
     >>> RobustLogistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
     [-0.8730...]
     """
 
-    label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
-    """[share] e: share of swapped labels. Set it to the known error rate of the labels."""
+    @model_validator(mode="after")
+    def _some_labels_are_swapped(self) -> RobustLogistic:
+        if not self.label_smoothing:
+            raise ValueError(
+                "label_smoothing must be above 0, the share of swapped labels; without any, use Logistic()"
+            )
+        return self
 
     def __call__(self, ahead: Tensor) -> Tensor:
         e, log_sigmoid = self.label_smoothing, torch.nn.functional.logsigmoid
@@ -179,9 +185,15 @@ class PairLoss(FrozenLoss):
     """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
     trained token in both responses."""
 
+    margin: float | str = 0.0
+    """[reward] Lead of the preferred response that counts as equal (SimPO's gamma), or a column with
+    the lead of each pair (equal in its two rows). Raise it to push pairs further apart. Give a
+    column if annotators rated how much better a response is."""
+
     @property
     def reads(self) -> tuple[str, ...]:
-        return (str(GROUP_ID), str(PREFERRED))
+        of_pairs = (str(GROUP_ID), str(PREFERRED))
+        return (*of_pairs, self.margin) if isinstance(self.margin, str) else of_pairs
 
     @property
     def whole_groups(self) -> bool:
@@ -216,6 +228,10 @@ class PairLoss(FrozenLoss):
         paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
         return chosen, rejected, paired
 
+    def _margin(self, rows: PackedRows, chosen: Tensor) -> Tensor | float:
+        """Return the margin of each pair [P], or the one of all."""
+        return rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
+
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Metrics:
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
@@ -243,9 +259,6 @@ class PreferenceLoss(PairLoss):
     comparison: Callable[..., Any] = Logistic()
     """(beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`, `Squared` or
     `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all agree."""
-    margin: float = 0.0
-    """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push
-    pairs further apart."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison (ORPO's lambda). Lower it to give the likelihood more
     weight."""
@@ -266,7 +279,7 @@ class PreferenceLoss(PairLoss):
         # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
         # it.
         ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
-        losses = self.weight * self.comparison(ahead - self.margin)
+        losses = self.weight * self.comparison(ahead - self._margin(rows, chosen))
         sums = _of_rows(logprobs, rows, per_token=False)
         watched = {"chosen_logprob": sums[chosen], "rejected_logprob": sums[rejected]}
         if self.likelihood:
@@ -296,11 +309,13 @@ class DesirabilityLoss(FrozenLoss):
     beta: float = Field(default=0.1, gt=0)
     """[reward/nat] Reward per nat of log-ratio. Raise it to stay nearer to the reference; a larger
     one saturates sooner."""
-    desirable_weight: float = Field(default=1.0, gt=0)
-    """[factor] w_D, weight of good responses. Raise it if there are fewer of them: the paper
-    recommends that w_D times their number is near w_U times the number of bad ones."""
-    undesirable_weight: float = Field(default=1.0, gt=0)
-    """[factor] w_U, weight of bad responses. Raise it if there are fewer of them."""
+    weights: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
+    """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of those that
+    are fewer: the paper recommends that weight times number is about equal for both."""
+
+    retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("desirable_weight", "undesirable_weight"), "set weights=(desirable, undesirable)"
+    )
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -316,11 +331,8 @@ class DesirabilityLoss(FrozenLoss):
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
         above = self.beta * (scores - point)
-        losses = torch.where(
-            good,
-            self.desirable_weight * torch.sigmoid(-above),
-            self.undesirable_weight * torch.sigmoid(above),
-        )
+        of_good, of_bad = self.weights
+        losses = torch.where(good, of_good * torch.sigmoid(-above), of_bad * torch.sigmoid(above))
         rewards = self.beta * scores
         metrics = observed(counted & good, {"chosen_reward": rewards})
         metrics |= observed(counted & ~good, {"rejected_reward": rewards})

@@ -49,15 +49,8 @@ class RewardLoss(PairLoss):
     (0.6931, 0.0, 1.0)
     """
 
-    margin: float | str = 0.0
-    """[reward] Required lead of the preferred response, or a column with the lead of each pair
-    (equal in its two rows). Give a column if annotators rated how much better a response is."""
     centring: float = Field(default=0.0, ge=0)
     """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) against drift."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
@@ -68,8 +61,8 @@ class RewardLoss(PairLoss):
             rows.cu_seqlens[1:]
         ]  # arbitrary for an empty row
         above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
-        margin = rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
-        losses = bradley_terry(above, below, margin) + self.centring * (above + below).square()
+        losses = bradley_terry(above, below, self._margin(rows, chosen))
+        losses = losses + self.centring * (above + below).square()
         return torch.where(paired, losses, 0.0).sum(), self._observed(above, below, paired)
 
 

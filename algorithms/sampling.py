@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -39,13 +40,13 @@ class Sampling(Config):
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
     """[tokens] Shortest response: stop tokens are masked before it. Raise it if responses must have
     a minimum length. Like `top_p`, it changes the sampled distribution."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | None = ()
     """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response
     keeps the tokens that complete the string, with their log-probabilities, and rewards read the
-    text of all its tokens. Set it if answers end with a fixed text."""
-    ignore_stop: bool = False
-    """Continue to `max_tokens` regardless of stop tokens. Set it in benchmarks that need a fixed
-    number of tokens."""
+    text of all its tokens. None continues to `max_tokens` regardless of stop tokens. Set it if
+    answers end with a fixed text, and to None in benchmarks that need a fixed number of tokens."""
+
+    retired: ClassVar[Mapping[str, str]] = {"ignore_stop": "set stop=None"}
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -86,9 +87,9 @@ class Sampling(Config):
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (
                 self.top_k > 0
             )
-        # With `ignore_stop`, stop tokens are never masked, so `min_tokens` does not change the
+        # With stop=None, stop tokens are never masked, so `min_tokens` does not change the
         # distribution.
-        cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and not self.ignore_stop)
+        cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and self.stop is not None)
         if not cut:
             return {}
         return {

@@ -9,8 +9,8 @@ PlainPolicyGradient()           no ratio: REINFORCE, GPG
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -105,23 +105,26 @@ class Cispo(Config):
 class Sapo(Config):
     """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv:2511.20347).
 
-    At r = 1 its gradient equals that for r A, and it fades on both sides. A larger `negative` makes
-    gradients of negative advantages fade faster, because they raise the probability of every other
-    token.
+    At r = 1 its gradient equals that for r A, and it fades on both sides. A larger second
+    temperature makes gradients of negative advantages fade faster, because they raise the
+    probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
     >>> losses.tolist(), clipped.tolist()
     ([-2.0, 4.0], [False, False])
     """
 
-    positive: float = Field(default=1.0, gt=0)
-    """[factor] tau for advantages above 0. Raise it to close the gate sooner."""
-    negative: float = Field(default=1.05, gt=0)
-    """[factor] tau for other advantages. Raise it if training is unstable: gradients of negative
-    advantages then fade sooner."""
+    temperatures: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.05)
+    """[factor] tau for advantages above 0, and for others. Raise the first to close the gate sooner;
+    raise the second if training is unstable: gradients of negative advantages then fade sooner."""
+
+    retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("positive", "negative"), "set temperatures=(positive, negative)"
+    )
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
+        positive, negative = self.temperatures
+        temperatures = torch.full_like(ratio, negative).masked_fill_(advantages > 0, positive)
         # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
         return -gates * advantages, torch.zeros_like(ratio, dtype=torch.bool)
@@ -204,8 +207,8 @@ def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 # gradient.
 #
 # TruncatedImportance(cap=2.0)                                    weigh with the ratio, at most `cap`
-# Rejection(low=0.5, high=2.0)                                    leave out tokens with extreme ratios
-# (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))    both: IcePop
+# Rejection(keep=(0.5, 2.0))                                      leave out tokens with extreme ratios
+# (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))      both: IcePop
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -232,7 +235,18 @@ class Correction(Protocol):
         ...
 
 
-class TruncatedImportance(Config):
+class RatioCorrection(Config):
+    """A correction from p_trainer / p_generator: `TruncatedImportance` or `Rejection`."""
+
+    level: Level = "token"
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
+    response). Choose the level of the reward for an exact correction, "token" for less variance."""
+
+    def _ratio(self, log_ratio: Tensor, rows: PackedRows) -> Tensor:
+        return _LEVELS[self.level](log_ratio.detach(), rows).exp()
+
+
+class TruncatedImportance(RatioCorrection):
     """Truncated importance sampling: w = min(p_trainer / p_generator, cap), and at least `floor`.
 
     Per token this is IMPALA's rho (arXiv:1802.01561, §4.1), and between a training and a generating
@@ -261,9 +275,6 @@ class TruncatedImportance(Config):
     floor: float = Field(default=0.0, ge=0)
     """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer
     finds unlikely; this over-weights them."""
-    level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
-    response). Choose the level of the reward for an exact correction, "token" for less variance."""
 
     @model_validator(mode="after")
     def _floor_is_below_cap(self) -> TruncatedImportance:
@@ -274,13 +285,13 @@ class TruncatedImportance(Config):
     weighs: ClassVar[bool] = True
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
+        ratio = self._ratio(log_ratio, rows)
         weights = ratio.clamp(self.floor, self.cap)
         return weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-class Rejection(Config):
-    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside [low, high].
+class Rejection(RatioCorrection):
+    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside `keep`.
 
     At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
     levels it rejects sequences. Tokens that are left out have no policy gradient, but still count
@@ -288,28 +299,28 @@ class Rejection(Config):
     as a whole good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
-    >>> Rejection(low=0.5, high=2.0)(log_ratio, rows)[0].tolist()
+    >>> Rejection(keep=(0.5, 2.0))(log_ratio, rows)[0].tolist()
     [0.0, 1.0, 1.0]
-    >>> Rejection(low=0.5, high=2.0, level="sequence")(log_ratio, rows)[0].tolist()
+    >>> Rejection(keep=(0.5, 2.0), level="sequence")(log_ratio, rows)[0].tolist()
     [0.0, 0.0, 1.0]
     """
 
-    low: float = Field(default=0.5, ge=0, le=1)
-    """[ratio] Smallest p_trainer / p_generator to keep. Raise it to leave out more tokens that the
-    trainer finds less likely."""
-    high: float = Field(default=2.0, ge=1, allow_inf_nan=True)
-    """[ratio] Largest p_trainer / p_generator to keep; infinity for no bound. Lower it if the
-    log-probability gap is large and training is unstable."""
-    level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
-    response). Choose the level of the reward for an exact correction, "token" for less variance."""
+    keep: tuple[
+        Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]
+    ] = (0.5, 2.0)
+    """[ratio] Smallest and largest p_trainer / p_generator to keep; the largest may be infinity.
+    Raise the first to leave out more tokens that the trainer finds less likely. Lower the second if
+    the log-probability gap is large and training is unstable."""
+
+    retired: ClassVar[Mapping[str, str]] = dict.fromkeys(("low", "high"), "set keep=(low, high)")
 
     weighs: ClassVar[bool] = False
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
+        ratio = self._ratio(log_ratio, rows)
         # NaN fails both comparisons, and is left out.
-        inside = (ratio >= self.low) & (ratio <= self.high)
+        smallest, largest = self.keep
+        inside = (ratio >= smallest) & (ratio <= largest)
         return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
 
 
@@ -318,7 +329,7 @@ def combined(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
 
-    >>> icepop = (TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0))
+    >>> icepop = (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))
     >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()
     [4.0, 0.0, 0.0]
     """

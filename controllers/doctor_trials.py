@@ -410,7 +410,7 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
     prompts = [[5 + row, 6, 7 + row] for row in range(4)]
     ids = [np.array(prompt, np.int32) for prompt in prompts]
     requests = [GenerationRequest(row, own, seed=row) for row, own in enumerate(ids)]
-    steps = rollout.engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
+    steps = rollout.engine.generate(requests, Sampling(max_tokens=16, stop=None))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     return (
         prompts,

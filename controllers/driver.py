@@ -117,7 +117,6 @@ class Driver:
         root: str | Path = "runs",
         seed: int = 0,
         record_every: int = 1,
-        start_timeout_s: float | None = None,
         call_timeout_s: float | None = None,
         buffer: BufferConfig = BufferConfig(),
         checkpoint: CheckpointConfig = CheckpointConfig(),
@@ -125,8 +124,7 @@ class Driver:
         progress: Form | bool = "auto",
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
-        trackers: Sequence[str] = (),
-        tracker_samples: int = 0,
+        trackers: Sequence[str] | Mapping[str, int] = (),
         dashboard: bool = False,
         settings: object = None,
     ) -> None:
@@ -149,15 +147,12 @@ class Driver:
                 to measure the spread between runs.
             record_every: [steps] Keep the samples of every n-th step in the run directory; 0 keeps
                 none. Raise it if samples fill the disk.
-            start_timeout_s: [s] Longest time for a group's workers to start. The default, None, is
-                300 s plus 20 s per GB of the largest model. Raise it if models load from a slow
-                disk.
             call_timeout_s: [s] Longest time without progress in a call of a rank: an answer, a
                 microbatch, an engine step, a scored sample, or `Context.advance`. After it, the
                 rank is replaced, or the run restarts from its last checkpoint, or it ends. The
                 limit also applies to a checkpoint that stops growing. The default, None, is 600 s
-                plus 5 s per GB of the largest model. Lower it to find hangs sooner, raise it if one
-                step takes minutes.
+                plus 5 s per GB of the largest model. Workers have as long to start, and at least 300
+                s plus 20 s per GB. Lower it to find hangs sooner, raise it if one step takes minutes.
             buffer: Limits of the sample buffer, and where it keeps rows. Set it if memory or disk
                 is short.
             checkpoint: When to save checkpoints, and how many to keep. Set it for every run that
@@ -172,15 +167,15 @@ class Driver:
                 elsewhere. Choose "json" for programs, "none" for tests.
             stop_on: Symptoms that end the run; all others only warn. docs/watching.md lists them.
                 The default ends a run if the rewards within every group are equal in the first
-                steps. Give more for unattended runs.
+                steps. Give more for unattended runs, and "short_step" if small batches would do
+                harm.
             stop: Function of each step's metrics; the run ends early when it returns True. Give one
                 to stop at a target.
             trackers: Where to send metrics in addition to the run's files: "tensorboard", "wandb",
                 "mlflow", "trackio", "prometheus", or a class as "module:Class". A tracker that
-                fails or hangs does not affect the run. Choose the ones that you use.
-            tracker_samples: [samples] Number of recorded samples per step to send to the trackers
-                as a table. The texts leave this machine. Set it only if all users of the tracker
-                may read the data.
+                fails or hangs does not affect the run. Choose the ones that you use. Give a mapping
+                such as {"wandb": 8} to send recorded samples of each step as well, as a table:
+                their texts leave this machine, so all users of the tracker may read the data.
             dashboard: Start a web page for the runs in `root` and print its address. The page does
                 not slow the run, and it closes after an hour without visitors. Set it to watch the
                 run in a browser.
@@ -205,8 +200,6 @@ class Driver:
         check_numbers(
             seed=seed,
             record_every=record_every,
-            tracker_samples=tracker_samples,
-            start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
         )
         check_trackers(trackers, has_endpoint=backend is not None and backend.cluster is not None)
@@ -218,7 +211,6 @@ class Driver:
             backend=backend or Local(),
             seed=seed,
             record_every=record_every,
-            start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
             buffer=buffer,
             checkpoint=checkpoint,
@@ -248,7 +240,7 @@ class Driver:
         report = cluster.report if cluster is not None else None
         shown = Progress(schedule.steps, path, display)
         alert = partial(shown.alert, "tracker")
-        following = TrackerThreads(trackers, path, report, alert, samples=tracker_samples)
+        following = TrackerThreads(trackers, path, report, alert)
         self._history = RunHistory(shown, FullDisk(path, shown), following)
         self._described = {
             "settings": settings,
@@ -430,9 +422,7 @@ def _checked(
     # This changes settings of groups, so it comes before checks that read them.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
-    settings |= set_deadlines(
-        settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values()
-    )
+    settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())
     # A placement may name a reserved group that this run does not need, such as the recorder.
     places = resolve(placement, {**handles, **RESERVED})
     check_elastic(places, every_handle)

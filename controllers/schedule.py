@@ -59,16 +59,11 @@ class Stepwise(Config):
     """Shuffle the prompts of each epoch, using the run's seed. Set it to False if the order of the
     data matters, such as easy prompts first."""
 
-    short_steps: Literal["train", "stop"] = "train"
-    """What to do if a step has issued more prompts 10 times and filters still leave fewer than
-    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends
-    the run. If no group passes, the run always ends. Set it to "stop" if small batches would do
-    harm."""
-
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
     retired: ClassVar[Mapping[str, str]] = {
-        "max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"
+        "short_steps": 'Driver(stop_on=("no_signal", "short_step")) stops the run at one',
+        "max_refills": f"a step issues more prompts {MAX_REFILLS} times at most",
     }
 
     @property

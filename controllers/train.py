@@ -74,7 +74,7 @@ def train(
     checkpoint: CheckpointConfig = CheckpointConfig(),
     resume: str | Path = "none",
     progress: Form | bool = "auto",
-    trackers: Sequence[str] = (),
+    trackers: Sequence[str] | Mapping[str, int] = (),
     dashboard: bool = False,
     explain: bool = False,
 ) -> list[dict[str, float]]:

@@ -150,8 +150,8 @@ GROUP/mean_staleness | versions | mean over tokens: updates between sampling and
     the bound of the schedule, lower on average | at the bound in every step: generation is faster
     than training
 GROUP/max_staleness | versions | staleness of the oldest token | at most the bound of the schedule
-GROUP/changed_share | 0 to 1 | with `deltas`: share of the published elements that differ from the
-    previous version | a few hundredths | above a tenth: deltas do not help
+GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of the published elements that differ
+    from the previous version | a few hundredths | above a tenth: deltas do not help
 """,
     ),
     _section(

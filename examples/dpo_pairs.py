@@ -26,7 +26,9 @@ def main(settings: RealSettings) -> None:
         problems, model = tiny_qwen3.prepare(settings.root, None, SYSTEM, settings.seed)
         data = data or tiny_qwen3.wrong_and_right(problems, SYSTEM)
     assert data is not None and model is not None
-    pairs = weft.Prompts.read(data, model, thinking=settings.thinking, too_long="drop")
+    pairs = weft.Prompts.read(
+        data, model, chat_template_kwargs={"enable_thinking": settings.thinking}, too_long="drop"
+    )
     train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
     # The reference is frozen, so compute its log-probabilities of each pair once.

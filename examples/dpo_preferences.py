@@ -93,7 +93,7 @@ def main(settings: Settings) -> None:
         )
 
     # Workers
-    rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
+    rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": ("linear", max(steps, 10))}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)

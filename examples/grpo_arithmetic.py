@@ -48,7 +48,7 @@ def main(settings: Settings) -> None:
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # Workers
-    rate = {"learning_rate": 1e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 500}
+    rate = {"learning_rate": 1e-3, "warmup_steps": 10, "decay": ("linear", 500)}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
     reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)

@@ -105,7 +105,7 @@ def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings)
     print("preparing: a reward model, on pairs", flush=True)
     shutil.rmtree(task / "reward_training", ignore_errors=True)  # left by an interrupted training
     number = 8 if settings.small else 256
-    rate = {"learning_rate": 2e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
+    rate = {"learning_rate": 2e-3, "warmup_steps": 5, "decay": ("linear", max(steps, 10))}
     model = weft.group(
         weft.CriticWorker, name="reward_model", model=str(task / answers), head="rewards", **rate
     )
@@ -152,8 +152,7 @@ def main(settings: Settings) -> None:
     rate = {
         "learning_rate": 1e-3,
         "warmup_steps": 10,
-        "decay": "linear",
-        "decay_steps": max(20, steps * epochs * minibatches),
+        "decay": ("linear", max(20, steps * epochs * minibatches)),
     }
     judge = weft.group(weft.RewardWorker, name="reward", function=settings.judge, tokenizer=model)
     reward = judge

@@ -119,7 +119,13 @@ def read_problems(
 
     The longest 1 % of prompts are dropped. The run prints a summary of the data at its start.
     """
-    problems = weft.Prompts.read(data, model, system=system, thinking=settings.thinking, too_long="drop")
+    problems = weft.Prompts.read(
+        data,
+        model,
+        system=system,
+        chat_template_kwargs={"enable_thinking": settings.thinking},
+        too_long="drop",
+    )
     assert problems.understood is not None
     longest = problems.understood.prompts.limit()
     context = longest + settings.longest_response

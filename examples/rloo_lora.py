@@ -55,7 +55,7 @@ def main(settings: Settings) -> None:
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # Workers
-    rate = {"learning_rate": 5e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 400}
+    rate = {"learning_rate": 5e-3, "warmup_steps": 10, "decay": ("linear", 400)}
     lora = weft.Lora(rank=settings.rank, alpha=2 * settings.rank, dora=settings.dora)
     actor = weft.group(weft.ActorWorker, model=model, lora=lora, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)

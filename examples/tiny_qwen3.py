@@ -269,10 +269,11 @@ def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: i
         model=model,
         learning_rate=4e-3,
         warmup_steps=10,
-        decay="linear",
-        decay_steps=steps,
+        decay=("linear", steps),
     )
-    solutions = weft.Prompts.from_rows(rows, model, name="solutions", thinking=False)
+    solutions = weft.Prompts.from_rows(
+        rows, model, name="solutions", chat_template_kwargs={"enable_thinking": False}
+    )
     with weft.Driver(
         supervised(solutions, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=min(32, len(rows))),

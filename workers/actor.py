@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator
 
 from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
@@ -53,24 +53,22 @@ if TYPE_CHECKING:
 class ActorConfig(TrainedConfig):
     """The policy: its model, sharding, training, and how it publishes weights."""
 
-    deltas: Literal["off", "auto"] = "off"
-    """"auto": send followers on other machines only the elements that changed since their last
-    version, if that takes fewer bytes. Leader and followers then keep a copy of their part of the
-    weights in host memory, and the comparison takes time. Choose it for networks slower than a
-    gigabyte a second."""
-    transport: Literal["auto", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
+    transport: Literal["auto", "deltas", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
     """How to send weights to followers; they are not encrypted. "auto": followers on the leader's
-    machine map its host memory, others receive over TCP. "gloo": point to point through
+    machine map its host memory, others receive over TCP. "deltas": the same, but others receive only
+    the elements that changed since their last version, if that takes fewer bytes; leader and these
+    followers then keep a copy of their part of the weights in host memory. "gloo": point to point through
     `torch.distributed`. "nccl": from GPU to GPU, if followers use other GPUs than the leader.
     "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and
-    "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
-    transport where copies through host memory take long; none of the four has been run on GPUs
-    yet."""
-    bucket_mib: int = Field(default=16, ge=1, le=4096)
-    """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
-    memory is short; raise it between distant machines."""
+    "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose "deltas"
+    for networks slower than a gigabyte a second, and a GPU transport where copies through host
+    memory take long; none of the four has been run on GPUs yet."""
 
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport", "bucket_mib"))
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("transport",))
+    retired: ClassVar[Mapping[str, str]] = {
+        "bucket_mib": "buckets of weights always have 16 MiB",
+        "deltas": 'set transport="deltas"',
+    }
 
     @property
     def vllm_backend(self) -> str:
@@ -88,14 +86,6 @@ class ActorConfig(TrainedConfig):
                 "needs"
             )
         return transport
-
-    @model_validator(mode="after")
-    def _check_deltas(self) -> Self:
-        if self.deltas != "off" and self.vllm_backend:
-            raise ValueError(
-                f'deltas={self.deltas!r}: transport="{self.transport}" sends whole tensors; take deltas="off", or transport="auto"'
-            )
-        return self
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -214,17 +204,18 @@ class ActorWorker(TrainedWorker):
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
 
     def _new_publisher(self) -> Any:
-        address, bucket_bytes = self.context.address, self.config.bucket_mib << 20
+        at = self.context
         if backend := self.config.vllm_backend:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this on import
             from ..resharding.vllm_publisher import VllmPublisher
 
-            at = self.context
-            return VllmPublisher(backend, at.rank, at.world_size, address, bucket_bytes, at.advance)
+            return VllmPublisher(backend, at.rank, at.world_size, at.address, advance=at.advance)
         from ..resharding.publisher import WeightPublisher
 
-        deltas = self.config.deltas == "auto"
-        return WeightPublisher(address, bucket_bytes, deltas=deltas, transport=self.config.transport)
+        transport = self.config.transport
+        if transport == "deltas":
+            return WeightPublisher(at.address, deltas=True)
+        return WeightPublisher(at.address, transport=transport)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:

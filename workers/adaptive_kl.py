@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..algorithms.kl import AdaptiveCoefficient, k1
 from ..algorithms.loss import response_rows
 from ..algorithms.rewards import token_rewards
 from ..dataflow.batch import Batch
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
-from ..dataflow.config import Config
 from ..dataflow.metrics import Mean, Metrics
 from ..dataflow.operation import TrainingBatch
 from ..dataflow.runs.files import Disk
@@ -23,15 +22,17 @@ from .worker import Context, Worker, remote
 _FILE = "coefficient.json"
 
 
-class AdaptiveKlConfig(Config):
-    """The coefficient of a KL penalty in the reward, and the estimator of divergence."""
+class AdaptiveKlConfig(AdaptiveCoefficient):
+    """The coefficient of a KL penalty in the reward, with its horizon in responses, and the estimator
+    of divergence."""
 
-    coefficient: AdaptiveCoefficient = AdaptiveCoefficient()
-    """Initial coefficient, target and horizon (in responses). Set it to reach another divergence,
-    or to reach it sooner."""
     estimator: Callable[..., Any] = k1
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`.
     Choose `k3` for less variance."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "coefficient": "set its value, target and horizon: group(AdaptiveKlWorker, target=6.0, ...)"
+    }
 
 
 class AdaptiveKlWorker(Worker):
@@ -41,7 +42,7 @@ class AdaptiveKlWorker(Worker):
 
     def __init__(self, config: AdaptiveKlConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        self.coefficient = config.coefficient
+        self.coefficient: AdaptiveCoefficient = config
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
@@ -96,4 +97,4 @@ class AdaptiveKlWorker(Worker):
     def load_checkpoint(self, path: str | Path) -> None:
         stored = read_json(Path(path) / _FILE)
         # Only the value is saved: target and horizon are settings that a resumed run may change.
-        self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})
+        self.coefficient = self.config.model_copy(update={"value": float(stored["value"])})

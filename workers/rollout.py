@@ -407,7 +407,7 @@ class RolloutWorker(Worker):
         prompts = _canary_prompts(self._vocabulary)
         max_tokens = min(_CANARY_RESPONSE_TOKENS, self.max_context - _CANARY_PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
-        steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, ignore_stop=True))
+        steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, stop=None))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
         dtype = self.config.dtype
         return Canary(

@@ -6,9 +6,8 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import ClassVar
-
-import pydantic
 
 from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import SampleError
@@ -23,6 +22,8 @@ from .numbers import Quantity, quantity_of
 # terminate. Each process that grades starts one at the first use and replaces it after a kill.
 # No signal is used in this process, so that any thread may grade.
 
+DEADLINE_S = 10.0
+"""Longest time for a comparison, in seconds."""
 START_S = 120.0
 """Seconds that the process may take to import math-verify."""
 MAX_CHARACTERS = 200_000
@@ -102,8 +103,7 @@ class Math(Grader):
 
     is_verdict: ClassVar[bool] = True
 
-    deadline_s: float = pydantic.Field(default=10.0, gt=0)
-    """[s] Longest time for a comparison. Raise it for answers that take long to simplify."""
+    retired: ClassVar[Mapping[str, str]] = {"deadline_s": f"a comparison may take {DEADLINE_S:g} s"}
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
@@ -112,7 +112,7 @@ class Math(Grader):
     def __call__(self, response: str, answer: str) -> float:
         r"""Grade a response. Raises a SampleError if the comparison took too long, its process
         ended, or the answer is empty. A reward worker then counts a failed sample."""
-        return float(PROCESS.compare(response, answer, self.deadline_s))
+        return float(PROCESS.compare(response, answer, DEADLINE_S))
 
 
 # Gsm8k: the number that a response ends with, against the number of the answer (arXiv:2110.14168).

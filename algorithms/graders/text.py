@@ -118,7 +118,8 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 
 class TagFormat(Grader):
-    """1 if the response consists of the tagged parts, in order and not empty, otherwise 0.
+    """1 if the response consists of the tagged parts, in order and not empty, otherwise 0. A response
+    begins inside the first tag if the chat template opened it: the prompt then ends with it.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
@@ -132,12 +133,14 @@ class TagFormat(Grader):
     rest: bool = True
     """Whether text must follow the last tag; False forbids it. Set it to False if the answer has a
     separate tag."""
-    opened: bool = False
-    """Whether the chat template opens the first tag, so that the response begins inside it. Set it
-    for such templates."""
 
-    def __call__(self, response: str) -> float:
-        text = f"<{self.tags[0]}>{response}" if self.opened else response
+    retired: ClassVar[Mapping[str, str]] = {
+        "opened": "the end of the prompt shows whether the chat template opens the first tag"
+    }
+
+    def __call__(self, response: str, prompt: str = "") -> float:
+        first = f"<{self.tags[0]}>"
+        text = first + response if prompt.rstrip().endswith(first) else response
         tags = map(re.escape, self.tags)
         parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in tags)
         after = r"\s*\S.*" if self.rest else r"\s*"

@@ -149,9 +149,7 @@ class Work:
         generation_s = self.step_rows * LENGTHS.mean * DECODE_S / (self.ranks * MAX_NUM_SEQS)
         return CostModel(
             nodes={
-                "rollout.generate": Generation(
-                    lengths=LENGTHS, decode_step_s=DECODE_S, max_num_seqs=MAX_NUM_SEQS
-                ),
+                "rollout.generate": Generation(lengths=LENGTHS, decode_step_s=DECODE_S),
                 "reward.score": LinearCost(fixed_s=0.05, per_row_s=0.001),
                 "actor.update": LinearCost(fixed_s=TRAINING_OVER_GENERATION * generation_s),
                 "actor.publish_weights": LinearCost(fixed_s=0.5),

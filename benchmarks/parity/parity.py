@@ -244,11 +244,11 @@ WEFT: dict[str, Function] = {
     "verl grpo_passk": among_several(estimator(estimators.best_of_group)),
     "verl grpo_passk, divided by the deviation": among_several(estimator(estimators.best_of_group)),
     **{
-        f"verl rejection {rule}": correction(Rejection(low=1 / HIGH, high=1 / LOW, level=level))
+        f"verl rejection {rule}": correction(Rejection(keep=(1 / HIGH, 1 / LOW), level=level))
         for rule, level in LEVELS.items()
     },
     **{
-        f"verl rejection {rule}, the same bounds": correction(Rejection(low=LOW, high=HIGH, level=level))
+        f"verl rejection {rule}, the same bounds": correction(Rejection(keep=(LOW, HIGH), level=level))
         for rule, level in LEVELS.items()
     },
     "verl gae, advantages": gae(0, whiten=True),

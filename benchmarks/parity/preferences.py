@@ -68,7 +68,7 @@ PREFERENCES: dict[str, Function] = {
     "trl dpo with likelihood (rpo)": pair_loss(PreferenceLoss(likelihood=1)),
     "trl simpo": pair_loss(PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)),
     "trl orpo, odds ratio": pair_loss(PreferenceLoss(beta=1, score=LogOdds(), weight=0.1)),
-    "trl kto": pair_loss(DesirabilityLoss(desirable_weight=1.5)),
+    "trl kto": pair_loss(DesirabilityLoss(weights=(1.5, 1.0))),
     "trl bradley-terry": reward_loss,
     "trl bradley-terry with margin": lambda x: reward_loss(x, x.margins),
 }

@@ -206,7 +206,7 @@ class Ways:
 
     def _sample(self) -> Iterator[None]:
         """Sample responses endlessly."""
-        sampling = Sampling(max_tokens=48, ignore_stop=True)
+        sampling = Sampling(max_tokens=48, stop=None)
         while True:
             prompts = [
                 GenerationRequest(row, np.arange(2, 10, dtype=np.int32), seed=row) for row in range(4)

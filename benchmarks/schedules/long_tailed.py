@@ -170,7 +170,7 @@ def graph_of(work: Work, folder: Path, *, rollout: Any, actor: Any, reward: Any)
         reward=reward,
         actor=actor,
         n=work.samples,
-        sampling=Sampling(max_tokens=work.longest, ignore_stop=True),
+        sampling=Sampling(max_tokens=work.longest, stop=None),
     )
 
 

@@ -21,7 +21,6 @@ from work import APART, SCHEDULES, Measured, Work, mean
 import weft
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LogNormal,
     bound,
@@ -76,9 +75,8 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
     }
     found["simulated_error_from_synchronous"] = _largest(other)
     tokens = work.median * math.exp(work.sigma**2 / 2)
-    costs = _costs(
-        synchronous, LogNormal(mean=tokens, sigma=work.sigma, max_tokens=work.longest), work.slots
-    )
+    lengths = LogNormal(mean=tokens, sigma=work.sigma, max_tokens=work.longest)
+    costs = _costs(synchronous, lengths)
     many = {number: _many(work, folder, costs, number) for number in devices}
     for number, timed in many.items():
         said = ", ".join(f"{name} {t.step_s:.2f}" for name, t in timed.items())
@@ -96,12 +94,12 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
 
 
 def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str, Any]]) -> Timed:
-    lengths = FixedLengths(lengths=tuple(map(tuple, lengths_of(work, folder))))
-    return _run(work, folder, name, _costs(runs, lengths, work.slots), devices=2)
+    lengths = tuple(map(tuple, lengths_of(work, folder)))
+    return _run(work, folder, name, _costs(runs, lengths), devices=2)
 
 
 def _costs(
-    runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int
+    runs: Sequence[Mapping[str, Any]], lengths: LogNormal | tuple[tuple[int, ...], ...]
 ) -> CostModel:
     """Fit the costs of calls to all runs together, without their first steps."""
     calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]
@@ -111,9 +109,7 @@ def _costs(
         int(number): median(table[number] for table in tables if number in table)
         for number in {n for table in tables for n in table}
     }
-    generation = Generation(
-        lengths=lengths, decode_step_s=tuple(sorted(steps.items())), max_num_seqs=slots
-    )
+    generation = Generation(lengths=lengths, decode_step_s=tuple(sorted(steps.items())))
     # Simulated runs record nothing.
     fitted = [c for c in calls if c["node"] != "rollout.generate" and c["group"] != "recorder"]
     timeline = pa.Table.from_pylist(fitted)

@@ -112,7 +112,9 @@ def run_grpo(
         reward=weft.group(weft.RewardWorker, function=reward, tokenizer=model),
         actor=actor,
         n=workload.num_samples,
-        sampling=weft.Sampling(max_tokens=workload.max_tokens, ignore_stop=workload.mean_tokens is None),
+        sampling=weft.Sampling(
+            max_tokens=workload.max_tokens, stop=None if workload.mean_tokens is None else ()
+        ),
     )
     pool = weft.ResourcePool("cores", cpus=cores)
     placement = {

@@ -19,7 +19,7 @@ from weft.algorithms.graders.math import Gsm8k, Math
 from weft.dataflow.errors import SampleError
 
 FILE = Path(__file__).resolve().parent / "graded_answers.jsonl"
-GRADERS: dict[str, Any] = {"math": Math(deadline_s=30), "gsm8k": Gsm8k(), "choice": MultipleChoice()}
+GRADERS: dict[str, Any] = {"math": Math(), "gsm8k": Gsm8k(), "choice": MultipleChoice()}
 
 
 def read(file: Path = FILE) -> list[dict[str, Any]]:

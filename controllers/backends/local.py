@@ -215,7 +215,8 @@ class Local(Backend):
             with watch.over(setup.start_timeout_s):
                 return handle.worker_class(handle.config, context)
         except Silent as silent:
-            said = f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
+            limit = f"{setup.start_timeout_s:g} s (a larger call_timeout_s allows more)"
+            said = f"worker {name} is not up after {limit}\n{name}: {silent.stack}"
             raise DeadlineError(said) from None
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:

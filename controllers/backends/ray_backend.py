@@ -248,7 +248,7 @@ class RayBackend(Backend, Cluster):
                 continue
             if not ready and not self._some_advanced({promises[promise] for promise in pending}):
                 late = [_who(*promises[promise]) for promise in pending]
-                said = f"workers {', '.join(late)} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))"
+                said = f"workers {', '.join(late)} were not up after {timeout_s:.0f} s (a larger Driver(call_timeout_s=...) allows more)"
                 stacks = self._diagnostics.stacks(late, self._links.hosts)
                 raise WorkerError("\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())]))
             by = time.monotonic() + timeout_s

@@ -8,7 +8,7 @@ from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun, GraphRuns
-from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, NO_SIGNAL, all_filtered, rewards_of
+from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, NO_SIGNAL, SHORT_STEP, all_filtered, rewards_of
 from ..run_spec import RunHistory, RunSpec
 from ..schedule import MAX_REFILLS
 from ..weight_sync import WeightSync
@@ -33,6 +33,7 @@ class Admission:
         self._schedule = spec.schedule
         self._holds_training = spec.evaluations_hold_training
         self._stop_without_signal = NO_SIGNAL in spec.stop_on
+        self._stop_short_steps = SHORT_STEP in spec.stop_on
         self._buffer = buffer
         self._train, self._evaluations = graph_runs.train, graph_runs.evaluations.values()
         self._graph_runs = graph_runs
@@ -116,13 +117,15 @@ class Admission:
             f"step {train.step + 1} lacks {each - passed} of its {each} groups: {passed} of the {train.issued} prompts issued for it "
             f"have passed the filters{rewards_of(train.measured)}; rows dropped in the run: {dropped or 'none'}"
         )
-        if schedule.short_steps == "stop" or exhausted or not schedule.shorten(train):
-            fewer = ". short_steps='train' in the schedule trains on the groups that pass"
-            stops = schedule.short_steps == "stop"
+        stops = self._stop_short_steps
+        if stops or exhausted or not schedule.shorten(train):
+            fewer = (
+                f". Without {SHORT_STEP!r} in Driver(stop_on=...), it is trained on the groups that pass"
+            )
             raise StalledError(f"{found}. {FEW_PASS}{fewer if stops else ''}")
         if schedule.size(train) < each and not self._has_alerted:  # warn once
             self._has_alerted = True
-            self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
+            self._alert(SHORT_STEP, f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
         """Whether an evaluation may begin: the groups must have these versions."""

@@ -34,11 +34,17 @@ from ...dataflow.runs.directory import check_name
 from ...workers.models.model_folder import find_model_config
 from ..backends.backend import START_TIMEOUT_S
 from ..placement import Place
-from ..recovery.changed_settings import ORDER_OF_DATA, Rule, changes, refuse_fixed
+from ..recovery.changed_settings import (
+    ORDER_OF_DATA,
+    Rule,
+    changes,
+    refuse_fixed,
+    removed_settings,
+    with_present_names,
+)
 from ..recovery.checkpoints import CheckpointConfig, has_state
 from ..recovery.resume import WITHOUT_ROWS, ResumePoint
 from ..reports.symptoms import check_group_sizes
-from ..reports.trackers import MOST_SAMPLES
 from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
@@ -70,13 +76,10 @@ def check_kinds(*, placement: object, backend: object, **others: object) -> None
 
 
 def check_numbers(**numbers: object) -> None:
-    seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
         "record_every": (int, Field(ge=0)),
-        "tracker_samples": (int, Field(ge=0, le=MOST_SAMPLES)),
-        "start_timeout_s": seconds,
-        "call_timeout_s": seconds,
+        "call_timeout_s": (float | None, Field(gt=0)),
     }
     create_model("Driver", __base__=Config, **rules)(**numbers)
 
@@ -187,7 +190,9 @@ def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]
     settings, rules = spec.recorded
     # Without rows in flight the data may change: training then begins at their first row.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
-    return changes(point.state.settings, settings, {**rules, **alone}, rule)
+    before = with_present_names(point.state.settings, settings)
+    changed = changes(before, settings, {**rules, **alone}, rule)
+    return changed + removed_settings(before, settings) if rule == "reported" else changed
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
@@ -428,15 +433,12 @@ def longest_start_s(num_bytes: int) -> float:
     return START_TIMEOUT_S + num_bytes / READ_BYTES_PER_S
 
 
-def set_deadlines(
-    start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
-) -> dict[str, float]:
+def set_deadlines(call_timeout_s: float | None, handles: Iterable[Handle]) -> dict[str, float]:
     """Return the deadlines of a run: the user's, or defaults from the size of its largest model."""
-    # Look for model files only if a default is needed.
-    num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
+    num_bytes = model_bytes(handles)
     longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {
-        "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,
+        "start_timeout_s": max(longest_start_s(num_bytes), call_timeout_s or 0.0),
         "call_timeout_s": longest_call_s if call_timeout_s is None else call_timeout_s,
     }
 

@@ -55,7 +55,7 @@ class _SequencePlan:
 
 
 def sequence_plan(
-    update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
+    update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int, seed: int = 0
 ) -> _SequencePlan | None:
     """Choose the groups of each optimizer step, of the replica with the longest row. Return None if
     the cost is not a `SequenceParallelCost`.
@@ -66,13 +66,12 @@ def sequence_plan(
     cost = costs.linear(update.node) if costs is not None else None
     if costs is None or not isinstance(cost, SequenceParallelCost):
         return None
-    lengths = _lengths(sizes, costs)
+    lengths = _lengths(sizes, costs, seed)
     lengths = lengths[balance(RowCost(cost.attention_length)(lengths), max(1, ranks // cost.ranks))[0]]
     # the same optimizer steps as in a simulation
-    cuts = update.steps.cut(np.arange(len(lengths)), (costs.seed, 0))
+    cuts = update.steps.cut(np.arange(len(lengths)), (seed, 0))
     needed = -(-int(lengths.max()) // cost.memory_tokens)
     equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
-    alike = cost.model_copy(update={"degree": equal})
     plans = [cost.groups(lengths[cut]) for cut in cuts]
     seconds, bound_s = sum(plan.seconds for plan in plans), sum(plan.bound_s for plan in plans)
     return _SequencePlan(
@@ -81,19 +80,19 @@ def sequence_plan(
         seconds,
         seconds / bound_s - 1 if bound_s else 0.0,
         equal,
-        sum(alike.groups(lengths[cut]).seconds for cut in cuts),
+        sum(cost.groups(lengths[cut], equal).seconds for cut in cuts),
         len(plans),
     )
 
 
-def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
+def _lengths(sizes: StepSizes, costs: CostModel, seed: int) -> np.ndarray:
     """Return the tokens of each row, drawn as in a simulation, or all equal to the expected
     ones."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
-            seed, prompts = costs.seed, range(sizes.prompts)
-            drawn = [cost.lengths.draw((seed, prompt), prompt, each) for prompt in prompts]
+            prompts = range(sizes.prompts)
+            drawn = [cost.draw_lengths((seed, prompt), prompt, each) for prompt in prompts]
             return np.concatenate(drawn) + round(sizes.prompt_tokens)
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
@@ -119,7 +118,7 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
     # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
         placed = {n: place for n, place in places.items() if n == FUNCTIONS or n in graph.handles}
-        found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
+        found = bound(costs, graph, placed, prompts_per_step=sizes.prompts, seed=spec.seed)
         return _StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
     for node in graph.nodes:
@@ -259,7 +258,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         if isinstance(config, ModelConfig) and (pipeline := pipeline_plan(config, update, costs)):
             pipelines.append(pipeline)
             chunks[name] = pipeline.chunks
-        if shared := sequence_plan(update, sizes, costs, spec.placement[name].ranks):
+        if shared := sequence_plan(update, sizes, costs, spec.placement[name].ranks, spec.seed):
             sequences.append(shared)
     gpu = machine.gpu_bytes
     groups = tuple(

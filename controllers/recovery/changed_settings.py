@@ -25,6 +25,21 @@ Rule = Literal["free", "fixed", "reported"]
 ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
 """Settings that decide which row of the training data comes next."""
 
+MERGED = {
+    "keep": ("low", "high"),
+    "temperatures": ("positive", "negative"),
+    "weights": ("desirable_weight", "undesirable_weight"),
+}
+"""Setting -> the two settings of older versions that it replaces."""
+REMOVED = {
+    "bucket_mib": ("16",),
+    "deadline_s": ("10.0", "60.0"),
+    "deltas": ("'off'",),
+    "opened": ("False",),
+    "short_steps": ("'train'",),
+}
+"""Setting of older versions -> its defaults, as text."""
+
 
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
@@ -61,6 +76,35 @@ def changes(
         if rules.get(name, rules.get(here, "reported")) == rule:
             found.append(f"{min(here, there, key=len)} was {_short(was)}, is {_short(new)}")
     return list(dict.fromkeys(found))
+
+
+def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a checkpoint with those of older versions under their present names."""
+    found = dict(before)
+    for name in now:
+        owner, _, last = name.rpartition(".")
+        old = [before.get(f"{owner}.{each}") for each in MERGED.get(last, ())]
+        if old and None not in old:
+            found[name] = f"[{', '.join(map(str, old))}]"
+        elif last == "decay" and before.get(name) in ("'linear'", "'cosine'"):
+            found[name] = f"[{before[name]}, {before.get(f'{owner}.decay_steps')}]"
+        elif last == "alpha" and before.get(f"{owner}.rslora") == "True":
+            scaled = float(before[name]) * float(before[f"{owner}.rank"]) ** 0.5
+            found[name] = repr(int(scaled) if scaled == int(scaled) else scaled)
+        elif last == "stop" and before.get(f"{owner}.ignore_stop") == "True":
+            found[name] = "None"
+        elif (nested := before.get(f"{owner}.coefficient.{last}")) is not None:
+            found[name] = nested
+    return found
+
+
+def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the settings of older versions that are gone, and had another value than the default."""
+    return [
+        f"{name} was {_short(text)}, and is no longer a setting"
+        for name, text in before.items()
+        if name not in now and text not in REMOVED.get(name.rpartition(".")[2], (text,))
+    ]
 
 
 def refuse_fixed(where: object, found: list[str]) -> None:

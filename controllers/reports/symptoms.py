@@ -25,7 +25,7 @@ from ...dataflow.metric_names import is_of_group
 Row = Mapping[str, float]
 """The metrics of a step."""
 
-NO_SIGNAL = "no_signal"
+NO_SIGNAL, SHORT_STEP = "no_signal", "short_step"
 FIRST = 3
 """First steps with a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
@@ -380,7 +380,9 @@ SYMPTOMS = (
         "writes checkpoints can be restarted with resume='latest'",
     ),
 )
-SYMPTOM_NAMES = tuple(symptom.name for symptom in SYMPTOMS)
+SYMPTOM_NAMES = (*(symptom.name for symptom in SYMPTOMS), SHORT_STEP)
+"""Names for `Driver(stop_on=...)`. Steps that lack groups show before they are trained on
+(`../loop/admission.py`)."""
 
 
 def check_stop_on(names: object) -> tuple[str, ...]:
@@ -389,7 +391,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
+are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows, short_step
 
     Raises:
         UserError: a name is not a symptom.

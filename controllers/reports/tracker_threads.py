@@ -248,22 +248,22 @@ class TrackerThreads:
     Args:
         report: Sets the gauges of the cluster's endpoint (`prometheus`), if there is one.
         warn: Shows an alert.
-        samples: Recorded samples of each step to send.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        trackers: Sequence[str] | Mapping[str, int],
         run: Path,
         report: Callable[[str, Mapping[str, float]], None] | None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        samples: int = 0,
     ) -> None:
-        self._names = [name for name in names if name != PROMETHEUS]
-        self._report = report if PROMETHEUS in names else None
+        samples = trackers if isinstance(trackers, Mapping) else dict.fromkeys(trackers, 0)
+        self._samples = {name: number for name, number in samples.items() if name != PROMETHEUS}
+        """Tracker -> recorded samples of each step to send."""
+        self._report = report if PROMETHEUS in trackers else None
         self._warn, self._clock = warn, clock
-        self._run, self._samples = run, samples
+        self._run = run
         self._threads: list[_Follower] = []
         self._seen: dict[str, tuple[int, float]] = {}
         """Tracker -> its looks, and when this number was seen first."""
@@ -271,9 +271,9 @@ class TrackerThreads:
 
     def start(self, after: int | None) -> None:
         """Start the threads of a run that resumes after this step, if any."""
-        for name in self._names:
+        for name, samples in self._samples.items():
             self._seen[name] = 0, self._clock()
-            self._threads.append(_Follower(self._run, name, after, self._samples))
+            self._threads.append(_Follower(self._run, name, after, samples))
             self._threads[-1].start()
 
     def stepped(self, row: Mapping[str, float]) -> None:

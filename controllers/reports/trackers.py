@@ -71,7 +71,7 @@ class Tracker(Protocol):
         ...
 
 
-def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
+def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bool) -> None:
     """Check that each tracker is known and its package is installed, without importing it.
 
     Raises:
@@ -85,6 +85,11 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
         raise UserError(
             f"trackers={names!r} is text, but must be a sequence of names: trackers=({names!r},)"
         )
+    for name, samples in names.items() if isinstance(names, Mapping) else ():
+        if type(samples) is not int or not 0 <= samples <= MOST_SAMPLES:
+            raise UserError(
+                f"trackers: {name!r} gets 0 to {MOST_SAMPLES} samples of a step, not {samples!r}"
+            )
     known = [*NAMED, PROMETHEUS]
     for name in names:
         if not isinstance(name, str) or (name not in known and not re.fullmatch(r"[\w.]+:\w+", name)):

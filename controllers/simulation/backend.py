@@ -33,9 +33,17 @@ from ...workers.dispatch import Coordinates
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..backends.backend import Backend, Event, Setup
 from ..group import Call, WorkerGroup
-from ..placement import Place
+from ..placement import Place, ranks_of_a_replica
 from ..ranks.tasks import Reply, Task
-from .costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost, draw_key
+from .costs import (
+    CostModel,
+    Generation,
+    LinearCost,
+    PipelineCost,
+    SequenceParallelCost,
+    batch_limit,
+    draw_key,
+)
 from .replica import Generating, Replica, Work
 
 NODE = "simulated"
@@ -66,6 +74,8 @@ class Simulated(Backend):
 
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
+        self._seed = 0
+        """The driver's seed. A prompt gets the same lengths under every schedule and placement."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
         """(graph, source row) -> group made of it -> its number among these."""
@@ -90,21 +100,12 @@ class Simulated(Backend):
     ) -> None:
         """Check that the costs name groups of the graphs and match their ranks."""
         costs = self.costs
-        named = [*(n.partition(".")[0] for n in costs.nodes if "." in n), *costs.ranks_per_replica]
-        for name in named:
+        for name in (node.partition(".")[0] for node in costs.nodes if "." in node):
             if name not in placement:
                 raise UserError(
                     f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}"
                 )
         configs = {name: handle.config for name, handle in handles.items()}
-        for name, place in placement.items():
-            each = costs.replica_ranks(name, configs.get(name))
-            if place.ranks % each:
-                own = name in costs.ranks_per_replica
-                where = "CostModel.ranks_per_replica" if own else f"the configuration of {name!r}"
-                raise UserError(
-                    f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
-                )
         for node, cost in costs.nodes.items():
             name = node.partition(".")[0]
             ranks = costs.replica_ranks(name, configs.get(name))
@@ -118,11 +119,19 @@ class Simulated(Backend):
                 continue
             if not fits:
                 raise UserError(
-                    f"the cost of node {node!r} is for {wanted}, but a replica of {name!r} has {ranks} ranks; "
-                    f"set CostModel.ranks_per_replica"
+                    f"the cost of node {node!r} is for {wanted}, but a replica of {name!r} has {ranks} ranks"
+                )
+        for name, place in placement.items():
+            each = costs.replica_ranks(name, configs.get(name))
+            if place.ranks % each:
+                own = ranks_of_a_replica(configs.get(name)) == each
+                where = f"the configuration of {name!r}" if own else f"the costs of {name!r}"
+                raise UserError(
+                    f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
                 )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        self._seed = setup.seed
         groups: dict[str, WorkerGroup] = {}
         for name, handle in setup.handles.items():
             each = self.costs.replica_ranks(name, handle.config)
@@ -137,7 +146,8 @@ class Simulated(Backend):
                 )
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
-                self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
+                limit = batch_limit(handle.config)
+                self._replicas[name, replica] = Replica(cost, self._reply, self._invent, limit)
         return groups
 
     sync_interval_s = math.inf
@@ -217,7 +227,7 @@ class Simulated(Backend):
             n = int(kept.arguments.get("n", 1))
             assert replica.cost is not None
             lengths = [
-                replica.cost.lengths.draw(self._key(call.ledger.name, row), row.position, n)
+                replica.cost.draw_lengths(self._key(call.ledger.name, row), row.position, n)
                 for row in rows
             ]
             replica.run(at)
@@ -231,7 +241,7 @@ class Simulated(Backend):
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
         # If an update comes in parts, only the last part takes the constant.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
-        steps, key = OptimizerSteps.of_node(call.node), (self.costs.seed, call.group.version)
+        steps, key = OptimizerSteps.of_node(call.node), (self._seed, call.group.version)
         done: dict[int, np.ndarray] = {}
         for _, task in tasks:
             # Ranks with equal rows share one object, so compute their time once.
@@ -316,7 +326,7 @@ class Simulated(Backend):
         while row.parent is not None:
             path.insert(0, row.number)
             row = row.parent
-        return draw_key(self.costs.seed, graph, row.position, turn, path)
+        return draw_key(self._seed, graph, row.position, turn, path)
 
     def _replica(self, call: Call, rank: int) -> Replica:
         own = self._replicas.get((call.group.name, call.group.mesh[rank].dp))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -56,22 +56,6 @@ class LogNormal(Config):
         mean = math.log(self.mean) - self.sigma**2 / 2
         drawn = np.random.default_rng(key).lognormal(mean, self.sigma, n)
         return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
-
-
-class FixedLengths(Config):
-    """Given response lengths, for the rows of the source in order.
-
-    >>> FixedLengths(lengths=((3, 5), (2, 7))).draw((), position=1, n=2).tolist()
-    [2, 7]
-    """
-
-    lengths: tuple[tuple[int, ...], ...]
-    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to
-    replay it."""
-
-    def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
-        own = self.lengths[position % len(self.lengths)]
-        return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
 
 class LinearCost(Config):
@@ -225,7 +209,7 @@ class SequenceParallelCost(LinearCost):
     backward pass; `per_token_s` is the time of a token's linear layers on one rank.
 
     >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
-    >>> [each.groups(np.array([200, 100, 100])).seconds for each in (cost, cost.model_copy(update={"degree": 4}))]
+    >>> [cost.groups(np.array([200, 100, 100]), degree=degree).seconds for degree in (None, 4)]
     [1.0, 1.0]
     """
 
@@ -241,9 +225,6 @@ class SequenceParallelCost(LinearCost):
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
     """[s] Time of the exchanges for each token of a rank, by the size of its group. Give values
     measured within a node and between nodes."""
-    degree: int | None = Field(default=None, ge=1)
-    """[ranks] Size of all groups; None for different sizes. Set it to see the cost of one degree
-    for all rows."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         number = max(1, round(rows / steps.minibatches))
@@ -264,14 +245,17 @@ class SequenceParallelCost(LinearCost):
         linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
-    def groups(self, lengths: np.ndarray) -> SequenceGroups:
+    def groups(self, lengths: np.ndarray, degree: int | None = None) -> SequenceGroups:
         """Return the groups of an optimizer step on rows of these lengths.
+
+        Args:
+            degree: ranks of every group; None allows groups of different sizes.
 
         Raises:
             UserError: no group has room for the longest row.
         """
-        if self.degree is not None:
-            return equal_groups(lengths, self.ranks, self.degree, self._cost)
+        if degree is not None:
+            return equal_groups(lengths, self.ranks, degree, self._cost)
         return plan_groups(lengths, self.ranks, self._cost)
 
     @property
@@ -282,25 +266,27 @@ class SequenceParallelCost(LinearCost):
 
 
 class Generation(Config):
-    """Continuous batching on one replica.
+    """Continuous batching on one replica. The batch has at most `max_num_seqs` responses, as in the
+    rollout's configuration; others queue in order.
 
     >>> table = ((0, 0.5), (4, 0.7))
-    >>> Generation(lengths=FixedLengths(lengths=((1,),)), decode_step_s=table, max_num_seqs=4).seconds_by_batch.round(2).tolist()
-    [0.5, 0.55, 0.6, 0.65, 0.7]
+    >>> generation = Generation(lengths=((3, 5), (2, 7)), decode_step_s=table)
+    >>> generation.draw_lengths((), position=1, n=2).tolist(), generation.seconds_by_batch(4).round(2).tolist()
+    ([2, 7], [0.5, 0.55, 0.6, 0.65, 0.7])
     """
 
-    lengths: LogNormal | FixedLengths
-    """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to your task's lengths:
-    the tail decides how much a schedule gains."""
+    lengths: LogNormal | tuple[tuple[int, ...], ...]
+    """[tokens] Lengths of responses: `LogNormal`, or those of each row of the source, in order. Set
+    it to your task's lengths (the tail decides how much a schedule gains), or to those of a run to
+    replay it."""
     decode_step_s: float | Sequence[tuple[float, float]]
     """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
     between. Give values measured on your engine."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """[responses] Most responses in the batch; others queue in order. Set it as in the rollout's
-    configuration."""
     prefill_s: float = Field(default=0.0, ge=0)
     """[s] Time for each token of a prompt, once for all of its responses. The batch pauses during
     prefill. Raise it for long prompts."""
+
+    retired: ClassVar[Mapping[str, str]] = {"max_num_seqs": "it is that of the rollout's configuration"}
 
     @field_validator("decode_step_s")
     @classmethod
@@ -316,13 +302,24 @@ class Generation(Config):
             )
         return value
 
-    @property
-    def seconds_by_batch(self) -> np.ndarray:
+    def draw_lengths(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
+        """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
+        if isinstance(self.lengths, LogNormal):
+            return self.lengths.draw(key, position, n)
+        own = self.lengths[position % len(self.lengths)]
+        return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
+
+    def seconds_by_batch(self, max_num_seqs: int) -> np.ndarray:
         """[max_num_seqs + 1] seconds of a decode step, by the number of responses."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
-        return np.interp(np.arange(self.max_num_seqs + 1), *np.array(table, float).T)
+        return np.interp(np.arange(max_num_seqs + 1), *np.array(table, float).T)
+
+
+def batch_limit(config: object) -> int:
+    """Return the most responses in the batch of a replica, by the configuration of its group."""
+    return getattr(config, "max_num_seqs", 256)
 
 
 class CostModel(Config):
@@ -336,27 +333,26 @@ class CostModel(Config):
     """Costs by node ("actor.update", or the name of a function), or by group and method outside the
     graph ("actor.publish_weights", "rollout.receive_weights", "actor.onload", "actor.offload").
     Other calls take no time. Give measured values; `calibrate` fits them to a timeline."""
-    ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
-    """[ranks] Ranks of one replica of a group; by default, as in the group's configuration. Costs
-    are those of a replica. Set it for workers without such a setting, or for ranks that share rows
-    by a `SequenceParallelCost`."""
     dispatch_s: float = Field(default=0.0, ge=0)
     """[s] Time that the driver takes to send a call to each rank, one after the other. All ranks
     begin when the first has been called. Raise it for a slow network."""
-    seed: int = 0
-    """[seed] Seed of the drawn lengths. A prompt gets the same ones under every schedule and
-    placement. Change it to see the spread."""
 
-    @field_validator("ranks_per_replica")
-    @classmethod
-    def _replicas_have_ranks(cls, value: Mapping[str, int]) -> Mapping[str, int]:
-        for name, ranks in value.items():
-            if ranks < 1:
-                raise ValueError(f"a replica of {name!r} must have at least 1 rank, not {ranks}")
-        return value
+    retired: ClassVar[Mapping[str, str]] = {
+        "seed": "the lengths follow Driver(seed=...)",
+        "ranks_per_replica": "a replica has the ranks of the group's configuration (tensor_parallel, "
+        "sequence_parallel, ..., or replica_ranks of your own Config), or those of its cost",
+    }
 
     def replica_ranks(self, group: str, config: object) -> int:
-        return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)
+        """Return the ranks of one replica of a group: as in its configuration, or else as many as
+        share rows or layers by its cost."""
+        configured = ranks_of_a_replica(config)
+        if configured > 1:
+            return configured
+        for name, cost in self.nodes.items():
+            if name.partition(".")[0] == group and isinstance(cost, SequenceParallelCost | PipelineCost):
+                return cost.ranks if isinstance(cost, SequenceParallelCost) else cost.stages
+        return 1
 
     def pipeline(self, name: str, config: object) -> PipelineCost | None:
         """Return the pipeline cost of a node, or None if its cost is of another kind.
@@ -425,7 +421,7 @@ def bound(
     Args:
         costs: the costs of the calls. Filters are assumed to drop nothing.
         steps: number of steps whose rows are counted, from the first.
-        seed: the driver's seed, for the order of the prompts.
+        seed: the driver's seed, for the order of the prompts and the lengths of responses.
     """
     places = resolve(placement, {**graph.handles, FUNCTIONS: None})
     busy: Counter[str] = Counter()
@@ -441,7 +437,8 @@ def bound(
             prompts = tokens[node.level] * rows[node.makes_level] / rows[node.level]
             made = tokens[node.makes_level] - prompts
             # seconds per token at the most efficient batch size
-            best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
+            limit = batch_limit(config)
+            best = float((cost.seconds_by_batch(limit)[1:] / np.arange(1, limit + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
             own = rows[node.level] / replicas, tokens[node.level] / replicas
@@ -470,8 +467,8 @@ def _load(
             for path, own in made[node.level]:
                 drawn = np.zeros(n, np.int64)
                 if isinstance(cost, Generation):
-                    key = draw_key(costs.seed, "train", position, number // len(batch), path)
-                    drawn = cost.lengths.draw(key, position, n)
+                    key = draw_key(seed, "train", position, number // len(batch), path)
+                    drawn = cost.draw_lengths(key, position, n)
                 children += [([*path, k], own + int(length)) for k, length in enumerate(drawn)]
         for level, own in made.items():
             rows[level] += len(own)

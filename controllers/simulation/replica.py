@@ -94,6 +94,7 @@ class Replica:
     Args:
         cost: the cost of generation, or None for a group that does not generate.
         invent: makes a reference to a number of bytes.
+        max_num_seqs: the most responses in the batch.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Replica:
         cost: Generation | None,
         on_reply: OnReply,
         invent: Callable[[int], Segment],
+        max_num_seqs: int = 256,
     ) -> None:
         self.cost = cost
         self.at = 0.0
-        self._seconds_by_batch = cost.seconds_by_batch.tolist() if cost else []
+        self._max_num_seqs = max_num_seqs
+        self._seconds_by_batch = cost.seconds_by_batch(max_num_seqs).tolist() if cost else []
         self._on_reply = on_reply
         self._invent = invent
         self._calls: CallOrder[Work | Generating] = CallOrder()
@@ -202,7 +205,7 @@ class Replica:
         """Let queued responses join the batch, unless another call has its turn."""
         if isinstance(self._calls.next, Work) or self.cost is None:
             return
-        while self._waiting and len(self._running) < self.cost.max_num_seqs:
+        while self._waiting and len(self._running) < self._max_num_seqs:
             call, k, index = self._waiting.popleft()
             # Prefill a prompt once, with its first response.
             if index == call.to_make[k][0]:

@@ -431,7 +431,7 @@ class Renderer:
         raise UserError(
             f"the chat template writes {_end(text, prompt)} for the assistant's turn, but {_end(prompt, text)} "
             "where it is to be generated, so no place divides the prompt from the response; change the template, or the settings "
-            "thinking and chat_template_kwargs"
+            "chat_template_kwargs"
         )
 
     def _finished(self, row: int, messages: Messages) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -296,12 +296,10 @@ class ReadSettings(Config):
     system: str | None = None
     """System prompt for prompts whose messages do not begin with one. Set it to specify the form of
     answers."""
-    thinking: bool | None = None
-    """Whether the template lets the model think before it answers. None uses the template's
-    default. Set it to False for short responses."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template. A row's own column of this name takes precedence. Set
-    it for variables that a model's template needs."""
+    """Variables of the chat template. {"enable_thinking": False} lets a model answer without thinking,
+    whatever its template calls the switch. A row's own column of this name takes precedence. Set
+    it for short responses, and for variables that a model's template needs."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """[tokens] Longest allowed prompt, inclusive. None allows what the model's context leaves.
     Lower it if a few long prompts determine the memory use."""
@@ -312,6 +310,10 @@ class ReadSettings(Config):
     Choose "drop" if there is enough data without them."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] Most rows to read. None reads all. Set it for a trial."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "thinking": 'set chat_template_kwargs={"enable_thinking": False}, for any template'
+    }
 
     @field_validator("system", "chat_template_kwargs")
     @classmethod
@@ -334,7 +336,6 @@ class ReadArguments(TypedDict, total=False):
     extract_answer: bool
     chat: bool | None
     system: str | None
-    thinking: bool | None
     chat_template_kwargs: Mapping[str, Any]
     max_prompt_tokens: int | None
     too_long: TooLong

@@ -35,7 +35,7 @@ from .formats import (
     matches_all,
     type_name,
 )
-from .tokenizer import Tokenizer
+from .tokenizer import THINKING, Tokenizer
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
 """Start of a turn in the texts of HH-RLHF."""
@@ -93,7 +93,7 @@ class Rendering:
         answered = how.train_on == "all"
         if format.dialogue and not answered:
             answered = read_messages(rows.part(0, 1), format.dialogue)[0][-1]["role"] == "assistant"
-        variables = tokenizer.chat.variables(how.thinking, how.chat_template_kwargs)
+        variables = tokenizer.chat.variables(how.chat_template_kwargs)
         return cls(
             format, tokenizer, kinds, how, chat, reason, repeats, answered=answered, variables=variables
         )
@@ -241,9 +241,13 @@ def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
 
 def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
     """Refuse settings and columns of the chat template, which would be ignored."""
-    for name in ("system", "thinking", "chat_template_kwargs"):
-        value = getattr(how, name)
-        if value is not None and value != {} and not (name == "thinking" and value is False):
+    variables = {
+        name: value
+        for name, value in how.chat_template_kwargs.items()
+        if not (name in THINKING and value is False)
+    }
+    for name, value in (("system", how.system), ("chat_template_kwargs", variables or None)):
+        if value is not None:
             raise UserError(
                 f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})"
             )

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 # Chat template
 
 
-_THINKING = ("enable_thinking", "thinking")
-"""Template variables that switch thinking: in Qwen3 and GLM, and in DeepSeek and Granite."""
+THINKING = ("enable_thinking", "thinking")
+"""Template variables that switch thinking: in Qwen3 and GLM, and in DeepSeek and Granite. Each is
+accepted for every template."""
 
 
 @dataclass(frozen=True)
@@ -106,27 +107,30 @@ class _ChatTemplate:
         # If the template trimmed the message, it also trimmed the mark's space: trim here as well.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
-    def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template variables for the user's settings. Raises a `UserError` for a
-        variable, or a switch for thinking, that the template lacks."""
-        reads = self._reads
-        for name in others:
-            if name not in reads:
+    def variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the template variables for the user's settings: a switch for thinking gets the name
+        that the template has. Raises a `UserError` for a variable that the template lacks."""
+        reads, found = self._reads, dict[str, Any]()
+        switch = next((name for name in THINKING if name in reads), None)
+        for name, value in given.items():
+            if name in THINKING and name not in reads:
+                # A model that cannot think need not be told not to.
+                if switch is None and value:
+                    raise UserError(
+                        f"chat_template_kwargs: {name}={value!r}: the chat template of {self.name} has no switch for thinking "
+                        f"(none of {', '.join(THINKING)}); leave it out"
+                    )
+                found |= {switch: value} if switch else {}
+            elif name not in reads:
                 ours = {"messages", "tools", "documents", "add_generation_prompt", *self.special_tokens}
                 known = sorted(reads - ours)
                 hint = nearest(name, known) or f"; it reads {', '.join(known) or 'none'}"
                 raise UserError(
                     f"chat_template_kwargs: the chat template of {self.name} reads no {name!r}{hint}"
                 )
-        if thinking is None:
-            return dict(others)
-        switch = next((name for name in _THINKING if name in reads), None)
-        if switch is None and thinking:
-            raise UserError(
-                f"thinking=True: the chat template of {self.name} has no switch for it (none of {', '.join(_THINKING)}); leave it out"
-            )
-        # A model that cannot think need not be told.
-        return {switch: thinking, **others} if switch else dict(others)
+            else:
+                found[name] = value
+        return found
 
     @functools.cached_property
     def _reads(self) -> set[str]:

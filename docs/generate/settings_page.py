@@ -19,29 +19,34 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
-from weft.algorithms.graders.math import Gsm8k, Math
+from weft.algorithms.graders.math import Gsm8k
 from weft.algorithms.graders.text import Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import (
     DesirabilityLoss,
+    LikelihoodScore,
     Logistic,
-    LogLikelihood,
-    LogRatio,
+    PairLoss,
     PreferenceLoss,
-    RobustLogistic,
     Squared,
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Cispo, Clipped, Rejection, Sapo, TruncatedImportance
+from weft.algorithms.surrogates import (
+    Cispo,
+    Clipped,
+    RatioCorrection,
+    Rejection,
+    Sapo,
+    TruncatedImportance,
+)
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, InParts, Stepwise
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
@@ -124,18 +129,18 @@ SECTIONS = (
                 Cispo,
                 Sapo,
                 KlPenalty,
+                RatioCorrection,
                 TruncatedImportance,
                 Rejection,
                 ValueLoss,
             ),
             *(
-                AdaptiveKlConfig,
                 AdaptiveCoefficient,
+                AdaptiveKlConfig,
+                PairLoss,
                 PreferenceLoss,
-                LogRatio,
-                LogLikelihood,
+                LikelihoodScore,
                 Logistic,
-                RobustLogistic,
             ),
             *(Squared, DesirabilityLoss, RewardLoss),
         ),
@@ -143,12 +148,12 @@ SECTIONS = (
     Section(
         "Graders",
         "Built-in reward functions and their arguments.",
-        (Math, Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
+        (Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
     ),
     Section(
         "Simulated runs",
         "Costs of `weft.Simulated`, from measurements of a machine.",
-        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal, FixedLengths),
+        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal),
     ),
 )
 

@@ -27,9 +27,9 @@ LENGTHS = [3, 1, 0, 5, 2, 4]
 LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 CORRECTIONS: list[tuple[Any, ...]] = [
     *((TruncatedImportance(cap=1.1, level=level),) for level in LEVELS),
-    *((Rejection(low=0.8, high=1.25, level=level),) for level in LEVELS),
-    (TruncatedImportance(cap=1.25), Rejection(low=0.8, high=1.25)),
-    (Rejection(low=0.7, high=1.5, level="geometric"), TruncatedImportance(cap=1.1, level="sequence")),
+    *((Rejection(keep=(0.8, 1.25), level=level),) for level in LEVELS),
+    (TruncatedImportance(cap=1.25), Rejection(keep=(0.8, 1.25))),
+    (Rejection(keep=(0.7, 1.5), level="geometric"), TruncatedImportance(cap=1.1, level="sequence")),
 ]
 LOSSES = [
     PolicyLoss(
@@ -105,7 +105,7 @@ def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows
                 ratio = math.exp(log_ratio[correction.level])
                 if isinstance(correction, TruncatedImportance):
                     weights[t] *= min(ratio, correction.cap)
-                elif not correction.low <= ratio <= correction.high:
+                elif not correction.keep[0] <= ratio <= correction.keep[1]:
                     weights[t] = 0.0
     return weights
 
@@ -170,10 +170,10 @@ LN2 = math.log(2)
         (TruncatedImportance(cap=5.0, level="sequence"), [2.0, 2.0, 2.0, 2.0]),
         (TruncatedImportance(cap=5.0, level="geometric"), [2 ** (1 / 3)] * 3 + [2.0]),
         (TruncatedImportance(cap=1.5, level="sequence"), [1.5] * 4),
-        (Rejection(low=0.6, high=2.5), [0.0, 0.0, 1.0, 1.0]),
-        (Rejection(low=0.6, high=1.5, level="sequence"), [0.0] * 4),
-        (Rejection(low=0.6, high=1.5, level="geometric"), [1.0, 1.0, 1.0, 0.0]),
-        (Rejection(low=0.0, high=math.inf), [1.0] * 4),
+        (Rejection(keep=(0.6, 2.5)), [0.0, 0.0, 1.0, 1.0]),
+        (Rejection(keep=(0.6, 1.5), level="sequence"), [0.0] * 4),
+        (Rejection(keep=(0.6, 1.5), level="geometric"), [1.0, 1.0, 1.0, 0.0]),
+        (Rejection(keep=(0.0, math.inf)), [1.0] * 4),
     ],
     ids=str,
 )
@@ -245,7 +245,7 @@ def test_rejection_by_hand_and_its_counts():
     ]
     for level, expected, tokens in cases:
         loss = PolicyLoss(
-            surrogate=Clipped(low=0.9, high=9.0), correction=Rejection(low=0.5, high=2.0, level=level)
+            surrogate=Clipped(low=0.9, high=9.0), correction=Rejection(keep=(0.5, 2.0), level=level)
         )
         loss_sum, metrics = loss(logprobs, rows)
         assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(expected)
@@ -438,7 +438,7 @@ def test_kl_penalty_and_entropy_bonus_are_not_weighed():
         rows.cu_seqlens,
         {**rows.columns, "reference_logprobs": rows["old_logprobs"], "entropy": logprobs.abs()},
     )
-    nothing_left = Rejection(low=1.0, high=1.0)
+    nothing_left = Rejection(keep=(1.0, 1.0))
     extra: dict[str, Any] = {
         "kl": KlPenalty(coefficient=0.1),
         "entropy_coefficient": 0.01,
@@ -477,10 +477,11 @@ def test_wrong_settings_are_refused_where_they_are_made():
         TruncatedImportance(cap=0.5, floor=0.6)
     with pytest.raises(UserError, match=r"'token', 'sequence' or 'geometric', not 'sample'"):
         TruncatedImportance(level="sample")  # pyright: ignore[reportArgumentType]
-    wrong: tuple[dict[str, Any], ...] = ({"low": 1.5}, {"high": 0.5}, {"low": -1.0}, {"low": math.nan})
-    for settings in wrong:
-        with pytest.raises(UserError, match=r"Rejection\.(low|high)"):
-            Rejection(**settings)
+    for keep in ((1.5, 2.0), (0.5, 0.5), (-1.0, 2.0), (math.nan, 2.0), (0.5, math.nan)):
+        with pytest.raises(UserError, match=r"Rejection\.keep\.[01]"):
+            Rejection(keep=keep)
+    with pytest.raises(UserError, match=r"no setting 'low' \(value 0\.5\); set keep=\(low, high\)"):
+        Rejection(low=0.5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(
         UserError, match=r"adds up the gaps .* compare with the trainer's own: old='old_logprobs'"
     ):

@@ -48,7 +48,7 @@ def test_masked_entries_are_not_observed():
             entropy_coefficient=0.1,
             kl=KlPenalty(coefficient=0.1),
         ),
-        PolicyLoss(correction=(TruncatedImportance(), Rejection(low=0.5, high=2.0, level="sequence"))),
+        PolicyLoss(correction=(TruncatedImportance(), Rejection(keep=(0.5, 2.0), level="sequence"))),
         NegativeLogLikelihood(),
         ValueLoss(),
         DesirabilityLoss(),

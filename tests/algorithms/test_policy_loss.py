@@ -278,7 +278,7 @@ def test_weights_and_masks_of_two_corrections_by_hand():
     generator = [-1 - ln2, -1.0, -1 + 3 * ln2, -1.0]  # trainer / generator: 2, 1; 1/8; 1
     rows = PackedRows.of([2, 1, 1], advantages=[1.0, -2.0, 3.0, 1.0], response_logprobs=generator)
     logprobs = torch.full((4,), -1.0, requires_grad=True)
-    loss = PolicyLoss(correction=(TruncatedImportance(cap=1.5), Rejection(low=0.5, high=4.0)))
+    loss = PolicyLoss(correction=(TruncatedImportance(cap=1.5), Rejection(keep=(0.5, 4.0))))
     loss_sum, metrics = loss(logprobs, rows)
     assert loss_sum.item() == pytest.approx(-1.5 + 2.0 - 1.0)  # the second row is dropped
     assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([-1.5, 2.0, 0.0, -1.0])

@@ -129,7 +129,7 @@ def test_losses_are_those_of_the_papers(name: str):
 
 
 def test_kto_weighs_good_and_bad_responses_by_themselves():
-    loss = DesirabilityLoss(beta=0.7, desirable_weight=2, undesirable_weight=0.5)
+    loss = DesirabilityLoss(beta=0.7, weights=(2, 0.5))
     logprobs, rows = random_rows()
     expected = torch.zeros((), dtype=torch.float64)
     for k in range(6):
@@ -218,11 +218,21 @@ def test_groups_that_are_no_pairs_are_named():
         PreferenceLoss().count(PackedRows.of([1] * 3, group_id=[3, 3, 3], preferred=[1, 0, 0]))
 
 
+def test_a_margin_may_be_a_column():
+    columns = {"group_id": [4, 4, 5, 5], "preferred": [0, 1, 1, 0], "reference_logprobs": [-1.0] * 4}
+    rows = PackedRows.of([1] * 4, gap=[0.5, 0.5, 0.5, 0.5], **columns)
+    logprobs, loss = torch.tensor([-2.0, -1.0, -0.5, -1.0]), PreferenceLoss(margin="gap")
+    assert "gap" in loss.reads and "gap" not in PreferenceLoss().reads
+    assert loss(logprobs, rows)[0].item() == PreferenceLoss(margin=0.5)(logprobs, rows)[0].item()
+
+
 def test_parts_are_values():
     with pytest.raises(UserError, match=r"score=LogOdds is a class; make a value of it: LogOdds\(\)"):
         PreferenceLoss(score=LogOdds)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="comparison"):
         PreferenceLoss(comparison="ipo")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"above 0, the share of swapped labels; .* use Logistic\(\)"):
+        RobustLogistic()
     assert PreferenceLoss() == PreferenceLoss(score=LogRatio()) != PreferenceLoss(score=LogLikelihood())
     assert isinstance(PreferenceLoss(), Loss) and isinstance(DesirabilityLoss(), Loss)
 

@@ -43,7 +43,7 @@ def handles() -> dict[str, Any]:
         (Sampling(top_p=0.9), "top_p=0.9"),
         (Sampling(top_k=20, top_p=0.9), "top_p=0.9, top_k=20"),
         (Sampling(min_tokens=4), "min_tokens=4"),
-        (Sampling(min_tokens=4, ignore_stop=True), ""),
+        (Sampling(min_tokens=4, stop=None), ""),
         (Sampling(temperature=0), ""),
         (Sampling(temperature=0, top_p=0.9, top_k=20), ""),
         (Sampling(temperature=0, min_tokens=4), "min_tokens=4"),

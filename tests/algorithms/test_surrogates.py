@@ -67,7 +67,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
 
 def test_the_gate_of_sapo_by_hand():
     losses, gradients, clipped = losses_and_gradients(
-        Sapo(positive=2.0, negative=4.0), [1.5, 1.5], [1.0, -1.0]
+        Sapo(temperatures=(2.0, 4.0)), [1.5, 1.5], [1.0, -1.0]
     )
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
     assert losses == pytest.approx([-2 * up, 1 * down])
@@ -144,7 +144,7 @@ def test_wrong_settings_are_named():
         Clipped(dual=1.1)
     with pytest.raises(UserError, match="did you mean 'high'"):
         Clipped(hig=0.3)  # pyright: ignore[reportCallIssue]
-    for wrong in (lambda: Clipped(low=1.5), lambda: Cispo(high=-1), lambda: Sapo(positive=0)):
+    for wrong in (lambda: Clipped(low=1.5), lambda: Cispo(high=-1), lambda: Sapo(temperatures=(0, 1))):
         with pytest.raises(UserError, match="should be"):
             wrong()
 

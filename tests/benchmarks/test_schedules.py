@@ -21,10 +21,10 @@ def test_costs_of_the_simulator_are_those_of_measured_calls(load: Any):
     ]
     calls.append({**calls[0], "worker_s": 99.0, "end_s": 1.0})  # before the window
     run = {"timeline": calls, "window": (2.0, 9.0), "decode_step_s": {"1": 0.1, "4": 0.2}, "ranks": 1}
-    costs = simulated._costs([run], simulated.FixedLengths(lengths=((1,),)), slots=4)
+    costs = simulated._costs([run], ((1,),))
     update = costs.linear("actor.update")
     assert (update.fixed_s, update.per_token_s) == pytest.approx((0.5, 0.01))
-    assert costs.nodes["rollout.generate"].seconds_by_batch[1:].tolist() == pytest.approx(
+    assert costs.nodes["rollout.generate"].seconds_by_batch(4)[1:].tolist() == pytest.approx(
         [0.1, 0.4 / 3, 0.5 / 3, 0.2]
     )
 

@@ -17,7 +17,7 @@ from weft.controllers.ranks.tasks import Task
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.simulation.backend import NODE, Simulated
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import group
@@ -124,7 +124,7 @@ def random_costs(chance: random.Random, *, critic: bool, keep: float = 1.0) -> C
     lengths = tuple(tuple(chance.choice([1, 2, 3, 5, 20, LONGEST]) for _ in range(2)) for _ in range(11))
     update = LinearCost(fixed_s=chance.choice([0.5, 2.0, 5.0]), per_token_s=0.01)
     nodes: dict[str, Any] = {
-        "rollout.generate": Generation(lengths=FixedLengths(lengths=lengths), decode_step_s=1.0),
+        "rollout.generate": Generation(lengths=lengths, decode_step_s=1.0),
         "reward.score": LinearCost(fixed_s=chance.choice([0.1, 1.0, 4.0])),
         "actor.update": update,
         "actor.publish_weights": LinearCost(fixed_s=0.5),

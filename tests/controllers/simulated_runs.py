@@ -16,7 +16,6 @@ from weft.controllers.schedule import Training
 from weft.controllers.simulation.backend import Simulated
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
@@ -100,7 +99,11 @@ class Actor(ToyActor):
 
 
 def costs(
-    lengths: FixedLengths | LogNormal, step_s: Any = 1.0, *, dispatch_s: float = 0.0, **generation: Any
+    lengths: LogNormal | tuple[tuple[int, ...], ...],
+    step_s: Any = 1.0,
+    *,
+    dispatch_s: float = 0.0,
+    **generation: Any,
 ) -> CostModel:
     return CostModel(
         nodes={
@@ -121,8 +124,13 @@ def apart(rollout: int, actor: int) -> dict[str, Place]:
     }
 
 
-def groups() -> dict[str, Any]:
-    made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(Actor)}
+def groups(rollout: int = 1, actor: int = 1, max_num_seqs: int = 256) -> dict[str, Any]:
+    """Return handles of the toy groups, with this many ranks in each replica."""
+    made = {
+        "rollout": group(Rollout, ranks_per_replica=rollout, max_num_seqs=max_num_seqs),
+        "reward": group(ToyReward),
+        "actor": group(Actor, ranks_per_replica=actor),
+    }
     made["rollout"].follows(made["actor"])
     return made
 
@@ -136,10 +144,11 @@ def run(
     graph: Callable[..., Any] = toy_grpo,
     number: int = 40,
     n: int = 2,
+    max_num_seqs: int = 256,
     **settings: Any,
 ) -> Driver:
     driver = Driver(
-        graph(prompts(number), n=n, **groups()),
+        graph(prompts(number), n=n, **groups(max_num_seqs=max_num_seqs)),
         schedule=schedule,
         placement=placement,
         backend=backend,
@@ -169,5 +178,5 @@ def calls(driver: Driver, node: str) -> np.ndarray:
     return np.array([(c["start_s"], c["end_s"]) for c in driver.directory.timeline if c["node"] == node])
 
 
-KNOWN = FixedLengths(lengths=((3, 5), (2, 7)))
+KNOWN = ((3, 5), (2, 7))
 """Lengths for prompts of 2 and 3 tokens: the groups have 12 and 15 tokens."""

@@ -247,9 +247,9 @@ import weft
 import mine
 from mine import strict
 from weft.algorithms.graders.text import *
-from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.math import Gsm8k
 from weft.workers.rewards.function import Reward
-several = [Reward(function=Math(deadline_s=5.0), weight=2.0), mine.even, strict, mine.made(2)]
+several = [Reward(function=Gsm8k(strict=True), weight=2.0), mine.even, strict, mine.made(2)]
 weft.train("model", "prompts.jsonl", several, TRAIN, explain=True)
 """,
     "two modules with functions of one name": """

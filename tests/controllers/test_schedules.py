@@ -53,13 +53,16 @@ def groups(**rollout: Any) -> dict[str, Any]:
 
 
 def run(
-    root: Path, schedule: Training, graph: Any = toy_grpo, **rollout: Any
+    root: Path,
+    schedule: Training,
+    graph: Any = toy_grpo,
+    stop_on: tuple[str, ...] = ("no_signal",),
+    **rollout: Any,
 ) -> tuple[list[Any], list[dict[str, float]], Driver]:
     made = groups(**rollout)
     name = f"run-{len(list(root.iterdir()))}"
-    with Driver(
-        graph(prompts(40), **made), schedule=schedule, root=root, name=name, progress=False
-    ) as driver:
+    more: Any = {"root": root, "name": name, "stop_on": stop_on, "progress": False}
+    with Driver(graph(prompts(40), **made), schedule=schedule, **more) as driver:
         metrics = driver.run()
         parts = driver.call(made["actor"], "seen_parts")[0]
     return parts, metrics, driver
@@ -266,9 +269,12 @@ def test_a_step_with_few_groups_may_stop_the_run(
     monkeypatch.setattr(admission, "MAX_REFILLS", 2)
     with pytest.raises(
         StalledError,
-        match=r"step 1 lacks \d of its 8 groups: [1-9] of .* short_steps='train' in the schedule",
+        match=r"step 1 lacks \d of its 8 groups: [1-9] of .* Without 'short_step' in Driver\(stop_on",
     ):
-        run(tmp_path, kind(steps=3, prompts_per_step=8, short_steps="stop"), weft_graph(few_pass))
+        schedule = kind(steps=3, prompts_per_step=8)
+        run(tmp_path, schedule, weft_graph(few_pass), stop_on=("short_step",))
+    with pytest.raises(UserError, match=r"no setting 'short_steps' .*; Driver\(stop_on="):
+        kind(short_steps="stop")  # pyright: ignore[reportCallIssue]
 
 
 def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_path: Path):

@@ -25,12 +25,17 @@ class ToyConfig(Config):
     fail_on: int = -1
     """Prompt token at which generate raises."""
     ranks_per_replica: int = 1
+    max_num_seqs: int = 256
     skip_update_at: int = -1
     """Version of the weights that is received but not loaded."""
     garble: bool = False
     """Receive weights with a wrong checksum."""
     model: str | None = None
     """Folder with a tokenizer.json."""
+
+    @property
+    def replica_ranks(self) -> int:
+        return self.ranks_per_replica
 
 
 class ToyRollout(Worker):

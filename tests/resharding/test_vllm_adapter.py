@@ -82,7 +82,7 @@ def _slots(worker: Any) -> Any:
 
 def generate(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
     request = GenerationRequest(0, np.array(prompt, np.int32), seed=1)
-    return engine.generate([request], Sampling(max_tokens=tokens, ignore_stop=True))
+    return engine.generate([request], Sampling(max_tokens=tokens, stop=None))
 
 
 @pytest.mark.thorough

@@ -187,7 +187,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         ]
         found = [
             each
-            for part in engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
+            for part in engine.generate(requests, Sampling(max_tokens=16, stop=None))
             for each in part
         ]
         return [

@@ -28,8 +28,7 @@ LOSS = PolicyLoss(old="old_logprobs")
 SETTINGS = {
     "learning_rate": 1e-3,
     "warmup_steps": 2,
-    "decay": "linear",
-    "decay_steps": 6,
+    "decay": ("linear", 6),
     "weight_decay": 0.1,
 }
 

@@ -72,7 +72,9 @@ LOSSES: dict[str, Case] = {
     "log-likelihood": Case(PolicyLoss(surrogate=PlainPolicyGradient())),
     "decoupled": Case(PolicyLoss(old="old_logprobs", correction=TruncatedImportance())),
     "icepop": Case(
-        PolicyLoss(correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(low=0.8)))
+        PolicyLoss(
+            correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(keep=(0.8, 2.0)))
+        )
     ),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
@@ -85,7 +87,7 @@ LOSSES: dict[str, Case] = {
     "simpo": Case(PreferenceLoss(beta=2, score=preference.LogLikelihood(per_token=True), margin=1)),
     "orpo": Case(PreferenceLoss(beta=1, score=preference.LogOdds(), weight=0.1, likelihood=1)),
     "rpo": Case(PreferenceLoss(likelihood=1)),
-    "kto": Case(DesirabilityLoss(desirable_weight=1.5)),
+    "kto": Case(DesirabilityLoss(weights=(1.5, 1.0))),
     "value": Case(ValueLoss(), "values"),
     "value, unclipped, by sequence": Case(ValueLoss(clip=None, aggregation=sequence_mean), "values"),
     "reward": Case(RewardLoss(margin="margin", centring=0.01), "rewards", reads_last=True),

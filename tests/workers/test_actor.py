@@ -265,7 +265,9 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
 
     monkeypatch.setattr(incoming, "this_machine", lambda: "another machine")
     alone = Context("actor", address="127.0.0.1")
-    worker = ActorWorker(ActorConfig(model=str(tiny_model), deltas="auto", learning_rate=1e-2), alone)
+    worker = ActorWorker(
+        ActorConfig(model=str(tiny_model), transport="deltas", learning_rate=1e-2), alone
+    )
     reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)), Context("reference"))
     shares: list[float] = []
     for version in range(3):
@@ -284,11 +286,8 @@ def test_unsupported_settings_with_a_vllm_backend_are_refused():
         UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""
     ):
         ActorConfig(model="m", transport="vllm:sharded_rdt")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        UserError,
-        match=r"deltas='auto': transport=\"vllm:nccl\" sends whole tensors; take deltas=\"off\"",
-    ):
-        ActorConfig(model="m", transport="vllm:nccl", deltas="auto")
+    with pytest.raises(UserError, match=r"no setting 'deltas' .*; set transport=\"deltas\""):
+        ActorConfig(model="m", deltas="auto")  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

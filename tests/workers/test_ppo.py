@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import weft
-from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
+from weft.algorithms.kl import KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.reward_model import (
@@ -130,8 +130,8 @@ def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(
 @pytest.mark.thorough
 def test_a_run_resumes_actor_critic_and_coefficient(model: Path, tmp_path: Path):
     def graph() -> Graph:
-        steered = AdaptiveCoefficient(value=0.1, target=0.05, horizon=100)
-        return recorded(model, epochs=2, kl=group(AdaptiveKlWorker, coefficient=steered))
+        steered = group(AdaptiveKlWorker, value=0.1, target=0.05, horizon=100)
+        return recorded(model, epochs=2, kl=steered)
 
     whole = run(graph(), tmp_path / "whole", 4)
     assert whole[1]["kl/kl_coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)

@@ -124,9 +124,7 @@ def test_any_placement_samples_the_same_tokens(worker: RolloutWorker, tiny_model
 
 def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: RolloutWorker) -> None:
     prompts = prompts_of([3, 3]).with_columns(group_id=[100, 100])
-    found = tokens(
-        rows_of(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True)))
-    )
+    found = tokens(rows_of(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, stop=None))))
     assert found[100] != found[101] and found[100][0] != found[100][1]
 
 
@@ -138,9 +136,7 @@ def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(
         .take([0, 0, 0])
         .with_columns(sample_id=[100, 101, 102], draw_path=[[2, 0, 1], [2, 1, 1], [3, 1, 1]])
     )
-    found = tokens(
-        rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True)))
-    )
+    found = tokens(rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, stop=None))))
     drawn = [tuple(response) for responses in found.values() for response in responses]
     assert len(set(drawn)) == 6, "turns, rows and responses"
 
@@ -158,7 +154,7 @@ def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_d
     tiny_model: Path,
 ) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", max_num_seqs=4)
-    sampling = Sampling(max_tokens=5, ignore_stop=True)
+    sampling = Sampling(max_tokens=5, stop=None)
     parts = [
         part
         for part, _ in said(RolloutWorker(config).generate(prompts_of([3] * 3), n=3, sampling=sampling))
@@ -173,7 +169,7 @@ def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_d
 
 
 def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker: RolloutWorker) -> None:
-    sampling = Sampling(max_tokens=8, ignore_stop=True)
+    sampling = Sampling(max_tokens=8, stop=None)
     every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=3, sampling=sampling)))
     again = prompts_of([3, 5]).with_columns(made_before=[[1], []])
     parts = said(worker.generate(again, n=3, sampling=sampling))
@@ -185,7 +181,7 @@ def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker
 
 
 def test_cancelled_responses_are_not_generated(worker: RolloutWorker) -> None:
-    sampling = Sampling(max_tokens=8, ignore_stop=True)
+    sampling = Sampling(max_tokens=8, stop=None)
     every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)))
     steps = worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)
     assert next(steps) is None and steps.send([100]) is None
@@ -222,7 +218,7 @@ def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
     assert isinstance(worker.receive_weights(publisher.publish(whole(tensors), version=1)), str), (
         "nobody waits for it"
     )
-    steps = worker.generate(prompts_of([3, 5]), sampling=Sampling(max_tokens=6, ignore_stop=True))
+    steps = worker.generate(prompts_of([3, 5]), sampling=Sampling(max_tokens=6, stop=None))
     assert next(steps) is None
     taking = worker.receive_weights(publisher.publish(whole(tensors), version=2))
     assert not isinstance(taking, str)

@@ -136,8 +136,8 @@ def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> S
 
 
 def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
-    """Return a sampling's stop check with the model's tokenizer; None if it has no stop strings."""
-    if not sampling.stop or sampling.ignore_stop:
+    """Return a sampling's stop check with the model's tokenizer; None if it has none."""
+    if not sampling.stop:
         return None
     decode = tokenizer_of(model).decode
     return stop_check(sampling.stop, lambda ids: decode([list(ids)])[0])

@@ -316,7 +316,7 @@ class TransformersEngine:
     ) -> Responses:
         """Sample one batch of requests. Ids sent to the generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
-        stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
+        stops = np.empty(0, dtype=np.int64) if sampling.stop is None else self._stop_tokens
         ends = stop_check_of(sampling, self._model_folder)
         draws = _RequestDraws(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)

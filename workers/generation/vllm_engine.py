@@ -255,7 +255,7 @@ class VllmEngine:
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
         from .vllm_worker import to_update_info
 
-        settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
+        settings = {"r": adapter.rank, "lora_alpha": adapter.alpha}
         with self._as_weight_sync_error("take adapter", weights):
             return self._engine.collective_rpc(
                 "weft_receive_adapter", args=(to_update_info(weights), settings)
@@ -321,13 +321,13 @@ class VllmEngine:
 
         return SamplingParams(
             max_tokens=sampling.max_tokens,
-            min_tokens=0 if sampling.ignore_stop else sampling.min_tokens,
+            min_tokens=0 if sampling.stop is None else sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
-            stop_token_ids=[] if sampling.ignore_stop else list(self._stop_tokens),
+            stop_token_ids=[] if sampling.stop is None else list(self._stop_tokens),
             # No alternatives: vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,

@@ -23,7 +23,8 @@ class Reward(Config):
     if the defaults fit."""
 
     function: Callable[..., Any]
-    """The reward function, or a grader. Its parameter names show whether it was written for Weft,
+    """The reward function, or a grader. `functools.partial` fixes further arguments, such as verl's
+    `reward_kwargs`, or slime's `args`. Its parameter names show whether it was written for Weft,
     TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no
     default."""
     name: str = ""
@@ -35,9 +36,6 @@ class Reward(Config):
     batch: bool = False
     """Call a function in Weft's form with lists, once for all samples, and expect a list. Set it
     for a function that is faster in batches."""
-    settings: Mapping[str, Any] = {}
-    """Further keyword arguments, such as verl's `reward_kwargs`; for slime, the attributes of
-    `args`. Set what the function requires."""
     part: str = ""
     """Key of the reward in a returned dictionary; empty selects "reward" or "score", or else the
     sum of all values. Set it if the reward has another key."""
@@ -51,7 +49,10 @@ class Reward(Config):
     """[calls/s] Rate limit for asynchronous calls on a rank; None disables it. Set it to the limit
     of a service."""
 
-    retired: ClassVar[Mapping[str, str]] = {"pause_s": "the first retry comes after half a second"}
+    retired: ClassVar[Mapping[str, str]] = {
+        "pause_s": "the first retry comes after half a second",
+        "settings": "fix arguments with functools.partial(function, name=value), and slime's with args=types.SimpleNamespace(...)",
+    }
 
     @pydantic.model_validator(mode="after")
     def _can_be_called(self) -> Reward:
@@ -174,8 +175,7 @@ class Reward(Config):
     @cached_property
     def _fixed(self) -> set[str]:
         """Names of keyword arguments with fixed values."""
-        keywords = self.function.keywords if isinstance(self.function, functools.partial) else {}
-        return {*keywords, *self.settings}
+        return {*self.function.keywords} if isinstance(self.function, functools.partial) else set()
 
     @property
     def _columns(self) -> list[inspect.Parameter]:
@@ -209,10 +209,10 @@ class Reward(Config):
         (`log`) if it takes them. An asynchronous function returns an awaitable."""
         named = dict(arguments)
         by_position = self.signature.gives if self.signature and self.signature.positional else ()
-        if "args" in by_position:
-            named["args"] = SimpleNamespace(**self.settings)
-        else:
-            named |= self.settings
+        if "args" in by_position and "args" in self._fixed:
+            by_position = ()  # parameters after a fixed one have to be named
+        elif "args" in by_position:
+            named["args"] = SimpleNamespace()
         if self.signature is not None and self.signature.logs:
             taken = self._takes.parameters
             named |= {

@@ -35,6 +35,8 @@ RETRIES = 3
 """Number of retries after a missing reply or a status in `REPEATED`, each after twice the pause. A
 sample that still fails is requeued, and tried twice more."""
 LONGEST_PAUSE_S = 30.0
+REPLY_S, TOKEN_S = 60.0, 0.1
+"""Time limit of a request, and for each of its `max_tokens` if that is longer."""
 
 
 class Judge(Config):
@@ -63,14 +65,13 @@ class Judge(Config):
     is never stored. Set it for a service that requires a key."""
     max_tokens: int = pydantic.Field(default=512, ge=1, le=100_000_000)
     """[tokens] Longest reply. Raise it for a judge that reasons at length."""
-    deadline_s: float = pydantic.Field(default=60.0, gt=0)
-    """[s] Timeout of a request. Raise it for a slow judge."""
     retired: ClassVar[Mapping[str, str]] = {
         "lowest": "set scale=(lowest, highest)",
         "highest": "set scale=(lowest, highest)",
         "concurrency": "set Reward(function=Judge(...), concurrency=...)",
         "per_second": "set Reward(function=Judge(...), per_second=...)",
         "temperature": "the temperature is always 0, because a random reward adds noise",
+        "deadline_s": f"a reply may take {REPLY_S:g} s, or {TOKEN_S:g} s for each of max_tokens",
         "retries": f"a request is retried {RETRIES} times",
     }
 
@@ -119,6 +120,10 @@ class Judge(Config):
         share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
+    @property
+    def _timeout_s(self) -> float:
+        return max(REPLY_S, TOKEN_S * self.max_tokens)
+
     async def _reply(self, asked: str) -> str:
         import asyncio
 
@@ -136,7 +141,7 @@ class Judge(Config):
             pause_s = min(0.5 * 2**attempt, LONGEST_PAUSE_S)
             try:
                 reply = await self._client.post(
-                    address, json=request, headers=self._headers(), timeout=self.deadline_s
+                    address, json=request, headers=self._headers(), timeout=self._timeout_s
                 )
             except httpx.TransportError as error:
                 failure = f"the judge at {self.address} did not answer: {type(error).__name__} {error}"

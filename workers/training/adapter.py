@@ -202,9 +202,8 @@ def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> 
     return LoraConfig(
         fan_in_fan_out=stored_transposed,
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]: any number
         target_modules=layers,
-        use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type=task,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
@@ -219,12 +219,10 @@ class OptimizerConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if the
     first steps do harm."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up, to a tenth of the peak; "constant" keeps the peak.
-    Choose "linear" or "cosine" for a run of known length."""
-    decay_steps: int | None = Field(default=None, ge=1)
-    """[optimizer steps] Steps from the start until the rate has fallen to a tenth. Required unless
-    `decay` is "constant". Set it to the length of the run, or higher to end at a higher rate."""
+    decay: Literal["constant"] | tuple[Literal["linear", "cosine"], int] = "constant"
+    """How the rate falls after the warm-up. "constant" keeps the peak. ("linear", 500) or ("cosine",
+    500) falls to a tenth of the peak until optimizer step 500. Set one for a run of known length:
+    give its optimizer steps, or more to end at a higher rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """[factor] Share of each matrix, times the rate, to subtract in each step; norms and biases do
     not decay. Raise it in supervised training on little data."""
@@ -247,33 +245,42 @@ class OptimizerConfig(Config):
     applied. Raise it if bad steps come in bursts and the run recovers."""
 
     retired: ClassVar[Mapping[str, str]] = {
-        "final_ratio": "the rate falls to a tenth; a larger decay_steps ends higher",
+        "final_ratio": "the rate falls to a tenth; a decay over more steps ends higher",
+        "decay_steps": 'set decay=("linear", steps) or decay=("cosine", steps)',
     }
 
-    @model_validator(mode="after")
-    def _decay_has_an_end(self) -> OptimizerConfig:
-        if self.decay != "constant" and (
-            self.decay_steps is None or self.decay_steps <= self.warmup_steps
-        ):
+    @field_validator("decay", mode="before")
+    @classmethod
+    def _decay_has_steps(cls, decay: Any) -> Any:
+        if decay != "constant" and not isinstance(decay, tuple):
             raise ValueError(
-                f"decay={self.decay!r} needs decay_steps above warmup_steps ({self.warmup_steps}), not {self.decay_steps}"
+                f'decay must be "constant", ("linear", steps) or ("cosine", steps), not {decay!r}'
+            )
+        return decay
+
+    @model_validator(mode="after")
+    def _decay_ends_after_the_warm_up(self) -> OptimizerConfig:
+        if self.decay != "constant" and self.decay[1] <= self.warmup_steps:
+            raise ValueError(
+                f"decay={self.decay!r} needs more steps than warmup_steps ({self.warmup_steps})"
             )
         return self
 
     def rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0.
 
-        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay="linear", decay_steps=5)
+        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay=("linear", 5))
         >>> [round(linear.rate(step), 2) for step in range(7)]
         [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.decay == "constant" or self.decay_steps is None:
+        if self.decay == "constant":
             return self.learning_rate
-        # The rate stays at its final value after decay_steps.
-        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
-        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        shape, steps = self.decay
+        # The rate stays at its final value after the decay.
+        done = min(1.0, (step - self.warmup_steps) / (steps - self.warmup_steps))
+        left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
 from ...dataflow.config import Config
@@ -25,14 +26,13 @@ class Lora(Config):
     rank: int = Field(default=16, ge=1, le=65_536)
     """[rank] Rank of the product B A. Raise it if an adapter learns less than the whole model
     would."""
-    alpha: int = Field(default=32, ge=1)
-    """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
+    alpha: int | float = Field(default=32, ge=1)
+    """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update. Give a
+    multiple of the root of a large rank for rsLoRA (arXiv:2312.03732): 32 * 128**0.5."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear layers to adapt, by the end of their names: "q_proj", "self_attn.q_proj", ...;
     "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter.
     """
-    rslora: bool = False
-    """Use s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
     published: Literal["adapter", "merged"] | None = None
     """What followers receive: "adapter", which they add to the model in their folder, or "merged"
     weights, where rounding to bfloat16 loses small updates. None selects the adapter if the dtype
@@ -44,6 +44,15 @@ class Lora(Config):
     forward pass computes the whole matrix."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("published",))
+    retired: ClassVar[Mapping[str, str]] = {
+        "rslora": "s is alpha / rank; multiply alpha by rank**0.5 for alpha / sqrt(rank)"
+    }
+
+    @field_validator("alpha")
+    @classmethod
+    def _is_an_integer_if_it_can_be(cls, alpha: float) -> float:
+        # Checkpoints compare it as text, and `peft` writes it to its settings.
+        return int(alpha) if alpha == int(alpha) else alpha
 
     def is_on(self, name: str) -> bool:
         """Return whether a linear layer of the backbone has an adapter.

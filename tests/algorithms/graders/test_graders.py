@@ -206,7 +206,9 @@ def test_tags_appear_once_in_order_and_are_not_empty():
     both = TagFormat(tags=("think", "answer"), rest=False)
     assert (
         both("<think>a</think>\n<answer>b</answer>\n") == 1
-        and TagFormat(opened=True)("hm</think> 42") == 1
+        and TagFormat()("hm</think> 42", "<|assistant|>\n<think>\n") == 1
+        and TagFormat()("hm</think> 42", "Use <think>!") == 0
+        and TagFormat()("<think>hm</think> 42", "<|assistant|>\n") == 1
     )
     for response in (
         "<answer>b</answer><think>a</think>",

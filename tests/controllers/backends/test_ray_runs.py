@@ -23,6 +23,7 @@ from weft.controllers.backends import ray_backend
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.prechecks import checks
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, WorkerError
@@ -250,9 +251,8 @@ def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(checks, "START_TIMEOUT_S", 2.0)
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
-    with drive(
-        tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=2.0, name="long"
-    ) as driver:  # waited out
+    with drive(tmp_path, made, prompts(8), backend=Asking(), name="long") as driver:  # waited out
         assert (driver.directory.path / "asked").exists()
         assert [row["actor/rows"] for row in driver.run()[1:]] == [8, 8]

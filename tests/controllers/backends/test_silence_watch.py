@@ -114,7 +114,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path, clock: 
 
 def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path, clock: Clock):
     with pytest.raises(
-        DeadlineError, match=r"worker reward is not up after 300 s \(start_timeout_s\)"
+        DeadlineError, match=r"worker reward is not up after 300 s \(a larger call_timeout_s"
     ) as ended:
         hang(tmp_path, HangingAtStart)
     assert "in __init__" in str(ended.value)

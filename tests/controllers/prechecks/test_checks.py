@@ -87,7 +87,7 @@ def test_an_argument_of_another_kind_is_answered_with_an_example(argument: str, 
             {"call_timeout_s": float("nan")},
             "Driver.call_timeout_s: input should be a finite number, not nan",
         ),
-        ({"start_timeout_s": "9"}, "Driver.start_timeout_s: input should be a valid number, not '9'"),
+        ({"call_timeout_s": "9"}, "Driver.call_timeout_s: input should be a valid number, not '9'"),
     ],
 )
 def test_numbers_of_the_driver_follow_the_rules_of_settings(

@@ -35,10 +35,11 @@ def test_a_model_that_takes_longer_to_read_has_more_time_to_start():
 
 
 def test_a_run_takes_the_deadlines_that_the_user_sets_and_no_others(tmp_path: Path):
-    driver = drive(training(), tmp_path, start_timeout_s=70.0)
-    assert (driver._spec.start_timeout_s, driver._spec.call_timeout_s) == (70.0, CALL_S)
-    driver.close()
+    for given, start_s, call_s in ((None, 300.0, CALL_S), (70.0, 300.0, 70.0), (900.0, 900.0, 900.0)):
+        driver = drive(training(), tmp_path, call_timeout_s=given, name=f"run-{given}")
+        assert (driver._spec.start_timeout_s, driver._spec.call_timeout_s) == (start_s, call_s)
+        driver.close()
     with pytest.raises(
-        UserError, match=r"Driver\.start_timeout_s: input should be greater than 0, not -1"
+        UserError, match=r"Driver\.call_timeout_s: input should be greater than 0, not -1"
     ):
-        drive(training(), tmp_path, start_timeout_s=-1, name="other")
+        drive(training(), tmp_path, call_timeout_s=-1, name="other")

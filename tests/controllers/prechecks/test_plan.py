@@ -21,7 +21,7 @@ from weft.controllers.prechecks.plan_memory import GroupMemory, group_memory
 from weft.controllers.prechecks.plan_sizes import sample_bytes, step_sizes
 from weft.controllers.schedule import Asynchronous, Synchronous
 from weft.controllers.simulation.backend import Simulated
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost
 from weft.dataflow.errors import Planned, UserError
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
@@ -37,8 +37,9 @@ COSTS = CostModel(
 )
 
 
-def planned(**settings: Any) -> Plan:
-    rollout, reward, actor = group(ToyRollout), group(ToyReward), group(ToyActor)
+def planned(max_num_seqs: int = 256, **settings: Any) -> Plan:
+    rollout = group(ToyRollout, max_num_seqs=max_num_seqs)
+    reward, actor = group(ToyReward), group(ToyActor)
     rollout.follows(actor)
     training = toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor, n=4)
     apart = {
@@ -72,8 +73,9 @@ def test_where_generation_runs_ahead_the_slowest_pool_is_the_time_that_nothing_b
 
 
 def test_costs_with_lengths_give_the_bound_of_the_simulation():
-    generation = Generation(lengths=FixedLengths(lengths=((10,),)), decode_step_s=0.5, max_num_seqs=4)
-    time = planned(backend=Simulated(CostModel(nodes={"rollout.generate": generation}))).time
+    generation = Generation(lengths=((10,),), decode_step_s=0.5)
+    backend = Simulated(CostModel(nodes={"rollout.generate": generation}))
+    time = planned(max_num_seqs=4, backend=backend).time
     # 24 responses of 10 tokens, four at a time on each of two replicas.
     assert time is not None and time.at_best and time.seconds == pytest.approx(24 * 10 * 0.5 / 4 / 2)
 

@@ -12,7 +12,6 @@ from weft.controllers.prechecks.plan_memory import stage_memory
 from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes, pipeline_plan
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LinearCost,
     PipelineCost,
@@ -107,7 +106,7 @@ def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
     shared = SequenceParallelCost(
         ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05}
     )
-    lengths = FixedLengths(lengths=((380, 20, 20, 20),))
+    lengths = ((380, 20, 20, 20),)
     nodes = {"actor.update": shared, "rollout.generate": Generation(lengths=lengths, decode_step_s=0.1)}
     sizes = StepSizes(2, {0: 2, 1: 8}, 20.0, 400.0, sampled=True)
     update = UpdateSizes("actor.update", 8, 1, 8, 3360, 1, 8, 1)
@@ -141,7 +140,7 @@ def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
         and alike.equal_degree == 8
     )
     six = shared.model_copy(update={"ranks": 6})
-    thirds = FixedLengths(lengths=((280, 20, 20, 20),))
+    thirds = ((280, 20, 20, 20),)
     of_three = sequence_plan(
         update,
         sizes,

@@ -18,7 +18,7 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.backend import Simulated
-from weft.controllers.simulation.costs import CostModel, FixedLengths, LinearCost
+from weft.controllers.simulation.costs import CostModel, LinearCost
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.graph import group
@@ -42,7 +42,7 @@ class Spot(SimulatedCluster):
         wait_s: float = 50.0,
         lengths: tuple[int, ...] = (10,),
     ):
-        cost = costs(FixedLengths(lengths=(lengths,)), step_s=((1, 0.2), (12, 2.4)))
+        cost = costs((lengths,), step_s=((1, 0.2), (12, 2.4)))
         own = {
             "rollout.register": LinearCost(fixed_s=startup_s),
             "actor.update": LinearCost(fixed_s=2.0),
@@ -328,7 +328,7 @@ def test_a_group_with_cooperating_ranks_cannot_be_elastic(tmp_path: Path):
             toy_grpo(prompts(4), n=2, **made),
             schedule=Synchronous(steps=1, prompts_per_step=4),
             placement={"actor": Place(ResourcePool("spot", cpus=2), 2, 1)},
-            backend=Simulated(costs(FixedLengths(lengths=((10,),)))),
+            backend=Simulated(costs(((10,),))),
             root=tmp_path,
         )
     assert not list(tmp_path.iterdir()), "nothing was started"

@@ -16,7 +16,6 @@ from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Pipelined
 from weft.controllers.simulation.backend import NODE
-from weft.controllers.simulation.costs import FixedLengths
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import WorkerDied
 from weft.dataflow.graph import group
@@ -30,7 +29,7 @@ class Nodes(SimulatedCluster):
     """A rollout with ranks 1 to 3 on nodes "b" and "c", which are lost at a given time."""
 
     def __init__(self, gone_at: float, *, says: bool, actor_on: str = NODE) -> None:
-        super().__init__(costs(FixedLengths(lengths=((10,),))))
+        super().__init__(costs(((10,),)))
         self._gone_at, self._says, self._actor_on = gone_at, says, actor_on
         self.replaced: list[tuple[float, int]] = []
         self._dead = {1, 2, 3}

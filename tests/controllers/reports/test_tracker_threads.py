@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from saved_runs import SCHEDULES, Killed
 from saved_runs import run as saved_run
-from test_follower import kept
+from test_follower import add, kept, record, rows, stream
 from toy_runs import drive, training
 
 from weft.controllers.backends.local import Local
@@ -139,6 +139,8 @@ def test_a_failing_endpoint_is_reported_once_and_left_alone(tmp_path: Path):
         ("wandb", r"trackers='wandb' is text, but must be a sequence of names: trackers=\('wandb',\)"),
         (("my_module:Mine", "my_module:Mine"), "'my_module:Mine' is named twice"),
         ((3,), "there is no 3"),
+        ({"my_module:Mine": -1}, "'my_module:Mine' gets 0 to 100 samples of a step, not -1"),
+        ({"my_module:Mine": True}, "gets 0 to 100 samples of a step, not True"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(
@@ -155,6 +157,18 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package wandb, .*: pip install 'weft\[wandb\]'"):
         drive(training(), tmp_path, trackers=("wandb",))
+
+
+def test_a_mapping_of_trackers_sends_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracker_threads, "FINISH_S", 600.0)
+    record(tmp_path, 1, "first", "second", "third")
+    add(stream(tmp_path), *rows(1))
+    said: list[str] = []
+    following = TrackerThreads({"fake_trackers:Sampled": 2}, tmp_path, None, said.append)
+    following.start(None)
+    following.end_all(finished=True)
+    [sent] = [line["rows"] for line in kept(tmp_path) if "rows" in line]
+    assert len(sent) == 2 and not said
 
 
 def test_a_run_without_trackers_starts_no_thread(tmp_path: Path):

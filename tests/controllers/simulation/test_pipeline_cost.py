@@ -18,7 +18,6 @@ from weft.controllers.schedule import Synchronous
 from weft.controllers.simulation.backend import Simulated
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     LinearCost,
     PipelineCost,
     SequenceParallelCost,
@@ -140,10 +139,8 @@ def seconds_of_an_update(root: Path, cost: LinearCost, ranks: int, tokens: Seque
     Each of two prompts has four rows. `tokens` are the lengths of prompt plus response.
     """
     lengths = zip(num_tokens(Batch.of_table(prompts(2).table)).tolist(), tokens, strict=True)
-    known = costs(FixedLengths(lengths=tuple((whole - prompt,) for prompt, whole in lengths)))
-    backend = Simulated(
-        CostModel(nodes={**known.nodes, "actor.update": cost}, ranks_per_replica={"actor": ranks})
-    )
+    known = costs(tuple((whole - prompt,) for prompt, whole in lengths))
+    backend = Simulated(CostModel(nodes={**known.nodes, "actor.update": cost}))
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
     ((began, ended),) = calls(
         simulated(root, schedule, backend, apart(1, ranks), graph=several_steps, number=2, n=4),
@@ -181,12 +178,15 @@ def test_groups_of_ranks_are_chosen_for_each_optimizer_step(tmp_path: Path):
 def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path):
     pipeline = PipelineCost(stages=2, microbatch_tokens=12, per_token_s=0.1)
     with pytest.raises(
-        UserError, match="is for a pipeline of 2 stages, but a replica of 'actor' has 1 ranks"
+        UserError, match="costs of 'actor': replicas of 2 ranks do not divide the 1 of 'actor'"
     ):
         seconds_of_an_update(tmp_path, pipeline, 1, (20, 20))
     shared = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
-    with pytest.raises(UserError, match="is for 4 ranks, but a replica of 'actor' has 2 ranks"):
+    with pytest.raises(UserError, match="replicas of 4 ranks do not divide the 2 of 'actor'"):
         seconds_of_an_update(tmp_path, shared, 2, (20, 20))
+    pair: Any = group(ActorWorker, model="m", tensor_parallel=2)
+    with pytest.raises(UserError, match="is for 4 ranks, but a replica of 'actor' has 2 ranks"):
+        Simulated(CostModel(nodes={"actor.update": shared})).check(apart(1, 4), {"actor": pair})
     actor: Any = group(ActorWorker, model="m")
     with pytest.raises(
         UserError, match="for a pipeline of 2 stages, but its group has pipeline_parallel=1"

@@ -34,10 +34,10 @@ from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Trai
 from weft.controllers.simulation.backend import Simulated
 from weft.controllers.simulation.costs import (
     CostModel,
-    FixedLengths,
     Generation,
     LinearCost,
     LogNormal,
+    SequenceParallelCost,
     bound,
 )
 from weft.dataflow.buffer.check import check_log
@@ -82,7 +82,7 @@ def test_asynchronous_by_hand(tmp_path: Path):
 
 
 def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: Path):
-    cost = costs(FixedLengths(lengths=((1,), (10,))))
+    cost = costs(((1,), (10,)))
     cost = CostModel(
         nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=2.0), "reward.score": LinearCost()}
     )
@@ -99,8 +99,8 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
 
 def test_extra_responses_queue_and_prompts_are_prefilled_first(tmp_path: Path):
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
-    cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
-    driver = run(tmp_path, schedule, Simulated(cost), number=2)
+    cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), prefill_s=0.25)
+    driver = run(tmp_path, schedule, Simulated(cost), number=2, max_num_seqs=2)
     # Prefill 2 tokens; 3 steps of two responses; prefill 3 tokens; 2 steps of two; 7 steps of one.
     assert calls(driver, "rollout.generate") == pytest.approx(
         np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)])
@@ -129,14 +129,13 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
     tmp_path: Path, seed: int
 ):
     lengths = LogNormal(mean=60, max_tokens=400)
-    cost = costs(lengths, ((0, 0.2), (8, 0.3)), max_num_seqs=8)
-    cost = CostModel(
-        nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)}, seed=seed
-    )
+    cost = costs(lengths, ((0, 0.2), (8, 0.3)))
+    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)})
+    more: dict[str, Any] = {"max_num_seqs": 8, "seed": seed}
     common: dict[str, Any] = {"steps": 8, "prompts_per_step": 6}
     place = apart(2, 3)
     taken = {
-        name: times(run(tmp_path, schedule, Simulated(cost), place))[-1]
+        name: times(run(tmp_path, schedule, Simulated(cost), place, **more))[-1]
         for name, schedule in {
             "synchronous": Synchronous(**common),
             "pipelined": Pipelined(**common, groups_per_part=3),
@@ -146,7 +145,8 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
             },
         }.items()
     }
-    least = bound(cost, toy_grpo(prompts(40), **groups()), place, prompts_per_step=6, steps=8)
+    graph = toy_grpo(prompts(40), **groups(max_num_seqs=8))
+    least = bound(cost, graph, place, prompts_per_step=6, steps=8, seed=seed)
     assert min(taken.values()) >= 8 * least.seconds > 0
     assert taken["pipelined"] < taken["synchronous"]
     assert all(taken[f"asynchronous {k}"] < 0.8 * taken["synchronous"] for k in (1, 2, 4))
@@ -159,8 +159,8 @@ def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_
         schedule = Asynchronous(
             steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts
         )
-        cost = costs(LogNormal(mean=60, max_tokens=300), 0.1, max_num_seqs=8)
-        driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2))
+        cost = costs(LogNormal(mean=60, max_tokens=300), 0.1)
+        driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2), max_num_seqs=8)
         report = check_log(driver.directory.path / "buffer")
         assert not report.violations and not report.damage
         assert main(["buffer", "check", str(driver.directory.path)]) == 0
@@ -172,8 +172,8 @@ def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_
 def test_no_group_is_left_until_it_is_too_old(tmp_path: Path):
     for seed in range(8):
         schedule = Asynchronous(steps=8, prompts_per_step=4, max_staleness=2)
-        cost = CostModel(nodes=costs(LogNormal(mean=60, max_tokens=300)).nodes, seed=seed)
-        assert len(times(run(tmp_path, schedule, Simulated(cost), apart(3, 2)))) == 8
+        cost = costs(LogNormal(mean=60, max_tokens=300))
+        assert len(times(run(tmp_path, schedule, Simulated(cost), apart(3, 2), seed=seed))) == 8
 
 
 @pytest.mark.thorough
@@ -190,8 +190,7 @@ def test_the_same_seed_makes_the_same_run(tmp_path: Path):
     lengths = LogNormal(mean=60, max_tokens=300)
 
     def made(seed: int) -> tuple[Any, Any, list[Any]]:
-        backend = Simulated(CostModel(nodes=costs(lengths).nodes, seed=seed))
-        driver = run(tmp_path, schedule, backend, apart(3, 2))
+        driver = run(tmp_path, schedule, Simulated(costs(lengths)), apart(3, 2), seed=seed)
         log = LogReader(driver.directory.path / "buffer" / LOG)
         return (
             driver.directory.metrics,
@@ -227,11 +226,8 @@ def test_a_filter_keeps_its_share_of_groups(tmp_path: Path):
 
 
 def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
-    cost = CostModel(
-        nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes,
-        ranks_per_replica={"rollout": 4, "actor": 2},
-    )
-    made = groups()
+    cost = costs(LogNormal(mean=20, max_tokens=99))
+    made = groups(rollout=4, actor=2)
     schedule = Asynchronous(steps=4, prompts_per_step=4)
     driver = Driver(
         toy_grpo(prompts(20), **made),
@@ -259,7 +255,7 @@ def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
     schedule = Asynchronous(
         steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts
     )
-    cost = costs(FixedLengths(lengths=((40,),)), 0.5, max_num_seqs=64)
+    cost = costs(((40,),), 0.5)
     cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=8.0)})
 
     def a_step(number: int) -> tuple[float, Driver]:
@@ -282,7 +278,7 @@ def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
 def slow_updates() -> CostModel:
     return CostModel(
         nodes={
-            **costs(FixedLengths(lengths=((10,),)), 1.0).nodes,
+            **costs(((10,),), 1.0).nodes,
             "actor.update": LinearCost(fixed_s=20),
         }
     )
@@ -365,7 +361,7 @@ def test_a_wait_that_is_too_long_is_one_here_too(tmp_path: Path):
         run(
             tmp_path,
             Synchronous(steps=1, prompts_per_step=2),
-            Simulated(costs(FixedLengths(lengths=((100,),)))),
+            Simulated(costs(((100,),))),
             call_timeout_s=50,
         )
 
@@ -374,18 +370,18 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
     schedule = Synchronous(steps=1, prompts_per_step=2)
     with pytest.raises(UserError, match="no graph has; did you mean 'rollout'"):
         run(tmp_path, schedule, Simulated(CostModel(nodes={"rolout.generate": LinearCost()})))
-    with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
-        run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
+    shared = SequenceParallelCost(ranks=2, memory_tokens=100)
+    with pytest.raises(
+        UserError, match="costs of 'actor': replicas of 2 ranks do not divide the 1 of 'actor'"
+    ):
+        run(tmp_path, schedule, Simulated(CostModel(nodes={"actor.update": shared})))
+    with pytest.raises(UserError, match=r"'ranks_per_replica' .*; a replica has the ranks of the group"):
+        CostModel(ranks_per_replica={"actor": 2})  # pyright: ignore[reportCallIssue]
     pair: Any = group(ActorWorker, model="m", tensor_parallel=2)
     with pytest.raises(
         UserError, match="configuration of 'actor': replicas of 2 ranks do not divide the 1"
     ):
         Simulated().check({"actor": Place(ResourcePool("a", cpus=1), ranks=1)}, {"actor": pair})
-    for ranks in (0, -1):
-        with pytest.raises(
-            UserError, match=rf"a replica of 'actor' must have at least 1 rank, not {ranks}"
-        ):
-            CostModel(ranks_per_replica={"actor": ranks})
     with pytest.raises(
         UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"
     ):
@@ -490,7 +486,7 @@ class Mortal(SimulatedCluster):
 def test_the_siblings_of_a_dead_rank_continue_during_its_replacement(
     tmp_path: Path, partial_rollouts: Any
 ):
-    cost = costs(FixedLengths(lengths=((10,),)))
+    cost = costs(((10,),))
     common: dict[str, Any] = {"steps": 12, "prompts_per_step": 4}
     schedule = (
         Asynchronous(**common, partial_rollouts=partial_rollouts)
@@ -548,8 +544,8 @@ def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(
     tmp_path: Path, schedule: Any
 ):
     settings: dict[str, Any] = {"steps": 3, "prompts_per_step": 2, "shuffle": False}
-    straggling = FixedLengths(lengths=((9, 400, 6), (8, 7, 11)))
-    swift = FixedLengths(lengths=((9, 6), (8, 7)))
+    straggling = ((9, 400, 6), (8, 7, 11))
+    swift = ((9, 6), (8, 7))
     taken = {
         n: run(
             tmp_path, schedule(**settings), Simulated(costs(lengths)), graph=over_issued, number=2, n=n
@@ -569,7 +565,7 @@ def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(
 
 
 def test_responses_that_end_in_one_step_are_one_message(tmp_path: Path):
-    same = FixedLengths(lengths=((5, 5, 3),))
+    same = ((5, 5, 3),)
     driver = run(tmp_path, Pipelined(steps=1, prompts_per_step=4), Simulated(costs(same)), n=3, number=4)
     log = [
         r
@@ -580,7 +576,7 @@ def test_responses_that_end_in_one_step_are_one_message(tmp_path: Path):
 
 
 def test_a_rank_that_dies_loses_only_the_responses_that_it_had_not_handed_over(tmp_path: Path):
-    cost = costs(FixedLengths(lengths=((4, 30, 5),)))
+    cost = costs(((4, 30, 5),))
     made = groups() | {"rollout": group(Replaceable, name="rollout")}
     made["rollout"].follows(made["actor"])
     driver = Driver(

@@ -132,27 +132,31 @@ def test_thinking_is_switched_by_the_name_that_the_template_has(
     qwen: Path, llama: Path, tmp_path: Path
 ) -> None:
     row = {"question": "2 + 2?", "answer": "4"}
-    assert texts(row, qwen, thinking=False) == [CHAT + "<think>\n\n</think>\n\n"]
-    assert texts(row, qwen, thinking=True) == [CHAT]
-    assert texts(row, qwen, chat_template_kwargs={"enable_thinking": False}) == texts(
-        row, qwen, thinking=False
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    assert texts(row, qwen, chat_template_kwargs=off) == [CHAT + "<think>\n\n</think>\n\n"]
+    assert texts(row, qwen, chat_template_kwargs=on) == [CHAT]
+    assert texts(row, qwen, chat_template_kwargs={"thinking": False}) == texts(
+        row, qwen, chat_template_kwargs=off
     )
     own = {
         "prompt": [{"role": "user", "content": "2 + 2?"}],
         "chat_template_kwargs": {"enable_thinking": True},
     }
-    assert texts(own, qwen, thinking=False) == [CHAT]  # the row's setting wins
+    assert texts(own, qwen, chat_template_kwargs=off) == [CHAT]  # the row's setting wins
     # this template has no thinking to switch off
-    assert texts(row, llama, thinking=False) == texts(row, llama)
+    assert texts(row, llama, chat_template_kwargs=off) == texts(row, llama)
     with pytest.raises(
-        UserError, match=r"thinking=True: the chat template of .*llama-tiny has no switch for it"
+        UserError,
+        match=r"enable_thinking=True: the chat template of .*llama-tiny has no switch for thinking",
     ):
-        texts(row, llama, thinking=True)
+        texts(row, llama, chat_template_kwargs=on)
     granite = qwen_like(tmp_path / "granite")
     (granite / "chat_template.jinja").write_text(
         "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
     )
-    assert texts(row, granite, thinking=True) == ["2 + 2?<think>"]
+    assert texts(row, granite, chat_template_kwargs=on) == ["2 + 2?<think>"]
+    with pytest.raises(UserError, match=r"no setting 'thinking' .*; set chat_template_kwargs="):
+        texts(row, qwen, thinking=False)
 
 
 def test_settings_of_the_template_that_would_do_nothing_are_refused(qwen: Path, base: Path) -> None:
@@ -164,9 +168,11 @@ def test_settings_of_the_template_that_would_do_nothing_are_refused(qwen: Path, 
     ):
         texts(row, base, system="Be brief.")
     with pytest.raises(
-        UserError, match=r"thinking=true: the chat template is not applied to these prompts \(chat=False"
+        UserError,
+        match=r'chat_template_kwargs={"enable_thinking": true}: the chat template is not applied to these',
     ):
-        texts(row, qwen, chat=False, thinking=True)
+        texts(row, qwen, chat=False, chat_template_kwargs={"enable_thinking": True})
+    assert texts(row, base, chat_template_kwargs={"enable_thinking": False}) == texts(row, base)
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_continued(qwen: Path, llama: Path) -> None:

@@ -17,7 +17,12 @@ def test_columns_roles_lengths_and_dropped_rows_are_reported(tmp_path: Path, qwe
     ]
     file = jsonl(tmp_path / "sums.jsonl", rows)
     prompts = Prompts.read(
-        file, qwen, max_prompt_tokens=53, too_long="drop", thinking=False, system="Be brief."
+        file,
+        qwen,
+        max_prompt_tokens=53,
+        too_long="drop",
+        chat_template_kwargs={"enable_thinking": False},
+        system="Be brief.",
     )
     understood = prompts.understood
     assert understood is not None

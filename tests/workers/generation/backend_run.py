@@ -36,7 +36,7 @@ class BackendRollout(RolloutWorker):
 
 @weft.graph
 def imitate(prompts: Any, *, rollout: BackendRollout, actor: BackendActor) -> Any:
-    samples: Any = rollout.generate(prompts, n=2, sampling=Sampling(max_tokens=8, ignore_stop=True))
+    samples: Any = rollout.generate(prompts, n=2, sampling=Sampling(max_tokens=8, stop=None))
     return actor.update(samples, loss=NegativeLogLikelihood())
 
 
@@ -60,7 +60,7 @@ def run(folder: Path, root: Path, backend: str) -> list[dict[str, float]]:
         root=root,
         progress=False,
         record_every=0,
-        start_timeout_s=600,
+        call_timeout_s=600,
     ) as driver:
         return driver.run()
 

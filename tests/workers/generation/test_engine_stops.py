@@ -82,13 +82,11 @@ def test_a_response_is_the_unstopped_one_up_to_the_token_that_completes_a_stop_s
     assert ends > 3, "most end by a stop string"
 
 
-def test_min_tokens_and_ignore_stop_hold_for_stop_strings(
-    engine: GenerationEngine, with_tokenizer: Path
-):
+def test_min_tokens_and_no_stop_hold_for_stop_strings(engine: GenerationEngine, with_tokenizer: Path):
     late = responses_of(engine, Sampling(max_tokens=12, stop=tuple(LETTERS[3:]), min_tokens=5))
     assert min(len(response.token_ids) for response in late) >= 5
     assert any(len(response.token_ids) < 12 for response in late)
-    on = responses_of(engine, Sampling(max_tokens=12, stop=("d", "e"), ignore_stop=True))
+    on = responses_of(engine, Sampling(max_tokens=12, stop=None))
     assert {len(response.token_ids) for response in on} == {12}
 
 
@@ -116,12 +114,14 @@ def test_a_stop_string_of_several_bytes_is_found_in_byte_tokens(tmp_path: Path):
     ids = tokenizer.encode("x" * 50 + "🙂 ends here").ids
     assert ends is not None
     assert [n for n in range(1, len(ids) + 1) if ends(ids[:n])] == [59]
-    assert stop_check_of(Sampling(stop=("x",), ignore_stop=True), str(tmp_path)) is None
+    assert stop_check_of(Sampling(stop=None), str(tmp_path)) is None
 
 
 def test_one_text_is_a_value_and_an_empty_one_is_refused():
     assert Sampling(stop="</answer>").stop == ("</answer>",)  # pyright: ignore[reportArgumentType]
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"no setting 'ignore_stop' \(value True\); set stop=None"):
+        Sampling(ignore_stop=True)  # pyright: ignore[reportCallIssue]
     assert Sampling(stop=("a",)).writes == Sampling().writes, "the distribution is whole"
     with pytest.raises(UserError, match=r"stop has the lone surrogate '\\ud800'"):
         Sampling(stop=("a", "\ud800"))

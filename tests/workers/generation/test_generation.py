@@ -49,7 +49,7 @@ def straight_logprobs(
     ids = torch.from_numpy(np.concatenate([prompt, response])).long()
     with torch.no_grad():
         logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().clone()
-    for position in range(0 if sampling.ignore_stop else min(sampling.min_tokens, len(logits))):
+    for position in range(0 if sampling.stop is None else min(sampling.min_tokens, len(logits))):
         logits[position, STOP] = -torch.inf
     if sampling.temperature:
         logits /= sampling.temperature
@@ -142,7 +142,7 @@ SAMPLINGS = [
     Sampling(max_tokens=24, top_p=0.6, temperature=1.3),
     Sampling(max_tokens=24, top_k=8, top_p=0.8, min_tokens=6),
     Sampling(max_tokens=24, min_tokens=6),
-    Sampling(max_tokens=24, min_tokens=6, ignore_stop=True),
+    Sampling(max_tokens=24, min_tokens=6, stop=None),
     Sampling(max_tokens=24, temperature=0, top_p=0.6),
 ]
 
@@ -185,7 +185,7 @@ def test_a_batch_larger_than_the_limit_is_done_in_parts(folder: Path) -> None:
 
 def test_without_seeds_every_response_is_drawn_afresh(engine: GenerationEngine) -> None:
     requests = [GenerationRequest(i, prompts_of(1)[0]) for i in range(4)]
-    found = all_of(engine, requests, Sampling(max_tokens=16, ignore_stop=True))
+    found = all_of(engine, requests, Sampling(max_tokens=16, stop=None))
     assert len({tuple(r.token_ids.tolist()) for r in found.values()}) == 4
 
 
@@ -230,7 +230,7 @@ def test_responses_end_with_the_stop_token_or_at_the_limit(engine: GenerationEng
             assert len(response.token_ids) == 24 and response.token_ids[-1] != STOP
     reasons = {r.finish_reason for r in all_of(engine, requests, Sampling(max_tokens=24)).values()}
     assert reasons == {"stop", "length"}
-    whole = all_of(engine, requests, Sampling(max_tokens=24, ignore_stop=True)).values()
+    whole = all_of(engine, requests, Sampling(max_tokens=24, stop=None)).values()
     assert {len(r.token_ids) for r in whole} == {24}
 
 
@@ -285,7 +285,7 @@ def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
 ) -> None:
     """With recomputed keys and values, tokens after the change have the logprobs of the new
     weights."""
-    requests, sampling = requests_of(prompts_of(4)), Sampling(max_tokens=24, ignore_stop=True)
+    requests, sampling = requests_of(prompts_of(4)), Sampling(max_tokens=24, stop=None)
     steps = engine.generate(requests, sampling)
     early = [response for _ in range(8) for response in next(steps)]
     engine.update_weights(published(model, publisher, version=engine.version + 1, scale=1.5))

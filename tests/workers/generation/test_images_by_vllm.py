@@ -23,7 +23,7 @@ PROMPTS = (
     .select(["sample_id", "prompt_ids", "images"])
     .with_columns(group_id=np.arange(5))
 )
-SAMPLING = Sampling(max_tokens=12, temperature=2, ignore_stop=True)
+SAMPLING = Sampling(max_tokens=12, temperature=2, stop=None)
 
 
 @pytest.fixture(scope="module")

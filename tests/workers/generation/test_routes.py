@@ -36,7 +36,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9]]
 REQUESTS = [
     GenerationRequest(number, np.array(ids, np.int32), seed=number) for number, ids in enumerate(PROMPTS)
 ]
-SAMPLING = Sampling(max_tokens=9, ignore_stop=True)
+SAMPLING = Sampling(max_tokens=9, stop=None)
 
 
 @pytest.fixture(scope="module")

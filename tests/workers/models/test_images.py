@@ -184,7 +184,7 @@ def test_responses_have_the_trainers_logprobs_and_follow_its_weights(seeing: Pat
         actor(seeing, learning_rate=1e-2),
         RolloutWorker(RolloutConfig(model=seeing, engine="transformers")),
     )
-    asked = {"n": 2, "sampling": Sampling(max_tokens=12, temperature=2, ignore_stop=True)}
+    asked = {"n": 2, "sampling": Sampling(max_tokens=12, temperature=2, stop=None)}
     for version in range(2):
         found = generated(rollout, PROMPTS, **asked)
         assert len(found) == 2 * len(PICTURES)
@@ -336,7 +336,7 @@ def test_an_adapter_alone_reaches_an_engine_that_serves_it(seeing: Path):
     rollout.receive_weights(trainer.publish_weights(1, ("rollout[0]",)))
     trainer.finish_publishing(1)
     samples = as_samples(
-        PROMPTS, generated(rollout, PROMPTS, sampling=Sampling(max_tokens=8, ignore_stop=True))
+        PROMPTS, generated(rollout, PROMPTS, sampling=Sampling(max_tokens=8, stop=None))
     )
     said = trainer.logprobs(samples, into="said").ragged_numpy("said")[0]
     assert np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max() < 2e-4

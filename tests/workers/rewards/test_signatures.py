@@ -5,10 +5,12 @@ The files come from `benchmarks/tasks/signatures.py`. Each is written as a user 
 would.
 """
 
+import functools
 import importlib.util
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -135,7 +137,7 @@ def test_verl_gets_one_sample_or_a_batch(model: Path):
     rows, metrics = scored(user("of_verl").compute_score, model, batch)
     assert rows["reward"].to_pylist() == [1, -1, 1] and metrics["acc"] == pytest.approx(2 / 3)
     assert parts(rows)[1] == {"acc": 0.0, "index": 6.0}, "text is no part"
-    bonus = Reward(function=user("of_verl").my_reward_fn, settings={"bonus": 0.25})
+    bonus = functools.partial(user("of_verl").my_reward_fn, bonus=0.25)
     assert rewards(bonus, model) == [1.25, 0.25, 1.25]
     assert rewards(user("of_verl").compute_score_batched, model) == [1, 0, 1]
 
@@ -148,8 +150,12 @@ def test_openrlhf_gets_queries_prompts_and_labels_and_returns_tensors(model: Pat
 
 def test_slime_gets_its_arguments_and_samples(model: Path):
     batch = samples(finish_reason=["stop", "stop", "length"])
-    settings = Reward(function=user("of_slime").reward_func, settings={"wrong": -1.0})
-    assert rewards(settings, model, batch) == [1.0, -1.0, -0.5]
+    fixed = functools.partial(user("of_slime").reward_func, args=SimpleNamespace(wrong=-1.0))
+    assert rewards(fixed, model, batch) == [1.0, -1.0, -0.5]
+    with pytest.raises(
+        UserError, match=r"no setting 'settings' .*; fix arguments with functools\.partial"
+    ):
+        Reward(function=user("of_slime").reward_func, settings={"wrong": -1.0})  # pyright: ignore[reportCallIssue]
     rows, _ = scored(user("of_slime").reward_group, model, batch)
     assert rows["reward"].to_pylist() == pytest.approx([1, 1 / 3, 1 / 3]) and parts(rows)[0] == {
         "length": 3.0

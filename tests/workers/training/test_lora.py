@@ -37,7 +37,7 @@ NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 
 KINDS = {
     "lora": Lora(rank=4, alpha=8),
-    "rslora": Lora(rank=4, alpha=8, targets=("q_proj", "mlp.down_proj"), rslora=True),
+    "rslora": Lora(rank=4, alpha=8 * 4**0.5, targets=("q_proj", "mlp.down_proj")),
     "dora": Lora(rank=4, alpha=8, dora=True),
 }
 LOSS = PolicyLoss(old="old_logprobs")
@@ -82,9 +82,9 @@ def by_peft(
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=8,
         target_modules=targets,
-        use_rslora=lora.rslora,
+        use_rslora=lora == KINDS["rslora"],
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )

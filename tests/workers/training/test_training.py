@@ -313,9 +313,11 @@ def test_tokens_of_no_rows_are_none():
     assert tokens_of(np.array([0, 2, 5]), np.array([], dtype=np.int64)).tolist() == []
 
 
-@pytest.mark.parametrize(("decay", "half_way"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)])
+@pytest.mark.parametrize(
+    ("decay", "half_way"), [("constant", 1.0), (("linear", 104), 0.55), (("cosine", 104), 0.55)]
+)
 def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
-    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay, decay_steps=104)
+    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay)
     assert schedule.rate(0) == 0.25 and schedule.rate(4) == 1.0
     assert schedule.rate(54) == pytest.approx(half_way)
     assert schedule.rate(1000) == pytest.approx(1.0 if decay == "constant" else 0.1)
@@ -339,10 +341,13 @@ def test_moments_decay_as_configured(tiny_model: Path, rows: Batch, offload: Any
 
 
 def test_a_decay_without_an_end_is_refused():
-    with pytest.raises(
-        UserError, match="decay='linear' needs decay_steps above warmup_steps \\(5\\), not None"
-    ):
-        OptimizerConfig(decay="linear", warmup_steps=5)
+    with pytest.raises(UserError, match=r"needs more steps than warmup_steps \(5\)"):
+        OptimizerConfig(decay=("linear", 5), warmup_steps=5)
+    wrong: Any = "linear"
+    with pytest.raises(UserError, match=r"decay must be .*\(\"linear\", steps\) .*, not 'linear'"):
+        OptimizerConfig(decay=wrong)
+    with pytest.raises(UserError, match=r'no setting \'decay_steps\' .*; set decay=\("linear", steps\)'):
+        OptimizerConfig(decay_steps=5)  # pyright: ignore[reportCallIssue]
 
 
 def test_rows_that_cannot_be_scored_are_named():
