@@ -29,10 +29,11 @@ from ..dataflow.column import (
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
 from .aggregation import AggregatedLoss
+from .corrections import Correction, combined
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
-from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, tensors_of, token_ratio
+from .surrogates import MAX_LOG_RATIO, Clipped, Surrogate, tensors_of, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

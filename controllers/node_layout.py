@@ -1,5 +1,5 @@
 """Node layout: the devices of a machine or cluster, and which nodes and devices pools and ranks
-get.
+get. `lay_out` refuses a placement that asks for more than there is.
 
     pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each

@@ -35,6 +35,7 @@ from preferences import COMPARED_OTHERWISE, PREFERENCES
 
 from weft.algorithms import advantages as estimators
 from weft.algorithms.aggregation import Aggregation, FixedLength, sequence_mean, token_mean
+from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedImportance
 from weft.algorithms.kl import (
     AdaptiveCoefficient,
     KlPenalty,
@@ -51,12 +52,8 @@ from weft.algorithms.rewards import overlong_penalty, penalized_token_rewards
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
-    Correction,
-    Level,
     PlainPolicyGradient,
-    Rejection,
     Sapo,
-    TruncatedImportance,
     sequence_product,
     sequence_ratio,
 )

@@ -23,7 +23,7 @@ from work import APART, SCHEDULES, Work
 
 import weft
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.buffer.log_rules import Rule
 
 
 def main(work: Work, name: str, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Checks of a whole run, made before any process starts.
+"""Checks of a whole run, made before any process starts. `../node_layout.py` checks that a placement
+fits the cluster.
 
 Each raises a `UserError` that names the setting, group or node, and the fix.
 """

@@ -8,7 +8,8 @@ node.
   room (`elastic.py`).
 - Lost nodes: their ranks are replaced on others, and groups of rows that were only there are issued
   again.
-- Other groups, such as actors: the driver restarts the run from its last checkpoint.
+- Other groups, such as actors: the driver restarts the run from its last checkpoint, at most
+  `MAX_RESTARTS` times (`controllers/driver.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { h, s } from "./dom.js";
 import { ago, bytes, count, duration, number } from "./format.js";
-import { layout } from "./layout.js";
+import { layout } from "./graph_layout.js";
 import { link } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";

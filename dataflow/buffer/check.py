@@ -1,4 +1,4 @@
-"""Check a run's log against the rules for rows (`rules.py`), and compare checkpoints and samples
+"""Check a run's log against the rules for rows (`log_rules.py`), and compare checkpoints and samples
 with it.
 
 This is `weft buffer check`. It changes nothing, and also works during the run.
@@ -20,9 +20,9 @@ from ..runs.log import DAMAGED, LogReader, Position, lost_records
 from ..runs.manifest import describe
 from ..runs.samples import files_by, noted_checksums, sample_files
 from ..runs.tables import last_step
+from .log_rules import Checker, Rule, Violation
 from .logged_rows import GraphCounts
 from .recovery import ledger_checkpoints, read_checkpoint
-from .rules import Checker, Rule, Violation
 
 MAX_VIOLATIONS = 1000
 """Stop after this many violations, because later ones follow from earlier ones."""

@@ -24,7 +24,7 @@ from .segments import Segment
 Fate = Literal["wait", "mask", "requeue", "drop"]
 """How to handle a group that is too old when an update claims it: keep it waiting for a larger
 bound; train on it with every token masked (it still counts in group statistics); drop it and issue
-its prompt again; or drop it."""
+its prompt again; or drop it. `Ledger._set_aside` does so, and `logged_rows.py` checks it."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Invariants:
   gets a group when all its rows exist and are ready, or when its quorum is reached.
 - Children arrive one by one. A parent is finished by a separate event, by the end of its lease, or
   by a quorum that does not need more children. A requeued parent keeps its children and their ids.
+- An update sets a group aside if it is too old: `_set_aside` requeues or drops its rows.
 - A claim is a lease, and only the holder of its token may publish. Results of a node that takes
   groups count when its lease is finished; a release before that gives complete groups back.
 

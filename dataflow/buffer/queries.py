@@ -37,9 +37,9 @@ from ..runs.files import (
 from ..runs.samples import samples as recorded_samples
 from ..runs.tables import read_metrics, read_parquet, read_timeline
 from .check import read_log
+from .log_rules import Checker
 from .logged_rows import LoggedGroup, LoggedRow
 from .recovery import restore
-from .rules import Checker
 from .scratch import noted_folder
 from .segments import Segment, SegmentReader
 

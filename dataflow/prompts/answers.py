@@ -81,7 +81,7 @@ def after_hashes(text: str, *, at_end: bool = False) -> str | None:
 # Answers
 
 
-_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
+ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
 """Columns to search for ground truths: of verl, of data for TRL and verifiers, and the labels of
 OpenRLHF and slime."""
 
@@ -177,7 +177,7 @@ def _is_json_text(text: str) -> bool:
 
 def _usual_column(table: pa.Table, format: Format) -> str | None:
     used = {format.prompt, format.response, format.dialogue, format.text}
-    for path in _COLUMNS:
+    for path in ANSWER_COLUMNS:
         name, _, inner = path.partition(".")
         if name not in table.column_names or path in used:
             continue

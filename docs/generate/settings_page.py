@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
+from weft.algorithms.corrections import RatioCorrection, Rejection, TruncatedImportance
 from weft.algorithms.graders.math import Gsm8k
 from weft.algorithms.graders.text import Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
@@ -33,14 +34,7 @@ from weft.algorithms.preference_loss import (
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import (
-    Cispo,
-    Clipped,
-    RatioCorrection,
-    Rejection,
-    Sapo,
-    TruncatedImportance,
-)
+from weft.algorithms.surrogates import Cispo, Clipped, Sapo
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -64,8 +58,9 @@ from weft.workers.reward import RewardConfig
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
 from weft.workers.rollout import RolloutConfig
-from weft.workers.training.engine import ModelConfig, OptimizerConfig, TrainingConfig
+from weft.workers.training.engine import ModelConfig, TrainingConfig
 from weft.workers.training.lora import Lora
+from weft.workers.training.optimizer import OptimizerConfig
 
 FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",

@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
+from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedImportance, combined
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.algorithms.surrogates import (
-    Clipped,
-    Correction,
-    Level,
-    Rejection,
-    TruncatedImportance,
-    combined,
-    sequence_ratio,
-    token_ratio,
-)
+from weft.algorithms.surrogates import Clipped, sequence_ratio, token_ratio
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 

@@ -7,13 +7,14 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms.advantages import greedy_baseline, leave_one_out
+from weft.algorithms.corrections import TruncatedImportance
 from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import TruncatedImportance, sequence_product, sequence_ratio
+from weft.algorithms.surrogates import sequence_product, sequence_ratio
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource

@@ -7,11 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from weft.algorithms.aggregation import TokenMean, fixed_length, sequence_mean
+from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.loss import FrozenLoss, Loss, PackedRows, observed
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference_loss import DesirabilityLoss
-from weft.algorithms.surrogates import Clipped, Rejection, TruncatedImportance, sequence_ratio
+from weft.algorithms.surrogates import Clipped, sequence_ratio
 from weft.algorithms.values import ValueLoss
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Max, Mean, Sum

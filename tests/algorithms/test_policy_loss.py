@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
+from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
-from weft.algorithms.surrogates import (
-    Clipped,
-    Rejection,
-    TruncatedImportance,
-    sequence_product,
-    sequence_ratio,
-    token_ratio,
-)
+from weft.algorithms.surrogates import Clipped, sequence_product, sequence_ratio, token_ratio
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Mean
 

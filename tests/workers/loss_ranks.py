@@ -13,6 +13,7 @@ from spmd import one_step, take_over
 
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import fixed_length, sequence_mean
+from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
@@ -22,9 +23,7 @@ from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
     PlainPolicyGradient,
-    Rejection,
     Sapo,
-    TruncatedImportance,
     sequence_product,
     sequence_ratio,
 )

@@ -1,4 +1,4 @@
-"""VllmSettings: settings of the vLLM engine. Imports neither vLLM nor torch."""
+"""VllmSettings: settings of the vLLM engine, and the `EngineArgs` made from them. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 

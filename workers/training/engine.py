@@ -1,4 +1,5 @@
-"""The training engine protocol and the settings of models, optimizers and training.
+"""The training engine protocol, and the settings of models and training (`optimizer.py` has those
+of the optimizer).
 
 A `TrainingEngine` computes log-probabilities and takes optimizer steps for a worker. `FsdpEngine`
 (`fsdp.py`) implements it with FSDP2 and tensor parallelism on `transformers` models;
@@ -7,14 +8,13 @@ A `TrainingEngine` computes log-probabilities and takes optimizer steps for a wo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
@@ -33,6 +33,7 @@ from ..models.model_folder import (
 )
 from ..models.weight_files import check_weights
 from .lora import Lora
+from .optimizer import OptimizerConfig
 from .tensor_parallel_plan import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -204,84 +205,6 @@ sequence up to and *including* the token; the last reward covers the whole seque
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
 """Activations to recompute in the backward pass: none, of all layers, of every n-th layer, or
 all but the results of matrix products and attention, which take the most time."""
-
-FINAL_RATIO = 0.1
-"""Final learning rate relative to the peak. Above 0, so that longer runs keep learning."""
-
-
-class OptimizerConfig(Config):
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and handling of bad
-    steps."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """[rate] Peak learning rate. Raise it if the reward does not move (adapters take ten times
-    as much); lower it if the reward collapses."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if the
-    first steps do harm."""
-    decay: Literal["constant"] | tuple[Literal["linear", "cosine"], int] = "constant"
-    """How the rate falls after the warm-up. "constant" keeps the peak. ("linear", 500) or ("cosine",
-    500) falls to a tenth of the peak until optimizer step 500. Set one for a run of known length:
-    give its optimizer steps, or more to end at a higher rate."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """[factor] Share of each matrix, times the rate, to subtract in each step; norms and biases do
-    not decay. Raise it in supervised training on little data."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """[rate] Decay rates of AdamW's moments. A second value of 0.95 averages about 20 steps,
-    because gradients change during a run; 0.999 averages about 1,000. Change them to reproduce
-    another recipe."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """[norm] Scale down gradients with a larger norm; None disables clipping. Lower it if single
-    batches do harm."""
-    skip_above_grad_norm: float | None = Field(default=None, gt=0)
-    """[norm] Treat a step as bad if its gradient norm before clipping is larger. With None only
-    steps that are not finite are bad. Set it if rare batches ruin a run."""
-    moments: Literal["float32", "8bit"] = "float32"
-    """Storage of AdamW's moments. "8bit" takes a quarter of the memory and rounds the moments
-    (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it if parameters and gradients fit
-    on the GPUs but moments do not. Cannot be combined with `offload`."""
-    stop_after_bad_steps: int = Field(default=3, ge=1)
-    """[optimizer steps] Stop the run after this number of consecutive bad steps, which are never
-    applied. Raise it if bad steps come in bursts and the run recovers."""
-
-    retired: ClassVar[Mapping[str, str]] = {
-        "final_ratio": "the rate falls to a tenth; a decay over more steps ends higher",
-        "decay_steps": 'set decay=("linear", steps) or decay=("cosine", steps)',
-    }
-
-    @field_validator("decay", mode="before")
-    @classmethod
-    def _decay_has_steps(cls, decay: Any) -> Any:
-        if decay != "constant" and not isinstance(decay, tuple):
-            raise ValueError(
-                f'decay must be "constant", ("linear", steps) or ("cosine", steps), not {decay!r}'
-            )
-        return decay
-
-    @model_validator(mode="after")
-    def _decay_ends_after_the_warm_up(self) -> OptimizerConfig:
-        if self.decay != "constant" and self.decay[1] <= self.warmup_steps:
-            raise ValueError(
-                f"decay={self.decay!r} needs more steps than warmup_steps ({self.warmup_steps})"
-            )
-        return self
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0.
-
-        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay=("linear", 5))
-        >>> [round(linear.rate(step), 2) for step in range(7)]
-        [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]
-        """
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return self.learning_rate
-        shape, steps = self.decay
-        # The rate stays at its final value after the decay.
-        done = min(1.0, (step - self.warmup_steps) / (steps - self.warmup_steps))
-        left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)
 
 
 class TrainingConfig(OptimizerConfig):

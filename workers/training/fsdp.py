@@ -33,6 +33,7 @@ from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
 from ..models.node_folder import node_folder
 from ..worker import Context, rank_device
+from .adamw import in_8_bits, make_optimizer
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
@@ -40,7 +41,6 @@ from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
-from .optimizer import in_8_bits, make_optimizer
 from .packed_attention import VARLEN
 from .response_model import ResponseModel
 from .routers import Balance, Routers

@@ -17,8 +17,9 @@ from pathlib import Path
 from ...resharding.formulas import PipelineStages
 from ..models.model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
 from ..models.weight_files import stored_tensors
-from .engine import ModelConfig, OptimizerConfig
+from .engine import ModelConfig
 from .lora import Lora
+from .optimizer import OptimizerConfig
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,305 +1,89 @@
-"""AdamW with moments in float32, in host memory, or in 8 bits."""
+"""Settings of the optimizer, and the learning rate of each of its steps. `adamw.py` has AdamW."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from pydantic import Field, field_validator, model_validator
 
-from ...dataflow.errors import UserError
-from .engine import ModelConfig, OptimizerConfig
-from .memory import MISSING_TORCHAO, MOMENTS_BYTES, moment_block
-from .sharding import local_part, lying_as
+from ...dataflow.config import Config
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Torch's names of the running means of gradients and of their squares."""
+FINAL_RATIO = 0.1
+"""Final learning rate relative to the peak. Above 0, so that longer runs keep learning."""
 
 
-class _PlainMoments(torch.optim.AdamW):
-    """AdamW with float32 moments on the device of their parameters."""
+class OptimizerConfig(Config):
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and handling of bad
+    steps."""
 
-    def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the moments of a parameter before its first step."""
-        return {
-            name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
-        }
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """[rate] Peak learning rate. Raise it if the reward does not move (adapters take ten times
+    as much); lower it if the reward collapses."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if the
+    first steps do harm."""
+    decay: Literal["constant"] | tuple[Literal["linear", "cosine"], int] = "constant"
+    """How the rate falls after the warm-up. "constant" keeps the peak. ("linear", 500) or ("cosine",
+    500) falls to a tenth of the peak until optimizer step 500. Set one for a run of known length:
+    give its optimizer steps, or more to end at a higher rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """[factor] Share of each matrix, times the rate, to subtract in each step; norms and biases do
+    not decay. Raise it in supervised training on little data."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """[rate] Decay rates of AdamW's moments. A second value of 0.95 averages about 20 steps,
+    because gradients change during a run; 0.999 averages about 1,000. Change them to reproduce
+    another recipe."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """[norm] Scale down gradients with a larger norm; None disables clipping. Lower it if single
+    batches do harm."""
+    skip_above_grad_norm: float | None = Field(default=None, gt=0)
+    """[norm] Treat a step as bad if its gradient norm before clipping is larger. With None only
+    steps that are not finite are bad. Set it if rare batches ruin a run."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """Storage of AdamW's moments. "8bit" takes a quarter of the memory and rounds the moments
+    (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it if parameters and gradients fit
+    on the GPUs but moments do not. Cannot be combined with `offload`."""
+    stop_after_bad_steps: int = Field(default=3, ge=1)
+    """[optimizer steps] Stop the run after this number of consecutive bad steps, which are never
+    applied. Raise it if bad steps come in bursts and the run recovers."""
 
-    def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's moments and step count, created as in AdamW's first step."""
-        state = self.state[parameter]
-        if not state:
-            # Fused AdamW expects the step count on the parameter's device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= self.first_moments(parameter)
-        return state
-
-    def follow(self, device: torch.device) -> None:
-        """Move moments to the device of their parameters."""
-        for state in self.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device)
-
-
-# Offload: moments stay in host memory and visit the device while their parameters are updated.
-# FSDP2 itself offloads parameters and gradients (`ModelConfig.offload="everything"`); the host then
-# updates their moments in place. Over several ranks it overlaps copies with the previous layer's
-# computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
-
-
-class _HostMoments(_PlainMoments):
-    """AdamW with moments in host memory, pinned for a GPU. A step updates parameters part by part:
-    while one part is computed, the moments of the next arrive, and those of the last leave."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
-        super().__init__(groups, **settings)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._device = device
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        groups = self.param_groups
-        parts = list(_parts(groups))
-        try:
-            arrived = self._bring(parts[0][1]) if parts else None
-            for number, (group, parameters) in enumerate(parts):
-                following = parts[number + 1][1] if number + 1 < len(parts) else []
-                current, arrived = arrived, self._bring(following)
-                if self._stream is not None and current is not None:
-                    torch.cuda.current_stream(self._device).wait_event(current)
-                self.param_groups = [{**group, "params": parameters}]
-                super().step()
-                self._return(parameters)
-        finally:
-            self.param_groups = groups
-            if self._stream is not None:
-                self._stream.synchronize()  # the host may read the moments next
-
-    def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {name: self._host_zeros(parameter) for name in MOMENTS}
-
-    def follow(self, device: torch.device) -> None:
-        """Do nothing: moments stay in host memory."""
-
-    def _host_zeros(self, parameter: Tensor) -> Tensor:
-        zeros = torch.zeros_like(
-            local_part(parameter), device="cpu", memory_format=torch.preserve_format
-        )
-        return lying_as(parameter, zeros if self._stream is None else zeros.pin_memory())
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
-        """Start copying moments to the device. The event fires when they have arrived."""
-        if self._stream is None:
-            return None
-        computing = torch.cuda.current_stream(self._device)
-        with self._on_stream():
-            for parameter in parameters:
-                state = self.state[parameter]
-                for key in MOMENTS if state else ():
-                    here = local_part(state[key]).to(self._device, non_blocking=True)
-                    # The allocator must not reuse the memory before the computing stream has read it.
-                    here.record_stream(computing)
-                    state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
-        return self._stream.record_event()
-
-    def _return(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._stream is None:
-            return
-        # The moments may leave only after they have been updated.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._on_stream():
-            for parameter in parameters:
-                state = self.state[parameter]
-                for key in MOMENTS if state else ():
-                    host = state.pop(f"host_{key}", None)
-                    host = self._host_zeros(parameter) if host is None else host
-                    there = local_part(state[key])
-                    there.record_stream(self._stream)
-                    local_part(host).copy_(there, non_blocking=True)
-                    state[key] = host
-
-
-def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield parameters with a gradient to update together, and their group."""
-    for group in groups:
-        part: list[nn.Parameter] = []
-        size = 0
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            own = len(MOMENTS) * local_part(parameter).nbytes
-            if part and size + own > MOMENTS_BYTES:
-                yield group, part
-                part, size = [], 0
-            part.append(parameter)
-            size += own
-        if part:
-            yield group, part
-
-
-# 8-bit moments (arXiv:2110.02861) with numbers and update by torchao. Each block along the last
-# dimension has one scale, its largest magnitude, and per element a code: one of 256 values between
-# -1 and 1, dense near 0. The step decodes them, computes in float32, and encodes again.
-#
-# Blocks never cross the end of a row. So codes and scales are sharded like their parameter, and a
-# snapshot restores bit for bit on any number of ranks. Vectors, small tensors, and rows that are
-# not whole blocks (`memory.moment_block`) keep float32 moments.
-
-
-SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
-"""Whether each moment is signed."""
-CODES, SCALES = "_codes", "_scales"
-"""Suffixes of a moment's name."""
-_PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements to update at once: a CPU holds ten copies of them; a GPU compiles the update."""
-_SHAPES = 256
-"""Limit on compiled piece sizes: each parameter may end with a smaller piece."""
-
-
-class _EightBitMoments(_PlainMoments):
-    """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
-        super().__init__(groups, **settings)
-        self._moment, self._adamw = _load_library(device)
-        self._piece = _PIECE[device.type]
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        groups = self.param_groups
-        plain = [{**g, "params": [p for p in g["params"] if _block(p) is None]} for g in groups]
-        try:
-            self.param_groups = plain
-            super().step()
-        finally:
-            self.param_groups = groups
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and _block(parameter) is not None:
-                    self._update(parameter, group)
-
-    def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        block = _block(parameter)
-        if block is None:
-            return super().first_moments(parameter)
-        *before, last = parameter.shape
-        found: dict[str, Tensor] = {}
-        for name in MOMENTS:
-            found[name + CODES] = _lying_along(parameter, parameter.shape, 1, torch.uint8)
-            found[name + SCALES] = _lying_along(
-                parameter, (*before, last // block), block, torch.float32
-            )
-        return found
-
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state_of(parameter)
-        state["step"] += 1
-        block = _block(parameter)
-        assert block is not None
-        own, gradient = local_part(parameter.detach()).view(-1), local_part(parameter.grad).reshape(-1)  # pyright: ignore
-        parts = {name: local_part(state[name]).view(-1) for name in state if name != "step"}
-        rate = torch.tensor(group["lr"], dtype=torch.float32)
-        for start in range(0, len(own), self._piece):
-            piece = slice(start, start + self._piece)
-            blocks = slice(start // block, -(-min(piece.stop, len(own)) // block))
-            moments = [
-                self._moment(parts[name + CODES][piece], parts[name + SCALES][blocks], signed)
-                for name, signed in SIGNED.items()
-            ]
-            self._adamw(
-                own[piece], gradient[piece], state["step"], *moments, None, rate, *group["betas"], group["weight_decay"],
-                group["eps"], True, False,
-            )  # fmt: skip
-
-
-def in_8_bits(state: Iterable[str]) -> bool:
-    """Return whether a training state with these names has 8-bit moments."""
-    return any(name.endswith(CODES) for name in state)
-
-
-def _load_library(
-    device: torch.device,
-) -> tuple[Callable[[Tensor, Tensor, bool], Any], Callable[..., None]]:
-    """Return the parts of torchao that are used: (codes [n], scales [n / block], signed) -> a
-    moment that shares their memory; and the AdamW update of one parameter, in place."""
-    log = logging.getLogger("torchao")
-    level = log.level
-    log.setLevel(logging.ERROR)  # torchao warns about missing kernels for other machines
-    try:
-        from torchao.optim.adam import single_param_adam  # pyright: ignore[reportMissingImports]
-        from torchao.optim.subclass_8bit import (  # pyright: ignore[reportMissingImports]
-            OptimState8bit,
-            get_qmap_signed,
-            get_qmap_unsigned,
-        )
-    except ImportError as error:
-        raise UserError(f"{MISSING_TORCHAO} ({error})") from None
-    finally:
-        log.setLevel(level)
-    values = {
-        True: torch.tensor(get_qmap_signed(), device=device),
-        False: torch.tensor(get_qmap_unsigned(), device=device),
+    retired: ClassVar[Mapping[str, str]] = {
+        "final_ratio": "the rate falls to a tenth; a decay over more steps ends higher",
+        "decay_steps": 'set decay=("linear", steps) or decay=("cosine", steps)',
     }
 
-    def moment(codes: Tensor, scales: Tensor, signed: bool) -> Any:
-        return OptimState8bit(codes, scales, values[signed], signed, dtype=torch.float32)
+    @field_validator("decay", mode="before")
+    @classmethod
+    def _decay_has_steps(cls, decay: Any) -> Any:
+        if decay != "constant" and not isinstance(decay, tuple):
+            raise ValueError(
+                f'decay must be "constant", ("linear", steps) or ("cosine", steps), not {decay!r}'
+            )
+        return decay
 
-    update = single_param_adam
-    if device.type == "cuda":  # as in torchao; on a CPU this would need a compiler and a minute
-        compiled: Any = torch.compile
-        update = compiled(update, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
-    return moment, update
+    @model_validator(mode="after")
+    def _decay_ends_after_the_warm_up(self) -> OptimizerConfig:
+        if self.decay != "constant" and self.decay[1] <= self.warmup_steps:
+            raise ValueError(
+                f"decay={self.decay!r} needs more steps than warmup_steps ({self.warmup_steps})"
+            )
+        return self
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 0.
 
-def _block(parameter: Tensor) -> int | None:
-    """Return a parameter's block size, None for float32 moments. Equal on all ranks."""
-    last = local_part(parameter).shape[-1] if parameter.ndim else 0
-    return moment_block(tuple(parameter.shape), last)
-
-
-def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros that are sharded like a parameter, with rows that are shorter by a factor.
-    `shape` is the full tensor's."""
-    *before, last = local_part(parameter).shape
-    zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    full = torch.Size(shape)
-    stride = torch.empty(full, device="meta").stride()
-    laid = DTensor.from_local(
-        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=full, stride=stride
-    )
-    # `from_local` silently moves a part to the device type of its mesh.
-    assert laid.to_local().device == zeros.device
-    return laid
-
-
-def make_optimizer(
-    model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
-) -> _PlainMoments:
-    """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay. Raises UserError if moments="8bit" and torchao is not installed."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            # A fused operation needs one mesh.
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-    kinds = [
-        {"params": of_kind, "weight_decay": config.weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), of_kind in groups.items()
-    ]
-    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
-    if model.offload == "moments":
-        return _HostMoments(kinds, device, **settings)
-    if config.moments == "8bit":
-        return _EightBitMoments(kinds, device, **settings)
-    return _PlainMoments(kinds, **settings)
+        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay=("linear", 5))
+        >>> [round(linear.rate(step), 2) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.learning_rate
+        shape, steps = self.decay
+        # The rate stays at its final value after the decay.
+        done = min(1.0, (step - self.warmup_steps) / (steps - self.warmup_steps))
+        left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)

@@ -15,8 +15,9 @@ from ...dataflow.errors import DivergedError
 from ...dataflow.metrics import Metrics, merge
 from ...dataflow.runs.files import SKIPPED, make_folder, replacing
 from ..worker import Context
-from .engine import OptimizerConfig, OptimizerStep, TrainingEngine
+from .engine import OptimizerStep, TrainingEngine
 from .microbatch_plan import OptimizerSteps
+from .optimizer import OptimizerConfig
 
 LOSS = "loss"
 """Column with each row's share of the undivided loss of its step."""

@@ -26,7 +26,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.buffer.log_rules import Rule
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from weft.algorithms.corrections import Rejection
 from weft.algorithms.preference_loss import DesirabilityLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Rejection, Sapo
+from weft.algorithms.surrogates import Sapo
 from weft.controllers.recovery.changed_settings import (
     changes,
     recorded_settings,

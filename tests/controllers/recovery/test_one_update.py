@@ -13,7 +13,7 @@ from toy import centred, odd_prompts, toy_dapo, toy_grpo, toy_ppo
 from weft.controllers.loop import admission
 from weft.controllers.schedule import Asynchronous
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.buffer.log_rules import Rule
 from weft.dataflow.errors import StalledError
 from weft.dataflow.runs.alerts import read_alerts
 from weft.dataflow.tracing import graph

@@ -3,8 +3,8 @@
 import math
 
 from weft.dataflow.buffer.leases import Staleness
+from weft.dataflow.buffer.log_rules import Checker
 from weft.dataflow.buffer.logged_rows import GraphCounts, LoggedGroup, LoggedNode, LoggedRow
-from weft.dataflow.buffer.rules import Checker
 from weft.dataflow.graph import Graph, Node
 from weft.dataflow.runs.log import Log, LogReader, graph_record
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.workers.training.optimizer import _HostMoments, _PlainMoments
+from weft.workers.training.adamw import _HostMoments, _PlainMoments
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 SETTINGS = {"lr": 0.1, "fused": True}

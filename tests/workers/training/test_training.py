@@ -21,9 +21,9 @@ from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training.engine import OptimizerConfig
 from weft.workers.training.microbatch_plan import plan_microbatches
 from weft.workers.training.microbatches import check_rows, tokens_of
+from weft.workers.training.optimizer import OptimizerConfig
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:

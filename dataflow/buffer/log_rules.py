@@ -12,7 +12,7 @@ the record format with the ledger.
 1. name it in `Rule`;
 2. compare the event that can break it with the rows in flight, in the method of that event here
    (`_claim`, `_publish`, ...);
-3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_rules.py`.
+3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_log_rules.py`.
 
 Events change sets of rows (`logged_rows.py`).
 """

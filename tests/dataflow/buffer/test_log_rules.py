@@ -19,7 +19,7 @@ from played_ledgers import Play, Records, at, byte_of, drive, lease_of, publish,
 
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.leases import Published, Staleness
-from weft.dataflow.buffer.rules import Checker, Rule
+from weft.dataflow.buffer.log_rules import Checker, Rule
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.operation import Quorum, Shape
 from weft.dataflow.runs.log import LogReader
@@ -378,7 +378,7 @@ def test_a_row_in_no_state_or_in_two_is_not_accounted_for(true: Records):
 
 def test_the_checker_shares_no_code_with_the_ledger():
     """They share only the size of id blocks, which is part of the log format."""
-    pending, seen = ["weft.dataflow.buffer.rules"], set[str]()
+    pending, seen = ["weft.dataflow.buffer.log_rules"], set[str]()
     while pending:
         module = importlib.import_module(name := pending.pop())
         seen.add(name)

@@ -1,0 +1,168 @@
+"""Corrections: weights for tokens that another policy sampled, from the ratio of trainer and
+generator.
+
+TruncatedImportance(cap=2.0)                                  weigh with the ratio, at most `cap`
+Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
+(TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
+
+Three policies meet in one update. The *generator* (behavior policy) sampled the tokens, with
+older weights, other numerics, or a truncated distribution. The *trainer* is the policy's own
+engine before the update (the proximal policy of decoupled PPO). The *current* policy gets the
+gradient. A correction turns trainer / generator into a constant weight of each token's policy
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import Field, model_validator
+
+from ..dataflow.config import Config
+from ..dataflow.lazy import torch
+from .loss import PackedRows
+from .surrogates import sequence_product, sequence_ratio, tensors_of, token_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Level = Literal["token", "sequence", "geometric"]
+"""The ratio of a token, the product over its response, or the geometric mean over it."""
+
+
+@runtime_checkable
+class Correction(Protocol):
+    """A rule from log-ratios to weights. Instances are values: equal settings give equal
+    weights."""
+
+    weighs: ClassVar[bool]
+    """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights of T tokens (finite, no gradient), whether the ratio was above the
+        largest or below the smallest weight, and whether the token is left out ([T] bool both).
+
+        `log_ratio` is [T] nats, log trainer - log generator, 0 for tokens that are not trained.
+        """
+        ...
+
+
+class RatioCorrection(Config):
+    """A correction from p_trainer / p_generator: `TruncatedImportance` or `Rejection`."""
+
+    level: Level = "token"
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
+    response). Choose the level of the reward for an exact correction, "token" for less variance."""
+
+    def _ratio(self, log_ratio: Tensor, rows: PackedRows) -> Tensor:
+        return _LEVELS[self.level](log_ratio.detach(), rows).exp()
+
+
+class TruncatedImportance(RatioCorrection):
+    """Truncated importance sampling: w = min(p_trainer / p_generator, cap), and at least `floor`.
+
+    Per token this is IMPALA's rho (arXiv:1802.01561, §4.1), and between a training and a generating
+    engine TIS (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", 2025). Combined with a clipped ratio current / trainer it is decoupled PPO
+    (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298): `PolicyLoss(old="old_logprobs",
+    correction=TruncatedImportance())`.
+
+    The cap bounds the weights and biases the gradient towards the generator. Weights at sequence
+    level are exact for a reward of the whole response, but their variance grows with the length.
+    "geometric" avoids that with another bias.
+
+    >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
+    >>> TruncatedImportance(cap=1.5)(log_ratio, rows)[0].tolist()
+    [1.5, 0.5]
+    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows)[0].tolist()
+    [0.89..., 0.60...]
+    >>> [TruncatedImportance(level=level)(log_ratio, rows)[0].tolist() for level in ("sequence", "geometric")]
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+
+    cap: float = Field(default=2.0, gt=0)
+    """[ratio] Largest weight of a token. Lower it if single tokens make the gradient jump (a value
+    below 1 also scales down tokens on which the policies agree); raise it for less bias towards the
+    generator."""
+    floor: float = Field(default=0.0, ge=0)
+    """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer
+    finds unlikely; this over-weights them."""
+
+    @model_validator(mode="after")
+    def _floor_is_below_cap(self) -> TruncatedImportance:
+        if self.floor > self.cap:
+            raise ValueError(f"floor must be at most cap, which is {self.cap:g}, not {self.floor:g}")
+        return self
+
+    weighs: ClassVar[bool] = True
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        ratio = self._ratio(log_ratio, rows)
+        weights = ratio.clamp(self.floor, self.cap)
+        return weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+class Rejection(RatioCorrection):
+    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside `keep`.
+
+    At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
+    levels it rejects sequences. Tokens that are left out have no policy gradient, but still count
+    in the mean of the loss. Otherwise the few remaining tokens of a bad batch would weigh as much
+    as a whole good batch.
+
+    >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
+    >>> Rejection(keep=(0.5, 2.0))(log_ratio, rows)[0].tolist()
+    [0.0, 1.0, 1.0]
+    >>> Rejection(keep=(0.5, 2.0), level="sequence")(log_ratio, rows)[0].tolist()
+    [0.0, 0.0, 1.0]
+    """
+
+    keep: tuple[
+        Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]
+    ] = (0.5, 2.0)
+    """[ratio] Smallest and largest p_trainer / p_generator to keep; the largest may be infinity.
+    Raise the first to leave out more tokens that the trainer finds less likely. Lower the second if
+    the log-probability gap is large and training is unstable."""
+
+    retired: ClassVar[Mapping[str, str]] = dict.fromkeys(("low", "high"), "set keep=(low, high)")
+
+    weighs: ClassVar[bool] = False
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        ratio = self._ratio(log_ratio, rows)
+        # NaN fails both comparisons, and is left out.
+        smallest, largest = self.keep
+        inside = (ratio >= smallest) & (ratio <= largest)
+        return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
+
+
+def combined(
+    corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
+
+    >>> icepop = (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))
+    >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()
+    [4.0, 0.0, 0.0]
+    """
+    weights = torch.ones_like(log_ratio)
+    truncated = masked = torch.zeros_like(log_ratio, dtype=torch.bool)
+    for correction in corrections:
+        own_weights, own_truncated, own_masked = tensors_of(
+            correction, correction(log_ratio.detach(), rows), "weights, truncated, masked"
+        )
+        weights, truncated, masked = (
+            weights * own_weights,
+            truncated | own_truncated,
+            masked | own_masked,
+        )
+    return torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked
+
+
+_LEVELS: dict[Level, Callable[..., Any]] = {
+    "token": token_ratio,
+    "sequence": sequence_product,
+    "geometric": sequence_ratio,
+}
