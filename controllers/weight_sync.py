@@ -194,7 +194,7 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that receive a version: all that are up, or only those that lack it."""
+        """Ranks that receive a version: all that are up, or only ranks that lack it."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)

@@ -496,7 +496,7 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
             del _descriptions[next(iter(_descriptions))]
 
 
-# The previous version, to which deltas apply.
+# The previous version: deltas apply to it.
 
 
 class _HeldBoxes:

@@ -458,7 +458,7 @@ class WorkerExtension:
         return self._weft_receiver.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
-        """Send vLLM's calls to one of its own backends, until this update ends."""
+        """Send vLLM's calls to a backend of vLLM, until this update ends."""
         if self._weft_backends is None:
             model = self.model_runner.get_model()
             self._weft_backends = _VllmBackends(

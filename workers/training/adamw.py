@@ -55,7 +55,7 @@ class _PlainMoments(torch.optim.AdamW):
 
 class _HostMoments(_PlainMoments):
     """AdamW with moments in host memory, pinned for a GPU. A step updates parameters part by part:
-    while one part is computed, the moments of the next arrive, and those of the last leave."""
+    while one part is computed, the next moments arrive, and the last ones leave."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)

@@ -184,8 +184,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """Return why `peft` cannot adapt a linear layer of this name, or "": names of a dense MLP stand
-    for experts in mixtures, and fused Mamba kernels read some projections."""
+    """Return why `peft` cannot adapt a linear layer of this name, or "": names of a dense MLP mean
+    experts in mixtures, and fused Mamba kernels read some projections."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)

@@ -268,8 +268,8 @@ class ResponseModel(nn.Module):
         )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
-        """Return [T, vocabulary] logits of [T, hidden] states, by what the model runs after its
-        backbone. `outputs` come from the backbone; their hidden states are replaced."""
+        """Return [T, vocabulary] logits of [T, hidden] states, as the model computes them after
+        its backbone. `outputs` come from the backbone; their hidden states are replaced."""
         given = replace(outputs, last_hidden_state=hidden[None])
         # Copy the model but share everything except the backbone, so that other threads see it
         # unchanged.

@@ -21,7 +21,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.training import optimizer as eight_bit
+from weft.workers.training import adamw as eight_bit
 from weft.workers.training.adamw import CODES, SCALES, _EightBitMoments
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
 
