@@ -101,9 +101,10 @@ class Replica:
         cost: Generation | None,
         on_reply: OnReply,
         invent: Callable[[int], Segment],
+        at: float = 0.0,
     ) -> None:
         self.cost = cost
-        self.at = 0.0
+        self.at = at
         self._seconds_by_batch = cost.seconds_by_batch.tolist() if cost else []
         self._on_reply = on_reply
         self._invent = invent
