@@ -71,9 +71,9 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
 
 
 class _NodeLogs:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._asked_at = time.monotonic()
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._asked_at = clock()
         self._asked: dict[Any, str] = {}
         """Promise of new text -> its node."""
         self._seen: dict[str, dict[str, int]] = {}
@@ -86,7 +86,7 @@ class _NodeLogs:
         asked = {*self._asked.values()}
         self._store(take_answers(self._asked))
         self.silent -= asked - {*self._asked.values()}
-        if time.monotonic() - self._asked_at >= LOG_S:
+        if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class _NodeLogs:
         self.silent = {*self._asked.values()}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock()
         for node in hosts.keys() - {*self._asked.values()}:
             self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
 

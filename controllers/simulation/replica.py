@@ -103,9 +103,10 @@ class Replica:
         on_reply: OnReply,
         invent: Callable[[int], Segment],
         max_num_seqs: int = 256,
+        at: float = 0.0,
     ) -> None:
         self.cost = cost
-        self.at = 0.0
+        self.at = at
         self._max_num_seqs = max_num_seqs
         self._seconds_by_batch = cost.seconds_by_batch(max_num_seqs).tolist() if cost else []
         self._on_reply = on_reply

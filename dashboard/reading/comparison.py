@@ -116,7 +116,9 @@ def _at_last_common_step(
     [{'name': 'loss', 'a': 1.0, 'b': 2.0}]
     """
     step = max(set(a) & set(b), default=None)
-    names = dict.fromkeys([] if step is None else [*a[step], *b[step]])
+    if step is None:
+        return []
+    names = dict.fromkeys([*a[step], *b[step]])
     return [{"name": n, "a": a[step].get(n), "b": b[step].get(n)} for n in names if n != "step"]
 
 

@@ -100,13 +100,14 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("weft.controllers.loop.start.FILE_BYTES", 1 << 14)  # the file system is small
-    paused = Progress.paused
+    alert = Progress.alert
 
-    def makes_room(self: Progress, why: str) -> None:
-        paused(self, why)
-        (small / "ballast").unlink(missing_ok=True)
+    def makes_room(self: Progress, name: str, text: str, **how: bool) -> None:
+        alert(self, name, text, **how)
+        if name == "disk_full":
+            (small / "ballast").unlink(missing_ok=True)
 
-    monkeypatch.setattr(Progress, "paused", makes_room)
+    monkeypatch.setattr(Progress, "alert", makes_room)
     rollout = group(SlowRollout, name="rollout")
     actor = group(BigActor if who == "checkpoint" else SavingActor, name="actor")
     reward = group(FillingReward if who == "reward" else ToyReward, name="reward")

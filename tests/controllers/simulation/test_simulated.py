@@ -471,9 +471,9 @@ class Mortal(SimulatedCluster):
         return events
 
     def replace(self, group: Any, rank: int) -> None:
-        old = self._replicas[group.name, rank]
-        self._replicas[group.name, rank] = type(old)(old.cost, self._reply, self._invent)
-        self._replicas[group.name, rank].at = self.clock()
+        self._replicas[group.name, rank] = type(self._replicas[group.name, rank])(
+            self._replicas[group.name, rank].cost, self._reply, self._invent, at=self.clock()
+        )
 
     def _result(
         self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float
