@@ -310,8 +310,8 @@ class DesirabilityLoss(FrozenLoss):
     """[reward/nat] Reward per nat of log-ratio. Raise it to stay nearer to the reference; a larger
     one saturates sooner."""
     weights: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
-    """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of those that
-    are fewer: the paper recommends that weight times number is about equal for both."""
+    """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of the rarer
+    kind: the paper recommends that weight times number is about equal for both."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("desirable_weight", "undesirable_weight"), "set weights=(desirable, undesirable)"

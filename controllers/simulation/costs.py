@@ -276,9 +276,9 @@ class Generation(Config):
     """
 
     lengths: LogNormal | tuple[tuple[int, ...], ...]
-    """[tokens] Lengths of responses: `LogNormal`, or those of each row of the source, in order. Set
-    it to your task's lengths (the tail decides how much a schedule gains), or to those of a run to
-    replay it."""
+    """[tokens] Lengths of responses: `LogNormal`, or given lengths for each row of the source, in
+    order. Set it to your task's lengths (the tail decides how much a schedule gains), or give the
+    lengths of a run to replay it."""
     decode_step_s: float | Sequence[tuple[float, float]]
     """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
     between. Give values measured on your engine."""
