@@ -182,7 +182,7 @@ class ActorWorker(TrainedWorker):
         published: Metrics = {}
         if last and self._publisher is not None:
             self._publisher.finish()  # no receiver may get a mixture of two versions
-            if self.config.deltas != "off" and (compared := self._publisher.sent.compared):
+            if self.config.transport == "deltas" and (compared := self._publisher.sent.compared):
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
         staleness: Metrics = {}
         versions: Any = batch.ragged_numpy(RESPONSE_VERSIONS)[0] if RESPONSE_VERSIONS in batch else ()

@@ -24,6 +24,10 @@ EIGHTS = Nodes([(64, 8)] * 16, "the cluster")
 class ParallelConfig(ToyConfig):
     tensor_parallel: int = 1
 
+    @property
+    def replica_ranks(self) -> int:
+        return self.tensor_parallel
+
 
 class Parallel(ToyActor):
     Config = ParallelConfig

@@ -327,7 +327,7 @@ def adapter_request() -> LoRARequest:
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
     """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
-    `WorkerLoRAManager`. `settings` are "r", "lora_alpha" and "use_rslora". Return its checksum.
+    `WorkerLoRAManager`. `settings` are "r" and "lora_alpha". Return its checksum.
     Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it; the slot then
     keeps its adapter."""
     tensors = {
