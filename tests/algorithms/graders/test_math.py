@@ -127,7 +127,7 @@ def test_an_endless_comparison_gives_no_verdict_and_a_new_process_takes_over(
     assert PATIENT(r"\boxed{1}", "1") == 1
     before = PROCESS.pid
     began = time.monotonic()
-    monkeypatch.setattr(math, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(math, "DEADLINE_S", 0.5)  # waited out
     with pytest.raises(SampleError, match=r"the comparison with '2' took longer than 0\.5 s"):
         Math()(SLOW, "2")  # waited out
     monkeypatch.setattr(math, "DEADLINE_S", 60.0)

@@ -251,7 +251,7 @@ def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(checks, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(checks, "START_TIMEOUT_S", 2.0)  # waited out
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
     with drive(tmp_path, made, prompts(8), backend=Asking(), name="long") as driver:  # waited out
         assert (driver.directory.path / "asked").exists()

@@ -88,10 +88,12 @@ def test_runs_are_averaged_where_they_have_values(ask):
 def test_each_node_comes_after_all_its_inputs(ask):
     size = "{width: 10, height: 5, gapAlong: 2, gapAcross: 1}"
     edges = "[['a', 'b'], ['a', 'c'], ['b', 'd'], ['c', 'd'], ['a', 'd']]"
-    found = ask("layout", f"m.layout(['a', 'b', 'c', 'd'], {edges}, {size})")
+    found = ask("graph_layout", f"m.layout(['a', 'b', 'c', 'd'], {edges}, {size})")
     assert [found["places"][name]["x"] for name in "abcd"] == [0, 12, 12, 24]
     assert (found["width"], found["height"]) == (34, 11)
-    assert ask("layout", f"m.layout(['a', 'b'], [['a', 'b'], ['b', 'a']], {size}).places.b.x") == 12
+    assert (
+        ask("graph_layout", f"m.layout(['a', 'b'], [['a', 'b'], ['b', 'a']], {size}).places.b.x") == 12
+    )
 
 
 def test_signs_that_hide_something_are_named(ask):
