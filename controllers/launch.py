@@ -33,7 +33,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     SIGHUP is ignored under `nohup`. Other exceptions pass through.
     """
     parameter = next(iter(inspect.signature(main).parameters))
-    # The signature alone has strings under `from __future__ import annotations`.
+    # Under `from __future__ import annotations`, the signature has strings instead of types.
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         words = sys.argv[1:] if arguments is None else arguments

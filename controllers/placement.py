@@ -15,7 +15,7 @@ from ..dataflow.operation import names_arguments
 
 
 def ranks_of_a_replica(config: object) -> int:
-    """Ranks that together hold one copy of a group's model and compute the same rows."""
+    """Return how many ranks together hold one copy of a group's model and compute the same rows."""
     return getattr(config, "replica_ranks", None) or getattr(config, "tensor_parallel", 1)
 
 
@@ -81,7 +81,7 @@ class ResourcePool:
             )
         values = {"name": name, "cpus": all_cpus, "gpus": all_gpus, "nodes": nodes, "beside": beside}
         for field, value in values.items():
-            # The dataclass is frozen, and its constructor takes other arguments than its fields.
+            # The dataclass is frozen, and its constructor's arguments differ from its fields.
             object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Place:
     Args:
         pool: Pool to run on. An elastic group cannot share its pool.
         ranks: Number of ranks; for an elastic group, the maximum.
-        min_ranks: Number of ranks that an elastic group needs to work. None makes the group not
+        min_ranks: Number of ranks that an elastic group needs to work. None: the group is not
             elastic.
 
     Raises:
@@ -188,7 +188,7 @@ class Place:
 
 
 OWN = "'s own"
-"""Suffix of the pool name for a group that is not in the placement."""
+"""Suffix of the pool's name for a group that is not in the placement."""
 
 Placement = Mapping[str, Place]
 """Group name -> place. A group without one runs as one rank on a free CPU, or on the CPUs of idle
