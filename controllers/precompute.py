@@ -54,7 +54,7 @@ def precompute(
         placement: Where its groups run; see `Driver`.
         backend: See `Driver`.
         root: Folder for the run directory. With several machines, it must be on a shared file
-        system.
+            system.
         name: Name of the run directory; by default the current time.
         rows_per_step: Maximum number of rows in the buffer.
         progress: Show progress on the terminal.

@@ -106,7 +106,7 @@ def train(
         learning_rate: Learning rate of the actor and the critic. None uses the method's default,
             which suits models of 0.5B to 8B parameters, or ten times that for adapters.
         lora: Train a LoRA adapter with these settings. The frozen model also serves as the
-        reference.
+            reference.
         kl: [loss/nat] Coefficient of the KL penalty against the initial model. PPO subtracts it
             from the reward, other methods add it to the loss. 0 switches it off.
         evaluate_every: Steps from one evaluation to the next; see `held_out`.
