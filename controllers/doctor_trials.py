@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..workers.rollout import RolloutWorker
 
 Figures = Mapping[str, float | str]
-"""Measurements of a trial: name with unit -> value."""
+"""Measurements of a trial: name (with its unit) -> value."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_Trial
     """Run the trials, and print the name of each on standard error when it begins.
 
     Args:
-        gpu: use the GPUs of this machine; otherwise skip trials that need one.
-        trials: by default, all.
+        gpu: Use the GPUs of this machine; otherwise skip trials that need one.
+        trials: Trials to run; by default, all.
 
     Raises:
         UserError: torch finds no usable GPU.
@@ -82,7 +82,8 @@ def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_Trial
 
 
 def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
-    """Run a trial in a separate process, and kill it with its children after its deadline."""
+    """Run a trial in a separate process. At the trial's deadline, kill the process and its
+    children."""
     if trial.skipped_on_cpu and not gpu:
         return _TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
     started, figures = time.monotonic(), {}
@@ -100,7 +101,7 @@ def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
             else:
                 why, figures = json.loads(answer.read_text())
         finally:
-            # A trial that has ended may have left children.
+            # A trial that has ended may have left child processes.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             # Wait briefly: a process that is blocked in a device driver ends only when the device
@@ -144,10 +145,10 @@ def table_of(records: list[_TrialRecord]) -> str:
 
 
 def save_random_model(folder: Path, *, large: bool) -> Path:
-    """Save a random model of Qwen2's architecture, with a tokenizer, without downloads.
+    """Save a randomly initialized model of Qwen2's architecture and a tokenizer, without downloads.
 
     Args:
-        large: the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
+        large: Use the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -188,7 +189,7 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
 
 
 def packed_attention(folder: Path, gpu: bool) -> Figures:
-    """Compare log-probabilities of packed rows with eager attention in `transformers`."""
+    """Compare log-probabilities of packed rows with those of eager attention in `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -302,7 +303,7 @@ def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
     parts = [torch.empty(1, device=device) for _ in range(ranks)]
     dist.all_gather(parts, torch.tensor([float(rank)], device=device))
     assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
-    # The first all-reduce also made the connections, so time the second.
+    # The first all-reduce also opened the connections, so time the second.
     started = time.perf_counter()
     dist.all_reduce(numbers)
     if gpu:

@@ -186,7 +186,7 @@ class Driver:
             UserError: A setting is wrong. The message has the place, the rule, the value, and the
                 nearest correct name.
         """
-        # First of all, because a newly opened file would take the descriptor of a closed stream.
+        # Do this first, because a newly opened file would take the descriptor of a closed stream.
         hold_streams()
         display = display_for(progress)
         check_kinds(
@@ -324,8 +324,8 @@ class Driver:
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule and return the metrics of every step.
 
-        With checkpoints, SIGTERM, SIGHUP and Ctrl-C make the run save a checkpoint and end, unless
-        the script has its own handlers. The exit code is then 0, or 130 after Ctrl-C.
+        If checkpoints are on, SIGTERM, SIGHUP and Ctrl-C make the run save a checkpoint and end,
+        unless the script has its own handlers. The exit code is then 0, or 130 after Ctrl-C.
 
         If a worker dies and cannot be replaced alone, all groups restart and the run continues from
         its last checkpoint.

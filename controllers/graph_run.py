@@ -95,9 +95,9 @@ class GraphRun(ABC):
 @dataclass
 class TrainingRun(GraphRun):
     steps: int = 0
-    """Number of steps that the schedule makes."""
+    """Total number of steps of the schedule."""
     start: Cursor = field(default_factory=Cursor)
-    """Position in the data where the log begins."""
+    """Position in the data at the beginning of the log."""
     step: int = 0
     """Number of closed steps; each made an update."""
     begun: bool = False
@@ -105,23 +105,25 @@ class TrainingRun(GraphRun):
     stopped: bool = False
     open: bool = False
     taken: Counter[str] = field(default_factory=Counter)
-    """Update -> groups claimed for the current step."""
+    """Update node -> number of groups claimed for the current step."""
     trained: Counter[str] = field(default_factory=Counter)
-    """Update -> groups finished in the current step."""
+    """Update node -> number of groups finished in the current step."""
     samples: Counter[str] = field(default_factory=Counter)
-    """Update -> rows trained on in the current step."""
+    """Update node -> number of rows trained on in the current step."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Update -> tokens of these rows, including prompts."""
+    """Update node -> number of tokens in these rows, including prompts."""
     lengths: defaultdict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Update -> response lengths trained on in the current step, per call."""
+    """Update node -> lengths of the responses trained on in the current step, one array per
+    call."""
     generated: list[np.ndarray] = field(default_factory=list)
-    """Lengths of the responses finished in the current step."""
+    """Lengths of the responses generated in the current step."""
     issued: int = 0
-    """Groups issued since the last step was closed."""
+    """Number of groups issued since the last step was closed."""
     refills: int = 0
     """Number of times that the current step issued more prompts."""
     short_size: int | None = None
-    """Groups in the current step's batch if filters left too few; otherwise None."""
+    """[groups] Reduced batch size of the current step if filters left too few groups; otherwise
+    None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property
@@ -130,12 +132,13 @@ class TrainingRun(GraphRun):
 
     @property
     def step_under_way(self) -> int:
-        """The current step, until its update is published; 0 is the start of the run."""
+        """Number of the step in progress, or of the last step if the run is over. 0 is the start of
+        the run."""
         return self.step + 1 if self.begun and not self.over else self.step
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the data to resume from without the rows in flight."""
+        """Position in the data from which to resume without the rows in flight."""
         return self.start.after(
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )

@@ -86,7 +86,7 @@ class Call:
     the rows."""
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed or died, whose replies are ignored."""
+    """Ranks that failed or died. Their replies are ignored."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -110,7 +110,8 @@ class Call:
         """Record a reply of a rank. `now` is the time of the reply on the backend's clock.
 
         Raises:
-            WorkerError: The rank failed; a UserError if the user can fix it.
+            WorkerError, WorkerDied, UserError: The rank failed, its process died, or its failure is
+                one that the user can fix.
         """
         if reply.failure is not None:
             raise self._error(rank, reply.failure)
@@ -181,7 +182,7 @@ class CallRequest:
     ranks: Sequence[int] | None = None
     then: Then = lambda call: ()
     on_device: bool = False
-    """The call uses the pool's devices, so other groups on the pool must give them up first."""
+    """Whether the call uses the pool's devices, so that other groups must give them up first."""
     ledger: Ledger | None = None
     lease: Lease | None = None
     by_load: Mapping[int, int] | None = None
@@ -296,7 +297,7 @@ class WorkerGroup:
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """An update has claimed a complete batch, so the weights will change."""
+        """Whether an update has claimed a complete batch, so that the weights will change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)

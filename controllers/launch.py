@@ -24,7 +24,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
 
     Return the exit code, after cleaning up:
 
-    - 0: success, or SIGTERM or SIGHUP ended a run with checkpoints, which saved one first
+    - 0: success; also if SIGTERM or SIGHUP ended a run with checkpoints, which saves one first
     - 1: the run cannot continue
     - 2: the user can fix the error; it is printed without a traceback
     - 130: Ctrl-C; a run with checkpoints saves one first

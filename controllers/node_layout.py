@@ -5,8 +5,8 @@ raises an error for a placement that asks for more than there is.
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
     pool "rollout", 4 GPUs, beside "a"     one bundle with the devices of both, first those for "a": they share a node
 
-- A bundle is the part of a pool (and of the pools that share its nodes) on one node. The bundles of
-  a pool are on different nodes.
+- A bundle holds the part of a pool that is on one node, and the parts of pools that share this
+  node. The bundles of a pool are on different nodes.
 - Ranks are assigned to nodes in blocks. A replica's ranks are consecutive, so they share a node if
   they fit.
 - A pool without `nodes` gets as few nodes as can hold it.
@@ -40,7 +40,7 @@ class Nodes:
     where: str
     """Name of the machine or cluster in messages."""
     grow: bool = False
-    """The cluster may grow, so a pool that does not fit yet is accepted."""
+    """Whether the cluster may grow. If so, a pool that does not fit yet is accepted."""
 
     @property
     def listed(self) -> str:
@@ -323,7 +323,7 @@ OTHER: ContextVar[_OtherMachine | None] = ContextVar("OTHER", default=None)
 
 @contextmanager
 def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
-    """Pretend that this machine has these GPUs and at least four CPUs for each."""
+    """Within the block, plan for a machine with these GPUs and at least four CPUs per GPU."""
     before = OTHER.set(_OtherMachine(gpus, gpu_bytes))
     try:
         yield

@@ -116,7 +116,7 @@ class Place:
 
     Each rank gets an equal share of the pool's CPUs and GPUs.
 
-    A group with `min_ranks` is elastic. Its run starts with `min_ranks` ranks, and more join when
+    A group with `min_ranks` is elastic. A run can start with `min_ranks` ranks, and more join when
     the cluster has room. Losing a rank, such as a spot instance, costs only the rows that it holds.
     Each rank is reserved separately, on any node with room. The ranks must be independent: a
     rollout, a reward, or a worker class that is `replaceable`.
@@ -236,7 +236,8 @@ def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
     """Check that the ranks of elastic groups are independent of each other.
 
     Raises:
-        UserError: They are not. The message names the group, and the groups that can be elastic.
+        UserError: The ranks of an elastic group depend on each other. The message names the group,
+            and the groups that can be elastic.
     """
     for name, place in placement.items():
         if place.is_elastic and name in groups and not groups[name].worker_class.replaceable:
@@ -255,8 +256,8 @@ def check_beside(pools: Mapping[str, ResourcePool]) -> None:
     """Check that pools can share the nodes that they ask for.
 
     Raises:
-        UserError: A pool names an unknown pool, pools form a circle, or a pool has more nodes than
-            the pool whose nodes it shares.
+        UserError: `beside` names an unknown pool, pools share nodes in a circle, or a
+            pool has more nodes than the pool whose nodes it shares.
     """
     for pool in pools.values():
         if pool.beside is not None and pool.beside not in pools:

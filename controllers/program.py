@@ -1,4 +1,4 @@
-"""Program: record calls, and print a Python program that makes them again."""
+"""Program: records calls, and prints a Python program that makes the same calls."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call with a dropped result may change one of these names, as `fill(table)`
-        does."""
+        """Whether a call whose result is dropped, such as `fill(table)`, may change the object of
+        one of these names."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -331,7 +331,7 @@ class Program:
 
     def expression(self, value: Any) -> str:
         """Return a value as text; settings with default values are left out."""
-        is_plain = isinstance(value, str | int | float | None)  # equal ones may be the same object
+        is_plain = isinstance(value, str | int | float | None)  # equal values may be the same object
         for made, name in self._made:
             if made is value and not is_plain:
                 return self.named(name)

@@ -32,14 +32,14 @@ class Evaluation:
     A run may have several evaluations, each with its rows, name and interval. An evaluation begins
     when its groups have the weights of its step, and its metrics belong to that step.
 
-    - `Synchronous` and `Pipelined`: it runs during the next step, on groups that are idle, such as
-      the rollout during an update. Groups keep the evaluated weights until the evaluation is over,
-      and the next step cannot end before it.
+    - `Synchronous` and `Pipelined`: an evaluation runs during the next step, on groups that are
+      idle, such as the rollout during an update. Groups keep the evaluated weights until the
+      evaluation is over, and the next step cannot end before it.
     - With `Driver(stop=...)`, the next step begins after the evaluation, because `stop` reads the
       evaluation's metrics.
-    - `Asynchronous`: its rows are mixed with training rows, and `partial_rollouts` applies to its
-      unfinished responses. The metrics `oldest_version` and `newest_version` show the weights that
-      were used.
+    - `Asynchronous`: evaluation rows are mixed with training rows, and `partial_rollouts` applies
+      to their unfinished responses. The metrics `oldest_version` and `newest_version` show the
+      weights that were used.
     """
 
     graph: Graph
@@ -98,8 +98,8 @@ class RunSpec:
 
     @cached_property
     def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
-        """Return setting -> value and setting -> rule, for the settings to compare when a run is
-        resumed."""
+        """Settings to compare when a run is resumed, as two mappings: from name to value (as text),
+        and from name to rule."""
         of_graphs = {
             name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()
         }

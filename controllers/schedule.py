@@ -73,8 +73,8 @@ class Stepwise(Config):
         return False
 
     def admit(self, train: TrainingRun) -> int:
-        """Number of groups to issue: a batch for a new step, then replacements for dropped groups.
-        The buffer may allow fewer."""
+        """Return the number of groups to issue: a batch for a new step, then replacements for
+        dropped groups. The buffer may allow fewer."""
         if not train.open:
             return self.prompts_per_step
         ready = train.ledger.readiness
@@ -196,8 +196,8 @@ class Asynchronous(InParts):
         return self.max_staleness > 0
 
     def passed(self, train: TrainingRun) -> int:
-        # The update with the most groups counts. The others get the same groups, unless other nodes
-        # filter them.
+        # Count the groups of the update that has the most. The other updates get the same groups,
+        # unless nodes before them filter some.
         return max(self._reached(train), default=0) if self.overlaps else super().passed(train)
 
     def admit(self, train: TrainingRun) -> int:

@@ -113,7 +113,7 @@ def _toml_mapping(
 
 
 def _toml_lines(text: str) -> dict[str, int]:
-    """Return full name of each key -> its line number.
+    """Return a mapping from the full name of each key to its line number.
 
     >>> _toml_lines("steps = 3\\n[lora]\\nrank = 8\\n")
     {'steps': 1, 'lora': 2, 'lora.rank': 3}
@@ -147,7 +147,7 @@ def compose(
     Raises:
         UserError: A value is not allowed; the message has its place (flag, or file and line), the
             value, and the allowed values.
-        SystemExit: Help was printed (0), or an argument is wrong and was reported (2).
+        SystemExit: Help was printed (exit code 0), or an error about an argument (exit code 2).
     """
     import tyro
 
@@ -167,7 +167,7 @@ def compose(
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__
-        if error is not None:  # a settings class refused a value
+        if error is not None:  # a settings class rejected a value
             raise UserError("\n".join(_placed(settings_class, error, given, rest))) from None
         show(said.getvalue(), end="")
         raise
@@ -346,7 +346,7 @@ def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the name of each setting in the flags -> its flag with the value.
+    """Return a mapping from the name of each setting in the flags to its flag with the value.
 
     >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
     {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}

@@ -1,7 +1,7 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
 the keyboard.
 
-A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and stops.
 `launch` sets handlers for a whole script. Otherwise each run sets handlers, unless the script has
 its own.
 
@@ -106,7 +106,7 @@ def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]
     signal, or 0.
 
     Args:
-        said: Text of the line, after the name of the signal.
+        said: Text to print after the name of the signal.
         of_systems: Handle SIGTERM and SIGHUP as well as Ctrl-C.
     """
     noted: list[int] = []
@@ -139,7 +139,8 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
 
 @contextmanager
 def signals_end_script() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a script and its runs, unless ignored, as under `nohup`."""
+    """Let SIGTERM and SIGHUP end a script and its runs. An ignored signal stays ignored, as under
+    `nohup`."""
     standing = _terminals()
     heeded = [number for number in OF_SYSTEMS if signal.getsignal(number) is not signal.SIG_IGN]
     with _handled(heeded, lambda number, _: _end_run(number, standing)):

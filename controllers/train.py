@@ -87,8 +87,8 @@ def train(
     nodes of that cluster.
 
     Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
-    signal ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end
-    the run.
+    signal ends it at once. If checkpoints are on, SIGTERM and SIGHUP save a checkpoint at once and
+    end the run instead.
 
     Args:
         model: Folder or Hugging Face id of the model.
@@ -101,8 +101,8 @@ def train(
             "problem_text", "too_long": "drop"}`.
         steps: Number of updates.
         prompts_per_step: Number of prompts, pairs or responses of the data per update.
-        n: Responses per prompt. None uses the method's default.
-        max_tokens: Maximum length of a response.
+        n: Number of responses per prompt. None uses the method's default.
+        max_tokens: Maximum length of a response in tokens.
         learning_rate: Learning rate of the actor and the critic. None uses the method's default,
             which suits models of 0.5B to 8B parameters, or ten times that for adapters.
         lora: Train a LoRA adapter with these settings. The frozen model also serves as the

@@ -1,4 +1,4 @@
-"""WeightSync: transfer new weights from leaders to the groups that follow them.
+"""WeightSync: transfers new weights from leaders to the groups that follow them.
 
     leader: publish_weights ──> follower: receive_weights ──> leader: finish_publishing
                                   leader: send_weights (if the transfer needs it)
@@ -77,8 +77,8 @@ class WeightSync:
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Return follower (among these groups) -> its version once the weights that are due have
-        arrived."""
+        """Return a mapping from each of these groups that is a follower to the version that it has
+        once the weights that are due have arrived."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -207,7 +207,8 @@ class WeightSync:
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
-        """Compare log-probabilities of new ranks with the leader's before they get rows."""
+        """Compare log-probabilities of new ranks with the leader's before the new ranks get
+        rows."""
         group = call.group
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again

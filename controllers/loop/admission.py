@@ -1,4 +1,4 @@
-"""Admission: decide how many prompts to issue, and when an evaluation begins."""
+"""Admission: decides how many prompts to issue, and when an evaluation begins."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Admission:
         """Begin evaluations that are due, and issue prompts for training.
 
         Raises:
-            StalledError: No step could ever end, because filters drop too many rows or the buffer
+            StalledError: The step can never end, because filters drop too many rows or the buffer
                 is too small.
             NoSignalError: In the first two steps, filters dropped every group because its rewards
                 were equal.
@@ -107,7 +107,8 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """End the current step with the groups that passed, if the schedule allows it."""
+        """Shorten the current step to the groups that passed, or raise StalledError if that is not
+        possible."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:

@@ -1,4 +1,4 @@
-"""Calls: every call of a run, from its request to its last reply.
+"""Calls: manages every call of a run, from its request to its last reply.
 
     queued ──> waiting for the devices of a shared pool ──> running ──last reply──> ended
       ^                                                                               │
@@ -103,7 +103,7 @@ ranks."""
 
 
 class Calls:
-    """Queued requests and running calls, with their replies."""
+    """Queues requests, makes their calls, and handles the replies."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class Calls:
         return changed
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Return group -> share of the time since the last step in which it had no running call."""
+        """Return a mapping from each group to the share of the time since the last step in which
+        the group had no running call."""
         spans, self._spans = self._spans, defaultdict(list)
         for call in self.under_way:
             spans[call.group.name].append((call.started, now))
@@ -232,8 +233,8 @@ class Calls:
                 else:
                     rows[call] = [event]
                 continue
-            # Keep the order of replies: rows before a failure or the end of a call are published
-            # first.
+            # Keep the order of replies: first publish rows that came before a failure or the end of
+            # a call.
             for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)

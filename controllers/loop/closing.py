@@ -1,4 +1,4 @@
-"""Closing: end steps and evaluations that are over, and record their metrics."""
+"""Closing: ends steps and evaluations that are over, and records their metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..weight_sync import WeightSync
 from .calls import Calls
 
 READ_S = 1.0
-"""[s] How long a reading of memory stays valid."""
+"""[s] How long a reading of memory use stays valid."""
 
 
 class Closing:

@@ -1,4 +1,4 @@
-"""Dispatcher: give idle worker groups the rows that are ready for their nodes.
+"""Dispatcher: gives idle worker groups the rows that are ready for their nodes.
 
 - A group starts nothing while it is busy, except interruptible calls (generation that overlaps
   training).
@@ -275,8 +275,8 @@ class Dispatcher:
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update of the group would change weights that are being evaluated. Its
-        followers keep their weights, so evaluations on them do not count."""
+        """Whether an update of the group would change weights that are being evaluated. The update
+        leaves the weights of its followers unchanged, so evaluations on followers do not count."""
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:

@@ -1,4 +1,4 @@
-"""LiveState: write the current state of a run to `live.json` in its directory, for the dashboard
+"""LiveState: writes the current state of a run to `live.json` in its directory, for the dashboard
 and other viewers.
 
     {"at": 1763851200.2, "time_s": 812.4, "step": 12,
@@ -66,8 +66,8 @@ class LiveState:
         first seen."""
         self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
         self._past = defaultdict(deque)
-        """Graph -> pairs of a past time and node -> (rows that had arrived at it, rows that had
-        left it)."""
+        """Graph -> list of (past time, node -> (rows that had arrived at the node, rows that had
+        left it))."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Recording: add to every graph a node that writes its samples to the run directory in the
+"""Recording: adds to every graph a node that writes the graph's samples to the run directory in the
 background.
 
 A group is recorded when all other nodes are done with it. Its rows are stored under the step that
@@ -114,7 +114,7 @@ def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: boo
 
 
 def recorded_steps(graph_run: GraphRun, lease: Lease, every: int) -> dict[int, int]:
-    """Return group to record -> step that its samples are stored under.
+    """Return a mapping from each group to record to the step under which its samples are stored.
 
     Args:
         every: [steps] Record every n-th step; 0 records none.

@@ -327,7 +327,8 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. Without checkpoints, `Closing` ends it."""
+        """Whether the run should save itself and end. Without checkpoints, `Closing` ends the
+        run."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._requests.stop_asked)
 
     @property

@@ -351,7 +351,8 @@ class ExecutorThread:
         return self._worker
 
     def replies_to(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task. They are empty while the worker is being made."""
+        """Yield the replies to a task. While the worker is still being made, yield empty
+        replies."""
         while not self._up.wait(POLL_S):
             if self.has_advanced():
                 yield Reply()

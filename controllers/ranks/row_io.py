@@ -156,13 +156,13 @@ def _joined(parts: list[Children]) -> Children:
 
 
 class Publisher:
-    """Check and write the results of a call, at once or in parts.
+    """Checks and writes the results of a call, at once or in parts.
 
-    - A map, group or filter returns rows that it was given, each at most once. A map and a group
-      must return all.
-    - An expansion returns new rows of its parents: all rows of a parent together, in order, or
-      `Children` with their numbers. Each row gets the sample id reserved for its parent and number.
-      Rows published earlier are skipped.
+    - A map, group or filter returns rows that it was given, each at most once. A map or a group
+      must return all of them.
+    - An expansion returns new rows made from given rows, their parents: either all rows of a parent
+      together, in order, or `Children` with their numbers. Each row gets the sample id reserved for
+      its parent and number. Rows published earlier are skipped.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:

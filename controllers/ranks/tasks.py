@@ -102,7 +102,7 @@ def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, 
 
 
 class FailureKind(Enum):
-    """Kind of a failure, which decides how it is handled."""
+    """Kind of a failure, which decides how the driver handles it."""
 
     EXCEPTION = auto()
     USER_ERROR = auto()

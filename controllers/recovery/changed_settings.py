@@ -65,8 +65,8 @@ def changes(
 ) -> list[str]:
     """Return the changed settings under a rule, as "NAME was X, is Y".
 
-    A setting that only one side has counts only if the other side has a value in place of an
-    enclosing setting, such as None.
+    A setting that only one side has is compared with the closest enclosing setting of the other
+    side, which may be None. If there is no such setting, it is left out.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):
@@ -146,7 +146,7 @@ def _text(value: Any) -> str:
 
 
 def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
-    """Return value and name of a setting, or of the closest setting that contains it."""
+    """Return the value and name of a setting, or of the closest setting that contains it."""
     while name not in settings and "." in name:
         name = name.rpartition(".")[0]
     return settings.get(name), name

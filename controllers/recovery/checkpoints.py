@@ -160,7 +160,8 @@ class CheckpointFolder:
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
-        """Path of a step's unfinished checkpoint, unique to this start of the run."""
+        """Return the path of a step's unfinished checkpoint, which is unique to this start of the
+        run."""
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
@@ -168,7 +169,7 @@ class CheckpointFolder:
         """Make the folder of an unfinished checkpoint, with the driver's state.
 
         Raises:
-            OSError: For example because the disk is full. The caller may try again.
+            OSError: A write failed, for example because the disk is full. The caller may try again.
         """
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
@@ -183,7 +184,7 @@ class CheckpointFolder:
 
         Raises:
             TakenOverError: Another driver has taken over the run.
-            OSError: For example because the disk is full.
+            OSError: A write failed, for example because the disk is full.
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
@@ -205,7 +206,8 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
-        """Return file -> bytes of an unfinished checkpoint; empty while it is renamed."""
+        """Return path -> size [bytes] of the files of an unfinished checkpoint; empty while the
+        checkpoint is renamed."""
         with suppress(OSError):
             return {p: p.stat().st_size for p in self.unfinished(step).rglob("*") if p.is_file()}
         return {}

@@ -50,9 +50,9 @@ from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_c
 #     ADDRESS/NAME/samples/*, metrics.arrows, ...   samples, metrics, timeline
 #     ADDRESS/NAME/copied.json                      checksums of the copied samples and log parts
 #
-# A file is written unless the copy has the same checksum, and extra files in the copy are removed: the
-# run may have gone back, or another run may have had its name. Before that, checkpoints that no longer
-# belong to the run lose their manifests.
+# Weft first removes the manifests of checkpoints that no longer belong to the run: the run may have gone
+# back to an earlier step, or another run may have had its name. Then it writes the files whose checksums
+# differ from the copy's, and removes extra files from the copy.
 #
 # Columns of rows are not copied. A run resumed from a copy issues the groups in flight again.
 
@@ -103,7 +103,8 @@ class _RemoteRun:
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Return name -> bytes of a folder's files; empty if it does not exist."""
+        """Return name -> size [bytes] of the files in a folder; empty if the folder does not
+        exist."""
         selector = pf.FileSelector(folder, allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
 
@@ -134,7 +135,8 @@ class _RemoteRun:
         position = RunState.read(checkpoint).position
         samples = sorted((run / SAMPLES).glob("*.arrow"))
         written = self._write_changed(run, samples)
-        # Read the tail of the log first: if the log is cut from here on, reading the tail notices it.
+        # Open the tail of the log before listing the parts. If the log is cut in between, reading
+        # the tail raises OSError.
         tail = part_before(buffer / LOG, position)
         parts = sorted((buffer / HISTORY).glob("*.log.zst"))
         written += self._write_changed(run, parts)
@@ -197,7 +199,7 @@ class _RemoteRun:
         return written
 
     def _describe(self, path: Path) -> Mapping[str, Any]:
-        """Return size and checksum of a local file, read only if it has changed."""
+        """Return the size and checksum of a local file. The file is read only if it has changed."""
         found = path.stat()
         at = found.st_size, found.st_mtime_ns
         if self._described.get(path, (None,))[0] != at:

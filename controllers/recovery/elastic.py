@@ -8,7 +8,7 @@
   there is room, for example on spot instances.
 - The run continues with the ranks that are up. Below `min_ranks` it waits for more, with a
   deadline.
-- A rank that failed to start is retried after a pause, which doubles.
+- A rank that failed to start is retried after a pause, which doubles each time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Elastic:
         """(group, rank) -> number of starts since the rank was last up."""
         self._tried: dict[tuple[str, int], float] = {}
         self._short_since: dict[str, float] = {}
-        """Group with too few ranks -> time since which it has had too few."""
+        """Group with too few ranks -> time at which it was first seen with too few."""
 
     @property
     def waits(self) -> bool:

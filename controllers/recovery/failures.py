@@ -78,8 +78,8 @@ MAX_FAILURES = 3
 """Number of failures after which a sample is dropped. If a call without rows fails this often, the
 run ends."""
 FEWEST_ROWS = 100
-"""[rows] Smallest number of rows that the share of failed rows refers to, so that a few early
-failures do not end a run."""
+"""[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures
+do not end a run."""
 LOOK_S = 1.0
 """[s] Time between two checks for silent ranks."""
 
@@ -155,7 +155,7 @@ class Failures:
     # Calls and replies
 
     def called(self, call: Call) -> None:
-        """Record a call. The silence of its idle ranks counts from now."""
+        """Record a call. For ranks that were idle, the time without a reply starts now."""
         now = self._backend.clock()
         for rank in call.ranks:
             others = self._called.setdefault((call.group.name, rank), {})

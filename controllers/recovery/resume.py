@@ -51,7 +51,7 @@ class ResumePoint:
 
     @property
     def given_up(self) -> str:
-        """Describes what is lost when a run resumes without the rows in flight."""
+        """Description of what is lost when a run resumes without the rows in flight."""
         if self.from_first_row:
             return (
                 "the log and the responses in flight are discarded; the training data or their order changed, so training begins with "

@@ -91,7 +91,7 @@ class Saving:
         self._naming: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._looked = self._grew = 0.0
-        """Times of the last look at the size of the checkpoint, and of its last growth [s]."""
+        """[s] Times of the last check of the checkpoint's size, and of its last growth."""
         self._extent: object = None
         """A value that changes whenever the checkpoint grows."""
         self._hashed = 0
