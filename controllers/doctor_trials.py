@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from ..workers.rollout import RolloutWorker
 
 Figures = Mapping[str, float | str]
-"""Measurements of a trial: name with unit -> value."""
+"""Measurements of a trial: name (with its unit) -> value."""
 
 
 @dataclass(frozen=True)
 class _Trial:
     name: str
     claim: str
-    """The claim that it supports, and the page with that claim."""
+    """The claim that the trial supports, and the documentation page that makes it."""
     run: Callable[[Path, bool], Figures]
-    """A function of a module, called with a folder for its files and whether to use GPUs. Raises
-    AssertionError on failure."""
+    """A module-level function, called with a folder for its files and whether to use GPUs. It
+    raises AssertionError on failure."""
     deadline_s: float
     skipped_on_cpu: str = ""
     """Reason to skip it without GPUs, or empty to run it on CPUs as well."""
@@ -61,8 +61,8 @@ def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_Trial
     """Run the trials, and print the name of each on standard error when it begins.
 
     Args:
-        gpu: use the GPUs of this machine; otherwise skip trials that need one.
-        trials: by default, all.
+        gpu: Use the GPUs of this machine; otherwise skip trials that need one.
+        trials: Trials to run; by default, all.
 
     Raises:
         UserError: torch finds no usable GPU.
@@ -82,7 +82,8 @@ def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_Trial
 
 
 def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
-    """Run a trial in a separate process, and kill it with its children after its deadline."""
+    """Run a trial in a separate process. At the trial's deadline, kill the process and its
+    children."""
     if trial.skipped_on_cpu and not gpu:
         return _TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
     started, figures = time.monotonic(), {}
@@ -100,10 +101,11 @@ def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
             else:
                 why, figures = json.loads(answer.read_text())
         finally:
-            # A trial that has ended may have left children.
+            # A trial that has ended may have left child processes.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            # A process that waits for a device in the kernel ends only when the device answers.
+            # Wait briefly: a process that is blocked in a device driver ends only when the device
+            # answers.
             child.wait(0.5)
             child.close_input()
             child.stdout.close()
@@ -115,9 +117,9 @@ ANSWER = "answer.json"
 
 
 def _main(place: str, folder: str, device: str) -> None:
-    """Run the function of a trial, and write (error, figures)."""
+    """Run the function of a trial, and write its error and figures to the file ANSWER."""
     os.chdir(folder)
-    # Output of the trial, and of its children.
+    # Send the output of the trial and of its children to a file.
     os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
     module, _, function = place.partition(":")
     why, figures = "", {}
@@ -129,7 +131,7 @@ def _main(place: str, folder: str, device: str) -> None:
         # chr(10), because Python 3.11 allows no backslash in an f-string's expression.
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     Path(ANSWER).write_text(json.dumps([why, figures]))
-    os._exit(0)  # threads of libraries must not delay the end
+    os._exit(0)  # do not wait for threads of libraries
 
 
 def table_of(records: list[_TrialRecord]) -> str:
@@ -143,10 +145,10 @@ def table_of(records: list[_TrialRecord]) -> str:
 
 
 def save_random_model(folder: Path, *, large: bool) -> Path:
-    """Save a random model of Qwen2's architecture, with a tokenizer, without downloads.
+    """Save a randomly initialized model of Qwen2's architecture and a tokenizer, without downloads.
 
     Args:
-        large: the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
+        large: Use the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -187,7 +189,7 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
 
 
 def packed_attention(folder: Path, gpu: bool) -> Figures:
-    """Compare log-probabilities of packed rows with eager attention in `transformers`."""
+    """Compare log-probabilities of packed rows with those of eager attention in `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -211,7 +213,7 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
             logprobs = straight(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         theirs = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu()
         off = max(off, float((theirs - torch.tensor(mine)).abs().max()))
-    # [nats] A tolerance for rounding in float32.
+    # [nats] Tolerance for rounding in float32.
     assert off < 1e-3, f"packed rows are {off:.2g} nats off from eager attention"
     return {"largest difference (nats)": f"{off:.1e}", "device": str(engine.device)}
 
@@ -229,7 +231,7 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
     mine = _logprobs(actor, prompts, responses)
     gap = np.abs(np.concatenate(mine) - np.concatenate(theirs))
     rollout.close()
-    # [nats] Two programs that compute in bfloat16.
+    # [nats] Tolerance for two programs that compute in bfloat16.
     assert gap.mean() < 0.05, f"log-probabilities are {gap.mean():.3g} nats apart on average"
     return {
         "seconds": round(seconds, 2),
@@ -240,7 +242,8 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
 
 
 def colocated(folder: Path, gpu: bool) -> Figures:
-    """Run training and vLLM in turns on one GPU. Each must free its memory and answer as before."""
+    """Run training and vLLM in turns on one GPU. Each must free its memory when the other runs, and
+    vLLM must then sample the same tokens as before."""
     actor, rollout = _pair(folder, gpu)
     both = _used_gib()
     before = _sampled(rollout)[1]
@@ -272,7 +275,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     ranks = torch.cuda.device_count() if gpu else 2
     collect = partial(_collect, f"file://{folder}/rendezvous", ranks, gpu)
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:  # CUDA does not survive a fork
-        # The error of a rank comes at once, also while the other ranks wait for that rank.
+        # This raises a rank's error at once, even while the other ranks wait for that rank.
         found = pool.imap_unordered(collect, range(ranks))
         slowest = max(found.next(timeout=50) for _ in range(ranks))
     return {
@@ -283,7 +286,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
 
 
 def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
-    """Check the collectives of a rank, and return the seconds of an all-reduce."""
+    """Check the collectives on one rank, and return the duration of an all-reduce in seconds."""
     import torch
     import torch.distributed as dist
 
@@ -300,7 +303,7 @@ def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
     parts = [torch.empty(1, device=device) for _ in range(ranks)]
     dist.all_gather(parts, torch.tensor([float(rank)], device=device))
     assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
-    # The first all-reduce also made the connections, so time the second.
+    # The first all-reduce also opened the connections, so time the second.
     started = time.perf_counter()
     dist.all_reduce(numbers)
     if gpu:
@@ -311,7 +314,7 @@ def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
 
 
 def grpo(folder: Path, gpu: bool) -> Figures:
-    """Train twenty steps of GRPO with a random model, by `weft.train`."""
+    """Train a random model for twenty steps of GRPO with `weft.train`."""
     from .train import train
 
     model = save_random_model(folder / "model", large=gpu)
@@ -343,7 +346,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
 
 
 def letters(response: str) -> float:
-    """Return the share of letters, a cheap reward."""
+    """Return the share of characters that are letters, as a cheap reward."""
     return sum(character.isalpha() for character in response) / max(1, len(response))
 
 
@@ -401,7 +404,8 @@ def _send_weights(actor: ActorWorker, rollout: RolloutWorker) -> None:
 
 
 def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], list[Any]]:
-    """Return (prompts, responses, log-probabilities of response tokens) of a few rows."""
+    """Generate a few responses, and return (prompts, responses, log-probabilities of response
+    tokens)."""
     import numpy as np
 
     from ..algorithms.sampling import Sampling

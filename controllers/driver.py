@@ -1,5 +1,4 @@
-"""Driver: the user's handle on a run. It checks the run, starts it, and restarts it from its last
-checkpoint."""
+"""Driver: checks a run, starts it, and restarts it from its last checkpoint after a failure."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
 
-# Versions of the packages that affect a run's numbers
+# Packages whose versions affect a run's results
 
 PACKAGES = (
     "weft",
@@ -74,8 +73,8 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return package -> installed version, without importing any. Packages that are not installed
-    are left out."""
+    """Return package name -> installed version, without importing the packages. Packages that are
+    not installed are left out."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -86,23 +85,24 @@ def versions() -> dict[str, str]:
 # Driver
 
 MAX_RESTARTS = 3
-"""Largest number of automatic restarts from the same checkpoint."""
+"""Maximum number of automatic restarts from the same checkpoint."""
 
 
 @names_arguments
 class Driver:
-    """A training run: check the settings, start the workers, follow the schedule, stop the workers.
+    """A training run. The driver checks the settings, starts the workers, runs the schedule and
+    stops the workers.
 
     Use it as a context manager. Leaving the `with` block ends every process that the run started,
-    also after an error:
+    even after an error:
 
         with weft.Driver(graph, schedule=weft.Synchronous(steps=100), name="first") as driver:
             metrics = driver.run()
             driver.call(actor, "save", path=driver.directory.path / "model")
 
     The constructor starts no process. It checks the graphs, settings and placement, and creates the
-    run directory. With checkpoints, `run` restarts from the last one when a worker dies that cannot
-    be replaced.
+    run directory. With checkpoints, `run` restarts from the last one if a worker dies and cannot be
+    replaced.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Driver:
             UserError: A setting is wrong. The message has the place, the rule, the value, and the
                 nearest correct name.
         """
-        # Before anything opens a file, so that no file takes the place of a closed stream.
+        # Do this first, because a newly opened file would take the descriptor of a closed stream.
         hold_streams()
         display = display_for(progress)
         check_kinds(
@@ -225,7 +225,7 @@ class Driver:
             check_resumes(self._spec, handles, point)
             return at_place_in_data(self._spec, point)
 
-        # In a cluster job, the environment may set both.
+        # In a cluster job, environment variables may set the root and the run to resume.
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
         if self._point is not None and (
@@ -269,7 +269,7 @@ class Driver:
         return None if self._run is None or self._run.closed else self._run.buffer
 
     def __enter__(self) -> Driver:
-        """Start the worker groups and give every follower its leader's weights."""
+        """Start the worker groups and send every follower its leader's weights."""
         if self._with_dashboard:
             try:
                 self.say(f"dashboard: {start_dashboard(self.directory.path)}")
@@ -300,8 +300,8 @@ class Driver:
         self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
-        """End every process of the run and release its directory. Another driver can then resume
-        it."""
+        """End every process of the run and release its directory, so that another driver can resume
+        the run."""
         try:
             self._end()
         finally:
@@ -324,8 +324,8 @@ class Driver:
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule and return the metrics of every step.
 
-        With checkpoints, SIGTERM, SIGHUP and Ctrl-C save one and end the run, unless the script has
-        its own handlers. The exit code is 0, or 130 after Ctrl-C.
+        If checkpoints are on, SIGTERM, SIGHUP and Ctrl-C make the run save a checkpoint and end,
+        unless the script has its own handlers. The exit code is then 0, or 130 after Ctrl-C.
 
         If a worker dies and cannot be replaced alone, all groups restart and the run continues from
         its last checkpoint.
@@ -364,7 +364,7 @@ class Driver:
         self._end()
         lock = self.directory.lock
         assert lock is not None
-        # The next start has a new epoch; this fails if another driver has taken over the run.
+        # Begin a new epoch of the lock. This fails if another driver has taken over the run.
         lock.renew()
         try:
             point = find_checkpoint(self.directory.path)
@@ -373,7 +373,7 @@ class Driver:
                 f"{damaged}\nIt was needed for a restart after this error: {error}"
             ) from error
         assert point is not None
-        # Count before the start, so that failed starts are bounded as well.
+        # Count before the start, so that failed starts count as well.
         self._restarts[point.path.name] += 1
         self._point = point
         self.directory = point.reopen(lock)
@@ -386,8 +386,8 @@ class Driver:
         self._history.progress.say(text)
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group between runs, for example to save a model. Return the result of
-        each rank.
+        """Call a method of a group outside of `run`, for example to save a model. Return the ranks'
+        results, in rank order.
 
         Args:
             handle: The group, as `weft.group` returned it.
@@ -414,12 +414,12 @@ class Driver:
 def _checked(
     graph: Graph, evaluations: Sequence[Evaluation], placement: Placement | None, **settings: Any
 ) -> tuple[RunSpec, Mapping[str, Handle]]:
-    """Check the run and return its specification, and the handles of its graphs."""
+    """Check the run. Return its specification, and name -> handle of the groups in its graphs."""
     names = check_names(evaluations)
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
-    # This changes settings of groups, so it comes before checks that read them.
+    # This changes settings of groups, so call it before the checks that read them.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())

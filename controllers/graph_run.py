@@ -1,4 +1,4 @@
-"""GraphRun: the state of one graph while it runs, for training or evaluations."""
+"""GraphRun: the state of a training or evaluation graph while it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..dataflow.source import Cursor
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to write for metrics: values, and `NAME_low` and `NAME_high` (95 %
-    interval) of estimates.
+    """Return the numbers to record for metrics: their values and, for estimates, `NAME_low` and
+    `NAME_high`, the ends of a 95 % interval.
 
     >>> {name: round(value, 3) for name, value in values_of({"pass@1": Estimate.of([1.0, 0.0, 1.0, 1.0])}).items()}
     {'pass@1': 0.75, 'pass@1_low': 0.301, 'pass@1_high': 0.954}
@@ -49,7 +49,7 @@ class GraphRun(ABC):
     ledger: Ledger
     positions: Iterator[int]
     num_tokens: np.ndarray
-    """[source rows] Tokens of each row."""
+    """[source rows] Number of tokens of each row."""
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
@@ -77,7 +77,8 @@ class GraphRun(ABC):
         return len(chosen)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. A node without columns publishes empty results."""
+        """Finish the rows of a lease. For a node that writes no columns, first publish empty
+        results."""
         if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
@@ -94,33 +95,35 @@ class GraphRun(ABC):
 @dataclass
 class TrainingRun(GraphRun):
     steps: int = 0
-    """Number of steps that the schedule makes."""
+    """Total number of steps of the schedule."""
     start: Cursor = field(default_factory=Cursor)
-    """Position in the data where the log begins."""
+    """Position in the data at the beginning of the log."""
     step: int = 0
     """Number of closed steps; each made an update."""
     begun: bool = False
-    """Step 0, the start of the run, is closed."""
+    """Whether step 0, the start of the run, is closed."""
     stopped: bool = False
     open: bool = False
     taken: Counter[str] = field(default_factory=Counter)
-    """Update -> groups claimed for the current step."""
+    """Update node -> number of groups claimed for the current step."""
     trained: Counter[str] = field(default_factory=Counter)
-    """Update -> groups finished in the current step."""
+    """Update node -> number of groups finished in the current step."""
     samples: Counter[str] = field(default_factory=Counter)
-    """Update -> rows trained on in the current step."""
+    """Update node -> number of rows trained on in the current step."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Update -> tokens of these rows, including prompts."""
+    """Update node -> number of tokens in these rows, including prompts."""
     lengths: defaultdict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Update -> response lengths trained on in the current step, per call."""
+    """Update node -> lengths of the responses trained on in the current step, one array per
+    call."""
     generated: list[np.ndarray] = field(default_factory=list)
-    """Lengths of the responses finished in the current step."""
+    """Lengths of the responses generated in the current step."""
     issued: int = 0
-    """Groups issued since the last step was closed."""
+    """Number of groups issued since the last step was closed."""
     refills: int = 0
     """Number of times that the current step issued more prompts."""
     short_size: int | None = None
-    """Groups in the current step's batch if filters left too few; otherwise None."""
+    """[groups] Reduced batch size of the current step if filters left too few groups; otherwise
+    None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property
@@ -129,12 +132,13 @@ class TrainingRun(GraphRun):
 
     @property
     def step_under_way(self) -> int:
-        """The current step, until its update is published; 0 is the start of the run."""
+        """Number of the step in progress, or of the last step if the run is over. 0 is the start of
+        the run."""
         return self.step + 1 if self.begun and not self.over else self.step
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the data to resume from without the rows in flight."""
+        """Position in the data from which to resume without the rows in flight."""
         return self.start.after(
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )
@@ -167,12 +171,12 @@ class TrainingRun(GraphRun):
         tokens = lease.num_tokens
         self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups
-        # The tokens of a row include its prompt, which its group has counted.
+        # A row's tokens include its prompt, whose length is in its group.
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """Close the step and return its metrics. If generation `overlaps` training, the trained and
-        the generated responses differ."""
+        """Close the step and return its metrics. If generation `overlaps` training, they include
+        how the lengths of trained responses differ from those of generated ones."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
@@ -202,7 +206,8 @@ class _EvaluationUnderWay:
 
 @dataclass
 class EvaluationRun(GraphRun):
-    """An evaluation graph. Each evaluated step makes one pass over its source."""
+    """An evaluation graph and its state. Each evaluated step makes one pass over the graph's
+    source."""
 
     due: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """Step whose evaluation has not begun -> group -> version that the group must have first."""
@@ -224,7 +229,8 @@ class EvaluationRun(GraphRun):
         return group in self.graph.handles and (bool(self.under_way) or due)
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation with these versions, unless it has been evaluated."""
+        """Queue a step for evaluation with these versions (group -> version), unless its evaluation
+        has begun or is over."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
@@ -246,9 +252,9 @@ class EvaluationRun(GraphRun):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
-        """Close the evaluation of a step and return its metrics, with the oldest and newest version
-        if weights may change (`overlaps`) or did, because a replaced rank could not get the old
-        ones."""
+        """Close the evaluation of a step and return its metrics. They include the oldest and newest
+        version if weights may change during an evaluation (`overlaps`), or did change because a
+        replaced rank could not get the old weights."""
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))

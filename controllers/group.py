@@ -1,6 +1,6 @@
 """WorkerGroup: the ranks of one worker class, called as one object.
 
-A Call is under way; a CallRequest is made on a later turn of the loop.
+A Call is a running call. A CallRequest describes a call that the loop makes in a later turn.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Batching delay: with many ranks at work, rows wait briefly so that replies and calls carry
-# several.
+# Batching delay: with many ranks at work, finished rows wait briefly, so that each reply and each
+# call carries several rows.
 
 
 MANY_RANKS = 64
-"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/row_io.py`)
-and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
-(`loop/calls.py`)."""
+"""[ranks] With at least this many ranks at work, the ranks (`ranks/row_io.py`) and the driver
+(`loop/dispatcher.py`) delay rows, and the driver pauses between turns (`loop/calls.py`)."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -42,7 +41,7 @@ MAX_S = 2.0
 
 
 def gather_s(ranks: int) -> float:
-    """[s] Batching delay of rows if this many ranks are at work; 0 for few ranks.
+    """[s] Batching delay with this many ranks at work; 0 below MANY_RANKS.
 
     >>> gather_s(8), gather_s(100), gather_s(5000)
     (0.0, 0.4, 2.0)
@@ -53,9 +52,9 @@ def gather_s(ranks: int) -> float:
 # Group
 
 REGISTER = "register"
-"""A method of every worker, which answers with its mesh coordinates when the process is up."""
+"""Method that every worker has. It returns the mesh coordinates once the process is up."""
 Submit = Callable[[int, Task, "Call"], None]
-"""Gives a task to a rank. The backend's `wait` returns its replies."""
+"""Function that gives a task to a rank. The backend's `wait` returns the rank's replies."""
 
 
 # Calls are keys of dictionaries, so they compare by identity.
@@ -72,7 +71,7 @@ class Call:
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
-    """For an update in parts: this part completes the batch."""
+    """Whether the call completes the batch of an update. An update may run in several parts."""
     started: float = 0.0
     """[s] Start time on the backend's clock."""
     waiting: set[int] = field(default_factory=set)
@@ -81,12 +80,13 @@ class Call:
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     answered: dict[int, float] = field(default_factory=dict)
-    """[s] Rank -> time of its last reply, on the backend's clock."""
+    """[s] Rank -> time of its final reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Replica -> sample ids assigned by load; empty if the dispatch protocol spread the rows."""
+    """Replica -> ids of the samples that it got by load; empty if the dispatch protocol assigned
+    the rows."""
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed or died, whose replies are ignored."""
+    """Ranks that failed or died. Their replies are ignored."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -107,10 +107,11 @@ class Call:
         return [self.values[r] for r in self.ranks if r not in self.lost]
 
     def take_reply(self, rank: int, reply: Reply, now: float) -> None:
-        """Record a reply of a rank that came at this time on the backend's clock.
+        """Record a reply of a rank. `now` is the time of the reply on the backend's clock.
 
         Raises:
-            WorkerError: The rank failed; a UserError if the user can fix it.
+            WorkerError, WorkerDied, UserError: The rank failed, its process died, or its failure is
+                one that the user can fix.
         """
         if reply.failure is not None:
             raise self._error(rank, reply.failure)
@@ -123,7 +124,7 @@ class Call:
             self.answered[rank] = now
 
     def lose(self, rank: int) -> None:
-        """Stop waiting for a rank and ignore it."""
+        """Stop waiting for a rank and ignore its replies."""
         self.lost.add(rank)
         self.waiting.discard(rank)
 
@@ -134,7 +135,7 @@ class Call:
         )
 
     def held_by(self, rank: int) -> set[int]:
-        """Unfinished samples of a rank, if the call still has its lease."""
+        """Return the ids of a rank's unfinished samples; empty if the call holds no lease."""
         if self.lease is None or not self.holds_lease:
             return set()
         return self.lease.open.keys() & set(self.shares.get(rank, ()))
@@ -153,13 +154,13 @@ class Call:
             return UserError(where)
         if failure.kind is FailureKind.DIED:
             return WorkerDied(where)
-        # If rows are unreadable, the worker is alive but its input is lost: treat it as a death.
+        # A worker that cannot read its rows is alive, but its input is lost: treat it as dead.
         kind = WorkerDied if failure.kind is FailureKind.UNREADABLE else WorkerError
         return kind(f"{where}\n{failure.traceback.rstrip()}")
 
 
 def publishes_as_it_goes(node: Node) -> bool:
-    """Whether rows that a call has published count before the whole call is done."""
+    """Whether rows that a call has published count even if the call never finishes."""
     return (
         bool(node.writes)
         and not node.operation.takes_groups
@@ -172,8 +173,8 @@ Then = Callable[[Call], "Iterable[CallRequest]"]
 
 @dataclass(frozen=True, eq=False)
 class CallRequest:
-    """Request to call a method on some ranks, or on all that its dispatch protocol names; with a
-    lease, on its rows."""
+    """Request to call a method: on the rows of a lease, or without rows on `ranks` (None: all
+    ranks)."""
 
     group: WorkerGroup
     method: str
@@ -181,13 +182,13 @@ class CallRequest:
     ranks: Sequence[int] | None = None
     then: Then = lambda call: ()
     on_device: bool = False
-    """The other groups of the pool must give up its devices."""
+    """Whether the call uses the pool's devices, so that other groups must give them up first."""
     ledger: Ledger | None = None
     lease: Lease | None = None
     by_load: Mapping[int, int] | None = None
-    """Replica -> number of rows; None lets the dispatch protocol spread them."""
+    """Replica -> number of rows; None lets the dispatch protocol assign the rows."""
     last: bool = True
-    """These rows complete the batch of an update."""
+    """Whether these rows complete the batch of an update."""
 
     def make(self) -> Call:
         if self.ledger is None or self.lease is None:
@@ -198,7 +199,7 @@ class CallRequest:
 
 
 class UnderWay:
-    """Running calls, oldest first, with counts, so that a turn need not search all calls."""
+    """Running calls, oldest first, with counts of them, so that a turn need not scan all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
@@ -231,7 +232,7 @@ class UnderWay:
 
 
 class _Loads:
-    """Unfinished rows of each replica of a group, to balance load.
+    """Number of unfinished rows on each replica of a group, for load balancing.
 
     >>> loads = _Loads([0, 1, 2])
     >>> loads.add_rows(0, 4)
@@ -242,7 +243,7 @@ class _Loads:
     def __init__(self, replicas: Iterable[int]) -> None:
         self._rows = dict.fromkeys(replicas, 0)
         self._heap = [(0, replica) for replica in self._rows]
-        """Pairs (rows, replica). Outdated pairs stay until they reach the top."""
+        """Heap of pairs (rows, replica). Outdated pairs stay until they reach the top."""
 
     def add_rows(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
@@ -260,8 +261,8 @@ class _Loads:
         return some
 
     def spread(self, rows: int) -> dict[int, int]:
-        """Split rows so that all replicas have about equally many unfinished ones. The loads do not
-        change, and replicas without new rows are left out."""
+        """Split new rows so that all replicas end up with about equally many unfinished rows.
+        Return replica -> number of new rows, without zeros. The recorded loads do not change."""
         given: Counter[int] = Counter()
         for _ in range(rows if self._rows else 0):
             while self._heap[0][0] != self._rows[self._heap[0][1]]:
@@ -269,14 +270,14 @@ class _Loads:
             replica = self._heap[0][1]
             given[replica] += 1
             self.add_rows(replica, 1)
-        # Rows count only once their call is made (`WorkerGroup.watch`).
+        # `WorkerGroup.watch` counts the rows when their call is made.
         for replica, number in given.items():
             self.add_rows(replica, -number)
         return dict(sorted(given.items()))
 
 
 class WorkerGroup:
-    """The running side of a handle: its ranks, and methods to call them."""
+    """The running workers of a handle: their ranks, and methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -290,13 +291,13 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Absent ranks of an elastic group, because the cluster has no room. They are not called."""
+        """Ranks of an elastic group for which the cluster has no room. They are not called."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """An update with a complete batch is claimed, so the weights will change."""
+        """Whether an update has claimed a complete batch, so that the weights will change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -311,7 +312,7 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
 
-    # Some workers read the files of their model for it, so only groups that balance rows ask.
+    # Computed on first use, because some workers read their model's files for it.
     @cached_property
     def _row_cost(self) -> RowCost:
         worker = self.handle.worker_class
@@ -360,16 +361,16 @@ class WorkerGroup:
         return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
 
     def is_free(self, *, to_join: bool) -> bool:
-        """Whether a new call can begin; with `to_join`, also while all running calls are
-        interruptible."""
+        """Whether a new call can begin: no call is running or, with `to_join`, all running calls
+        are interruptible."""
         calls = self.at_work
         return not len(calls) or (to_join and calls.interruptible == len(calls))
 
     def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
-        """Call a method without rows, without waiting.
+        """Call a method that takes no rows. Return without waiting for replies.
 
         Args:
-            method: A remote method, or REGISTER, which a new process answers when it is up.
+            method: Name of a remote method, or REGISTER.
             ranks: Ranks to call; by default all, and for an elastic group all that are up.
 
         Raises:
@@ -377,7 +378,8 @@ class WorkerGroup:
         """
         if method != REGISTER:
             self._dispatch(method)
-        # A replaced rank of a fixed group answers once it is up; an elastic group does without it.
+        # A fixed group also calls ranks that are being replaced; they answer once they are up. An
+        # elastic group skips them.
         every = self.up if self.place.is_elastic else range(len(self.mesh))
         called = every if ranks is None else ranks
         call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
@@ -388,21 +390,21 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Replica -> number of rows, so that all have about equally many unfinished ones; no
-        zeros."""
+        """Return replica -> number of new rows, so that all replicas end up with about equally many
+        unfinished rows. Replicas without new rows are left out."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
         self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
     ) -> Call:
-        """Call a node's method on the rows of a lease, without waiting."""
+        """Call a node's method on the rows of a lease. Return without waiting for replies."""
         node = lease.node
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
         for replica, number in [(None, lease.num_rows)] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
-            # A replica with one rank gets all rows, whatever the protocol.
+            # The only rank of a replica gets all of its rows, whatever the dispatch protocol.
             if replica is not None and len(self._ranks_of[replica]) == 1:
                 shares[self._ranks_of[replica][0]] = range(begin, begin + number)
                 keep.add(self._ranks_of[replica][0])
@@ -456,19 +458,22 @@ class WorkerGroup:
     def _distribute(
         self, dispatch: Dispatch, sizes: RowSizes, replica: int | None
     ) -> tuple[dict[int, Sequence[int]], set[int]]:
-        """Row indexes for each rank (of a replica or all), and the ranks whose results are kept."""
+        """Return rank -> indexes of its rows, and the ranks whose results are kept. If `replica` is
+        given, only its ranks get rows."""
         chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
             raise UserError(
                 f"{dispatch!r} returned {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
             )
-        # A rank without rows is called as well: it takes part in the collectives of its group.
+        # A rank with an empty share is called too, because it takes part in the group's
+        # collectives.
         shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         return shares, {chosen[k] for k in dispatch.collect(mesh)}
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
-        """Ranks of a call, and their coordinates with data-parallel replicas numbered from 0."""
+        """Return the ranks of a call, and their coordinates with data-parallel replicas numbered
+        from 0."""
         if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
             return range(len(self.mesh)), self.mesh
         if replica is not None:

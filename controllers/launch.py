@@ -24,7 +24,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
 
     Return the exit code, after cleaning up:
 
-    - 0: success, or SIGTERM or SIGHUP ended a run with checkpoints, which saved one first
+    - 0: success; also if SIGTERM or SIGHUP ended a run with checkpoints, which saves one first
     - 1: the run cannot continue
     - 2: the user can fix the error; it is printed without a traceback
     - 130: Ctrl-C; a run with checkpoints saves one first
@@ -33,7 +33,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     SIGHUP is ignored under `nohup`. Other exceptions pass through.
     """
     parameter = next(iter(inspect.signature(main).parameters))
-    # The signature alone has strings under `from __future__ import annotations`.
+    # Under `from __future__ import annotations`, the signature has strings instead of types.
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         words = sys.argv[1:] if arguments is None else arguments

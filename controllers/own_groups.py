@@ -22,7 +22,7 @@ def group_of(node: Node) -> str:
 def own_groups(
     graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int
 ) -> dict[str, Handle]:
-    """Return the added groups, by name."""
+    """Return the groups that Weft adds, by name."""
     for name, what in RESERVED.items():
         if name in handles:
             raise UserError(

@@ -15,7 +15,7 @@ from ..dataflow.operation import names_arguments
 
 
 def ranks_of_a_replica(config: object) -> int:
-    """Ranks that together hold one copy of a group's model and compute the same rows."""
+    """Return how many ranks together hold one copy of a group's model and compute the same rows."""
     return getattr(config, "replica_ranks", None) or getattr(config, "tensor_parallel", 1)
 
 
@@ -81,7 +81,7 @@ class ResourcePool:
             )
         values = {"name": name, "cpus": all_cpus, "gpus": all_gpus, "nodes": nodes, "beside": beside}
         for field, value in values.items():
-            # The dataclass is frozen, and its constructor takes other arguments than its fields.
+            # The dataclass is frozen, and its constructor's arguments differ from its fields.
             object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class Place:
 
     Each rank gets an equal share of the pool's CPUs and GPUs.
 
-    A group with `min_ranks` is elastic. Its run starts with `min_ranks` ranks, and more join when
+    A group with `min_ranks` is elastic. A run can start with `min_ranks` ranks, and more join when
     the cluster has room. Losing a rank, such as a spot instance, costs only the rows that it holds.
     Each rank is reserved separately, on any node with room. The ranks must be independent: a
     rollout, a reward, or a worker class that is `replaceable`.
@@ -127,7 +127,7 @@ class Place:
     Args:
         pool: Pool to run on. An elastic group cannot share its pool.
         ranks: Number of ranks; for an elastic group, the maximum.
-        min_ranks: Number of ranks that an elastic group needs to work. None makes the group not
+        min_ranks: Number of ranks that an elastic group needs to work. None: the group is not
             elastic.
 
     Raises:
@@ -188,7 +188,7 @@ class Place:
 
 
 OWN = "'s own"
-"""Suffix of the pool name for a group that is not in the placement."""
+"""Suffix of the pool's name for a group that is not in the placement."""
 
 Placement = Mapping[str, Place]
 """Group name -> place. A group without one runs as one rank on a free CPU, or on the CPUs of idle
@@ -236,7 +236,8 @@ def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
     """Check that the ranks of elastic groups are independent of each other.
 
     Raises:
-        UserError: They are not. The message names the group, and the groups that can be elastic.
+        UserError: The ranks of an elastic group depend on each other. The message names the group,
+            and the groups that can be elastic.
     """
     for name, place in placement.items():
         if place.is_elastic and name in groups and not groups[name].worker_class.replaceable:
@@ -255,8 +256,8 @@ def check_beside(pools: Mapping[str, ResourcePool]) -> None:
     """Check that pools can share the nodes that they ask for.
 
     Raises:
-        UserError: A pool names an unknown pool, pools form a circle, or a pool has more nodes than
-            the pool whose nodes it shares.
+        UserError: `beside` names an unknown pool, pools share nodes in a circle, or a
+            pool has more nodes than the pool whose nodes it shares.
     """
     for pool in pools.values():
         if pool.beside is not None and pool.beside not in pools:

@@ -1,4 +1,4 @@
-"""precompute: compute constant columns once, before training, and store them with the source."""
+"""precompute: compute constant columns once, before training, and add them to the source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .prechecks.dry_run import is_planning, note_pass
 from .schedule import Synchronous
 
 ROW_NUMBER = "row_number"
-"""Temporary column of the source that keeps the order of rows."""
+"""Temporary column with each row's position in the source."""
 
 
 def precompute(
@@ -53,14 +53,14 @@ def precompute(
         graph: A graph whose nodes only add columns.
         placement: Where its groups run; see `Driver`.
         backend: See `Driver`.
-        root: Folder for the run directory. With several machines, all of them must see it.
+        root: Folder for the run directory. With several machines, it must be on a shared file
+            system.
         name: Name of the run directory; by default the current time.
         rows_per_step: Maximum number of rows in the buffer.
         progress: Show progress on the terminal.
 
     Raises:
-        UserError: The graph updates weights, adds no column to its source's rows, or drops some of
-            them.
+        UserError: The graph updates weights, adds no column to its source's rows, or drops rows.
     """
     if rows_per_step < 1:
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
@@ -75,7 +75,7 @@ def precompute(
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
-        # Rows come back in any order, so they carry their number.
+        # Rows come back in any order, so each carries its row number.
         with_numbers = table.append_column(ROW_NUMBER, pa.array(np.arange(number)))
         numbered = TableSource(graph.source.name, with_numbers, file_columns(graph.source))
         nodes = (*graph.nodes, _writing(writers, folder))
@@ -94,7 +94,7 @@ def precompute(
             driver.run()
         found = _in_order(graph, _read(folder))
     finally:
-        # The columns are in memory by then.
+        # The columns are in memory, so the files are not needed anymore.
         shutil.rmtree(folder, ignore_errors=True)
     return _with_written(graph, {column: found[column] for column in writers})
 
@@ -108,7 +108,7 @@ def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray
 
 
 def _writers(graph: Graph) -> dict[str, str]:
-    """Column of the source's rows -> the node that writes it."""
+    """Return column -> name of the node that writes it, for columns of the source's rows."""
     updating = next((n.name for n in graph.nodes if n.operation.updates), None)
     if updating:
         raise UserError(
@@ -145,7 +145,7 @@ def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
     kept = rows.select(columns).record
     with (
-        # Calls have different rows, so the first sample makes the name unique.
+        # Calls have different rows, so the id of the first sample makes the file name unique.
         pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, kept.schema) as writer,
     ):
@@ -153,7 +153,7 @@ def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
 
 
 def _writing(writers: dict[str, str], folder: Path) -> Node:
-    """A node that stores the columns that the other nodes write."""
+    """Return a node that stores the columns that the other nodes write."""
     columns = (ROW_NUMBER, *writers)
     declaration = declaration_of(write_columns)
     assert declaration is not None

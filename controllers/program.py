@@ -1,4 +1,4 @@
-"""Program: record calls, and print a Python program that makes them again."""
+"""Program: records calls, and prints a Python program that makes the same calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..dataflow.errors import UserError
 
 # Definitions: source text of the functions, classes and objects of a script. `_Script` finds the
 # top-level statements that define a name, and their dependencies. `factory` returns the text of a
-# closure and the names that it encloses.
+# closure and its free variables.
 
 
 MAIN = "__main__"
@@ -42,9 +42,9 @@ class _Part:
     place: tuple[int, int]
     text: str
     binds: frozenset[str]
-    """Names that it defines or whose objects it changes."""
+    """Names that the statement defines or whose objects it changes."""
     reads: frozenset[str]
-    """Names of the script that it refers to, also inside functions."""
+    """Names of the script that the statement uses, including inside functions."""
     calls: str = ""
     """Root name of a call whose result is dropped, such as `table` in `table.update(...)`."""
     star: str = ""
@@ -79,8 +79,7 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Statements that define these names, and their dependencies, in the order of the
-        script."""
+        """Return the statements that define these names and their dependencies, in script order."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -96,14 +95,14 @@ class _Script:
         # A future import changes the meaning of the other statements.
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
         for path in (part for part in self.parts if part.text.startswith("sys.path.")):
-            # imports may depend on it
+            # later imports may depend on it
             wanted |= {path, *(self.needed(set(path.reads)) if not path.reads <= known else ())}
             known |= path.reads
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call with a dropped result may change one of these names, as `fill(table)`
-        does."""
+        """Whether a call whose result is dropped, such as `fill(table)`, may change the object of
+        one of these names."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -116,15 +115,16 @@ class _Script:
         return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
-        """Index of the `from module import *` that alone provides this name."""
+        """Return the index of the `from module import *` that provides this name; None if another
+        statement defines it."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the current one. A block that contains it is replaced by its
-        statements."""
+        """Yield the statements before the current one. A block that contains the current statement
+        is replaced by the statements in the block."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -150,7 +150,7 @@ class _Script:
         else:
             lines = text.splitlines()[_first_line(node) - 1 : node.end_lineno]
             is_whole = node.col_offset == 0 or isinstance(node, _DEFINITIONS)
-            # Such lines may hold other statements as well, so print this one from its tree.
+            # Other lines may hold several statements, so print this one from its syntax tree.
             written = is_whole and ";" not in lines[-1]
             source = textwrap.dedent("\n".join(lines)) if written else ast.unparse(node)
         binds, reads = names_of(source)
@@ -169,7 +169,8 @@ class _Script:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Names that statements bind, and global names that they (or functions in them) refer to.
+    """Return the names that statements bind, and the global names that they use, including inside
+    functions.
 
     >>> names_of("def area(r): return r * r * PI")
     ({'area'}, {'PI'})
@@ -189,8 +190,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
-    """Return the text of a function (of a lambda, an expression), and the names that it
-    encloses."""
+    """Return the source text of a function or lambda, and the names of its free variables."""
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
     except (OSError, TypeError, SyntaxError):
@@ -247,7 +247,7 @@ WIDEST = 120
 
 
 class Program:
-    """Calls that were made, as a program. Results of earlier calls appear by name.
+    """Records calls and writes them as a program, in which results of earlier calls appear by name.
 
     The text begins with the imports and the script's definitions that the calls use. If the script
     already uses a name, such as `reward`, the program writes `weft_reward` instead.
@@ -268,7 +268,8 @@ class Program:
         """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
         self._definitions: dict[str, str] = {}
-        """Name -> text that defines it: closures, and names of scripts without source text."""
+        """Name -> text that defines it, for closures and for names of scripts without source
+        text."""
         self._renamed: set[str] = set()
         """Names of the program that the script also defines."""
 
@@ -285,7 +286,7 @@ class Program:
         self._statements.append(write)
 
     def named(self, name: str) -> str:
-        """Name of a result in the text."""
+        """Return the name of a result in the program's text."""
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call_text(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
@@ -307,7 +308,8 @@ class Program:
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
-        # The script uses some of the program's names: rename the program's, and write it again.
+        # The script already uses some of the program's names: rename those, and write the lines
+        # again.
         if own & taken:
             self._renamed = own & taken
             lines = [write() for write in self._statements]
@@ -329,11 +331,11 @@ class Program:
 
     def expression(self, value: Any) -> str:
         """Return a value as text; settings with default values are left out."""
-        is_plain = isinstance(value, str | int | float | None)  # equal ones may be the same object
+        is_plain = isinstance(value, str | int | float | None)  # equal values may be the same object
         for made, name in self._made:
             if made is value and not is_plain:
                 return self.named(name)
-        # Before plain values, because a member of an IntEnum is also an int.
+        # Check enums before plain values, because a member of an IntEnum is also an int.
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
         if value is None or isinstance(value, bool | str | bytes | int | float | Path):
@@ -358,14 +360,16 @@ class Program:
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
-            # The text must not depend on hashes, and elements need not be comparable.
+            # Sort by `repr`: the text must not depend on hashes, and elements may not be
+            # comparable.
             return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Any other object: its name in the script or a module, or a call of its class."""
+        """Return the text of any other object: its name in the script or a module, or a call that
+        constructs it."""
         name = self._script.name_of(value)
         if name is not None:
             self._needs.add(name)
@@ -385,7 +389,8 @@ class Program:
         return self.call_text(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
-        """A function or class by name; a closure as a call that makes it."""
+        """Return the text of a function or class: its name, or for a closure, a call that creates
+        it."""
         if inspect.ismethod(function):
             owner = function.__self__
             return f"{self.expression(owner)}.{function.__name__}"
@@ -422,7 +427,7 @@ class Program:
 
     def _define(self, name: str, value: Any) -> None:
         """Define a name of a script without source text (such as a notebook) by its value."""
-        self._definitions[name] = ""  # against endless recursion: it may refer to itself
+        self._definitions[name] = ""  # ends the recursion if the value refers to itself
         if isinstance(value, ModuleType):
             text = f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
         elif inspect.isfunction(value) and value.__module__ == MAIN and value.__name__ == name:
@@ -434,7 +439,7 @@ class Program:
                 text = text if not text.startswith("lambda") else f"{name} = {text}"
         else:
             text = f"{name} = {self.expression(value)}"
-        # Add it again at the end, so that definitions that it uses come first.
+        # Move it to the end, after the definitions that it uses.
         del self._definitions[name]
         if text != f"{name} = {name}":
             self._definitions[name] = text
@@ -453,7 +458,8 @@ class Program:
                 self._define(name, value)
 
     def _closure(self, function: FunctionType) -> str:
-        """A lambda inline, or a call of a factory with the enclosed values."""
+        """Return a lambda inline, or a call of a factory function with the values of the free
+        variables."""
         text, enclosed = factory(function)
         self._define_reads(text, function)
         values = inspect.getclosurevars(function).nonlocals
@@ -474,7 +480,7 @@ class Program:
         return made if not enclosed else f"{made}({arguments})"
 
     def _unused(self, name: str, text: str) -> str:
-        """A free name for a definition, or the name of an equal definition."""
+        """Return an unused name for a definition, or the name of an identical definition."""
         number, free = 1, name
         while self._script.has(free) or self._definitions.get(free, text) not in (
             text,
@@ -485,7 +491,8 @@ class Program:
         return free
 
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
-        """Import a name, with an alias if the script or another import uses the name."""
+        """Import a name, and return the name that it has in the program: an alias if the script or
+        another import already uses the name."""
         names = self._imports.setdefault(module, {})
         others = {
             n for other, imported in self._imports.items() if other != module for n in imported.values()
@@ -519,7 +526,8 @@ def _literal(value: Any) -> str:
 
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
-    """Constructor arguments of an object whose class stores each one as an attribute."""
+    """Return the constructor arguments of an object. Its class must store each as an attribute of
+    the same name, or of that name with a leading underscore."""
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
         construct is not object.__init__ or getattr(value, "__dict__", None) is None

@@ -30,16 +30,16 @@ class Evaluation:
     after the last.
 
     A run may have several evaluations, each with its rows, name and interval. An evaluation begins
-    when the weights of its step have arrived, and its metrics belong to that step.
+    when its groups have the weights of its step, and its metrics belong to that step.
 
-    - `Synchronous` and `Pipelined`: it runs during the next step, on groups that are idle, such as
-      the rollout during an update. Groups keep the evaluated weights until it is over, and the next
-      step cannot end before.
+    - `Synchronous` and `Pipelined`: an evaluation runs during the next step, on groups that are
+      idle, such as the rollout during an update. Groups keep the evaluated weights until the
+      evaluation is over, and the next step cannot end before it.
     - With `Driver(stop=...)`, the next step begins after the evaluation, because `stop` reads the
-      metrics.
-    - `Asynchronous`: its rows are mixed with training rows, and `partial_rollouts` applies to its
-      unfinished responses. The metrics `oldest_version` and `newest_version` show the weights that
-      were used.
+      evaluation's metrics.
+    - `Asynchronous`: evaluation rows are mixed with training rows, and `partial_rollouts` applies
+      to their unfinished responses. The metrics `oldest_version` and `newest_version` show the
+      weights that were used.
     """
 
     graph: Graph
@@ -59,7 +59,8 @@ class Evaluation:
             raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
 
     def is_due(self, step: int, *, over: bool) -> bool:
-        """Whether a finished step is evaluated; 0 is the start of the run. The last step is `over`.
+        """Whether to evaluate after a step. Step 0 is the start of the run, and `over` marks the
+        last step.
 
         >>> graph: Any = None
         >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
@@ -97,7 +98,8 @@ class RunSpec:
 
     @cached_property
     def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
-        """Settings that are compared when a run is resumed, and the rule for each."""
+        """Settings to compare when a run is resumed, as two mappings: from name to value (as text),
+        and from name to rule."""
         of_graphs = {
             name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()
         }
@@ -117,7 +119,7 @@ class RunSpec:
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        # Graphs share groups, so several may have the same edge.
+        # Graphs share groups, so several graphs may have the same edge.
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 

@@ -3,7 +3,7 @@
 
 The loop asks the schedule of the training graph three questions: how many groups to issue
 (`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
-issues its whole source when it begins, so it only needs a share (`share_of_evaluation`).
+issues its whole source when it begins, so the loop only asks for shares (`share_of_evaluation`).
 
 Evaluations and training wait for each other:
 
@@ -12,8 +12,9 @@ Evaluations and training wait for each other:
 - Otherwise an evaluation uses the groups that the next step leaves idle. Groups keep the evaluated
   weights until it is over. Until then the next step cannot end, and the evaluation of a later step
   cannot begin.
-- If also a `stop` function reads the metrics, no step begins while an evaluation is due or running,
-  and an evaluation begins only when nothing else runs (`RunSpec.evaluations_hold_training`).
+- If a `stop` function reads the metrics as well, no step begins while an evaluation is due or
+  running, and an evaluation begins only when nothing else runs
+  (`RunSpec.evaluations_hold_training`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Share:
     max_rows: int | None = None
     """Maximum number of rows, for a node that takes rows; None allows all that are ready."""
     last: bool = True
-    """This share completes the batch of an update."""
+    """Whether this share completes the batch of an update."""
 
 
 MAX_REFILLS = 10
-"""How many times a step may issue more prompts because filters dropped groups. Beyond this, a step
-would generate over eleven times its batch, so the data or the filter is wrong."""
+"""Maximum number of times that a step issues prompts to replace groups that filters dropped. A step
+that needs more has generated eleven batches, so its data or filter is probably wrong."""
 
 
 class Stepwise(Config):
@@ -72,25 +73,25 @@ class Stepwise(Config):
         return False
 
     def admit(self, train: TrainingRun) -> int:
-        """Number of groups to issue: a batch for a new step, then replacements for dropped groups.
-        The buffer may allow fewer."""
+        """Return the number of groups to issue: a batch for a new step, then replacements for
+        dropped groups. The buffer may allow fewer."""
         if not train.open:
             return self.prompts_per_step
         ready = train.ledger.readiness
-        # Groups on their way may still pass the filters, so replace none before they arrive.
+        # Groups in flight may still pass the filters, so issue no replacements before they arrive.
         arrived = all(ready.settled(n) or ready.exhausted(n) for n in train.updates)
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
-        """Groups that an update still needs to complete its batch of the step."""
+        """Return how many groups an update still needs to complete its batch of the step."""
         return max(0, self.size(train) - self.passed(train)) if train.updates else 0
 
     def size(self, train: TrainingRun) -> int:
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
-        """Groups of the current step that passed the filters of every update, claimed or ready to
-        claim."""
+        """Return how many groups of the current step have passed the filters of every update,
+        whether claimed or not."""
         return min(self._reached(train), default=0)
 
     def _reached(self, train: TrainingRun) -> list[int]:
@@ -99,11 +100,11 @@ class Stepwise(Config):
     def shorten(self, train: TrainingRun) -> int:
         """Shorten the batch of the current step to the groups that have passed the filters.
 
-        If updates have begun with all of them, wait for one more. Return the new batch size, or 0
-        if no group has passed.
+        If an update has claimed all of these groups, the batch has one group more. Return the new
+        batch size, or 0 if no group has passed.
         """
         passed = self.passed(train)
-        # An update that took every group so far needs one more to complete its batch.
+        # An update that has claimed every group so far needs one more to complete its batch.
         train.short_size = max(passed, 1 + max(train.taken.values(), default=0)) if passed else None
         return passed and self.size(train)
 
@@ -111,7 +112,7 @@ class Stepwise(Config):
         return train.open and not train.ledger.live.groups_at_work and not self.lacks(train)
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
-        """Claim everything of the step at once. An update waits until its batch is complete."""
+        """Claim all rows of the step at once. An update waits until its batch is complete."""
         if not train.ledger.readiness.settled(node) or (node.operation.updates and self.lacks(train)):
             return None
         return Share()
@@ -119,9 +120,9 @@ class Stepwise(Config):
     def _when_ready(
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
     ) -> Share | None:
-        """Claim whatever is ready. An update takes at least `part` groups and one per replica, or
+        """Claim whatever is ready. An update claims at least `part` groups and one per replica, or
         the rest of its batch."""
-        # An observer gets the whole batch at once, because its metrics are about a step.
+        # An observer gets the whole batch at once, because its metrics describe a whole step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
             enough = ready >= self.size(train) or train.ledger.readiness.settled(node)
@@ -139,7 +140,7 @@ class Stepwise(Config):
 
 
 class Synchronous(Stepwise):
-    """Each step generates all responses, scores all, then updates. Training is exactly
+    """Each step generates all responses, scores them, then updates the weights. Training is exactly
     on-policy."""
 
     @property
@@ -161,9 +162,9 @@ class InParts(Stepwise):
 
 
 class Pipelined(InParts):
-    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it.
-    Rewards, references, advantages and gradients are computed while other responses are still
-    generated."""
+    """Makes the same updates as `Synchronous`, but each node starts as soon as groups are ready for
+    it. Workers compute rewards, reference log-probabilities, advantages and gradients while other
+    responses are still being generated."""
 
     @property
     def max_staleness(self) -> int:
@@ -174,9 +175,9 @@ class Pipelined(InParts):
 
 
 class Asynchronous(InParts):
-    """Generation does not wait for training, up to a bound on staleness. Prompts are issued ahead,
-    as many as can be trained on in time (arXiv:2505.24298, section 4.1; arXiv:2507.01663). New
-    weights are loaded between two steps of generation."""
+    """Generation runs ahead of training, up to a limit on staleness. The driver issues as many
+    prompts as can be trained on within that limit (arXiv:2505.24298, section 4.1;
+    arXiv:2507.01663). Engines load new weights between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
     """[updates] How many updates a row's oldest token may lag behind the weights that it trains; 0
@@ -195,8 +196,8 @@ class Asynchronous(InParts):
         return self.max_staleness > 0
 
     def passed(self, train: TrainingRun) -> int:
-        # An update that has claimed fewer groups than another gets the rest, unless other nodes
-        # filter them.
+        # Count the groups of the update that has the most. The other updates get the same groups,
+        # unless nodes before them filter some.
         return max(self._reached(train), default=0) if self.overlaps else super().passed(train)
 
     def admit(self, train: TrainingRun) -> int:
@@ -212,7 +213,8 @@ class Asynchronous(InParts):
             return self._when_settled(train, node)
         reserved = 0
         if node.operation.updates and train.ledger.readiness.ready_groups(node):
-            # Each later batch must keep room for the groups that reach their staleness limit then.
+            # Reserve room for unfinished groups, unless the later batches within their staleness
+            # limit can hold all of them.
             for began, due in train.ledger.readiness.not_offered_until(node):
                 later = max(0, began + self.max_staleness - version)
                 if later > self.max_staleness:

@@ -1,5 +1,5 @@
-"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones
-win."""
+"""Settings of a script: class defaults, then a file (`--config FILE`), then flags. Later values
+override earlier ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _yaml(path: Path, text: str) -> dict[str, _Placed]:
     import yaml
 
     try:
-        # Composed nodes know their lines, which `yaml.load` drops.
+        # `yaml.compose` keeps line numbers, which `yaml.load` drops.
         root = yaml.compose(text, yaml.SafeLoader)
         loader = yaml.SafeLoader("")
         if root is None:
@@ -113,7 +113,7 @@ def _toml_mapping(
 
 
 def _toml_lines(text: str) -> dict[str, int]:
-    """Full name of a key -> its line number.
+    """Return a mapping from the full name of each key to its line number.
 
     >>> _toml_lines("steps = 3\\n[lora]\\nrank = 8\\n")
     {'steps': 1, 'lora': 2, 'lora.rank': 3}
@@ -137,21 +137,22 @@ OPTION = "--config"
 def compose(
     settings_class: type[Config], arguments: Sequence[str], description: str | None = None
 ) -> tuple[Config, dict[str, str]]:
-    """Read settings from the command line, and from a settings file if it names one.
+    """Read settings from the command line, and from a settings file if `--config` is among the
+    arguments.
 
     Returns:
-        The settings; and name of each (nested names have dots) -> its flag, `FILE:LINE`, or
-            "default".
+        The settings, and a mapping from the name of each setting (nested names have dots) to its
+            origin: its flag, `FILE:LINE`, or "default".
 
     Raises:
         UserError: A value is not allowed; the message has its place (flag, or file and line), the
             value, and the allowed values.
-        SystemExit: Help was printed (0), or an argument is wrong and was reported (2).
+        SystemExit: Help was printed (exit code 0), or an error about an argument (exit code 2).
     """
     import tyro
 
     rest, file = _without_config(settings_class, arguments)
-    # Check the file first: its errors name lines, which tyro does not know.
+    # Check the file first: errors of `check` name lines, which tyro does not know.
     given = check(settings_class, read_settings_file(file)) if file is not None else {}
     about = f"{description or ''}\n\n{OPTION} FILE reads settings from a YAML or TOML file; flags win over it.".strip()
     # Check before tyro does, for shorter messages that name the nearest setting.
@@ -166,7 +167,7 @@ def compose(
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__
-        if error is not None:  # a settings class refused a value
+        if error is not None:  # a settings class rejected a value
             raise UserError("\n".join(_placed(settings_class, error, given, rest))) from None
         show(said.getvalue(), end="")
         raise
@@ -174,7 +175,8 @@ def compose(
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
-    """Check the names of flags, and flags with a single value. tyro checks the rest."""
+    """Check the names of all flags, and the values of flags with a single value. tyro checks the
+    rest."""
     leaves = dict(_leaves(settings_class))
     if any(config_of(field.annotation) for field in leaves.values()):
         return  # for alternatives, tyro makes subcommands with separate flags
@@ -202,14 +204,14 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
 
 
 def _takes_one(annotation: Any) -> bool:
-    """Whether a setting has one plain value, which pydantic parses as tyro does."""
+    """Whether a setting has one plain value, which pydantic and tyro parse in the same way."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
     is_choice = get_origin(annotation) is Literal or any(get_origin(kind) is Literal for kind in kinds)
     return is_choice or all(kind in (int, float) for kind in kinds)
 
 
 def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Name of each setting (nested names have dots), and its field."""
+    """Yield the name of each setting (nested names have dots), and its field."""
     for name, field in settings_class.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
             yield from _leaves(field.annotation, f"{above}{name}.")
@@ -220,7 +222,7 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 def check(
     settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
 ) -> dict[str, _Placed]:
-    """Check each value of a file, and return full name -> value of its field's type.
+    """Check each value of a file, and return full name -> value, converted to its field's type.
 
     Raises:
         UserError: Something is wrong; the message has one line per problem.
@@ -247,7 +249,8 @@ def check(
 
 
 def config_of(annotation: Any) -> type[Config] | None:
-    """The configuration class of a field, or None if it has none. An optional class counts."""
+    """Return the Config class in a field's annotation, which may be optional; None if there is
+    none."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Config):
             return each
@@ -287,7 +290,8 @@ def _plain(value: Any) -> Any:
 def _without_config(
     settings_class: type[Config], arguments: Sequence[str]
 ) -> tuple[list[str], Path | None]:
-    """Split off the settings file. A script that has a setting `config` cannot have one."""
+    """Return the arguments without `--config FILE`, and the file. If the script has a setting
+    `config`, it cannot have a settings file."""
     if "config" in settings_class.model_fields:
         return list(arguments), None
     rest, files = list[str](), list[str]()
@@ -309,7 +313,8 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
-    """Settings before flags are read, not validated as a whole, because a flag may fix them."""
+    """Return the settings from the file and the defaults, before flags are read. They are not
+    validated as a whole, because a flag may fix them."""
     import tyro
 
     values: dict[str, Any] = {}
@@ -328,7 +333,7 @@ def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: 
 
 
 def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag and the words that follow it.
+    """Yield each flag with the words that follow it.
 
     >>> list(_given_flags(["--seed=3", "--sizes", "1", "2", "--small"]))
     [('--seed', ['3']), ('--sizes', ['1', '2']), ('--small', [])]
@@ -341,7 +346,7 @@ def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Name of each setting in the flags -> the flag with its value.
+    """Return a mapping from the name of each setting in the flags to its flag with the value.
 
     >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
     {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}
@@ -375,7 +380,7 @@ def _placed(
     given: Mapping[str, _Placed],
     arguments: Sequence[str],
 ) -> Iterator[str]:
-    """Problems that a settings class found, each with its place."""
+    """Yield the problems that a settings class found, each with its flag or line."""
     flags = _flags(arguments)
     above = next(iter(_names_of(settings_class, error.of)), "")
     for name, problem in error.problems:
@@ -389,7 +394,8 @@ def _placed(
 
 
 def _names_of(settings_class: type[Config], name: str, above: str = "") -> Iterator[str]:
-    """Prefix of each place where a class is nested; the outermost class has the prefix ''."""
+    """Yield the prefix of each place where a class is nested, such as `lora.`; '' for the outermost
+    class."""
     if settings_class.__name__ == name:
         yield above
     for field, about in settings_class.model_fields.items():

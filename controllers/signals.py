@@ -1,12 +1,12 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
 the keyboard.
 
-A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
-`launch` sets handlers for a whole script. Otherwise each run sets them, unless the script has
-handlers.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and stops.
+`launch` sets handlers for a whole script. Otherwise each run sets handlers, unless the script has
+its own.
 
-Signals are deferred while a cluster starts, because an interrupted start leaves processes behind
-and libraries install handlers.
+Signals are deferred while a cluster starts, because an interrupted start would leave processes
+behind, and libraries install their own handlers during the start.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class _Ending:
     runs = 0
     """Number of runs that can save themselves."""
     asked = 0
-    """The signal that asked them to end, or 0."""
+    """Number of the signal that asked the runs to end, or 0."""
 
 
 @dataclass(frozen=True)
 class StopOnSignal:
-    """A `stop` function that ends the run after the step in progress when a signal came. It reads
-    no metrics, so no step waits for an evaluation."""
+    """A `stop` function that ends the run after the current step if a signal has come. It does not
+    read the metrics, so steps need not wait for evaluations."""
 
     noted: Callable[[], int]
 
@@ -48,8 +48,8 @@ class StopOnSignal:
 
 
 def ask_to_end(number: int) -> bool:
-    """Ask the current run to save itself and end. Return False if none can, or it was asked
-    already."""
+    """Ask the current run to save itself and end. Return False if no run can save itself, or if it
+    has already been asked."""
     if _Ending.asked or not _Ending.runs:
         return False
     _Ending.asked = number
@@ -62,7 +62,8 @@ def asked_to_end() -> int:
 
 @contextmanager
 def can_be_ended(able: bool) -> Iterator[None]:
-    """Mark a run as active, so that it can be asked to end if `able`."""
+    """Mark a run as active for the block. If `able`, `ask_to_end` can ask it to save itself and
+    end."""
     _Ending.runs += able
     try:
         yield
@@ -79,8 +80,8 @@ def write_line(line: str) -> None:
 
 
 def hold_streams() -> None:
-    """Open the null device for closed standard streams, which the next opened files would
-    replace."""
+    """Open the null device for each closed standard stream. Otherwise the next opened file would
+    get the stream's descriptor."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -100,11 +101,12 @@ def redirect_to_null(streams: list[int]) -> None:
 
 @contextmanager
 def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]:
-    """Note the first ending signal and print a line; the second one ends the process. Signals with
-    another handler are left alone. The block gets a function that returns the noted signal, or 0.
+    """Record the first ending signal and print a line. The second signal ends the process. Signals
+    that already have a handler keep it. Yield a function that returns the number of the recorded
+    signal, or 0.
 
     Args:
-        said: Text of the line, after the name of the signal.
+        said: Text to print after the name of the signal.
         of_systems: Handle SIGTERM and SIGHUP as well as Ctrl-C.
     """
     noted: list[int] = []
@@ -127,7 +129,7 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
     Args:
         saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
     """
-    # Look now: after SIGHUP, a stream is no longer recognized as a terminal.
+    # Check now: after SIGHUP, a stream is no longer recognized as a terminal.
     standing = _terminals()
     with _handled(
         filter(_is_free, ENDING if saves else OF_SYSTEMS), lambda number, _: _end_run(number, standing)
@@ -137,7 +139,8 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
 
 @contextmanager
 def signals_end_script() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a script and its runs, unless ignored, as under `nohup`."""
+    """Let SIGTERM and SIGHUP end a script and its runs. An ignored signal stays ignored, as under
+    `nohup`."""
     standing = _terminals()
     heeded = [number for number in OF_SYSTEMS if signal.getsignal(number) is not signal.SIG_IGN]
     with _handled(heeded, lambda number, _: _end_run(number, standing)):
@@ -146,7 +149,7 @@ def signals_end_script() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred(until: str) -> Iterator[None]:
-    """Defer ending signals until the block ends; a second one is delivered at once."""
+    """Defer ending signals until the block ends. A second signal is delivered at once."""
     noted: list[int] = []
     handlers = ExitStack()
 
@@ -185,8 +188,8 @@ def _handled(
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether no handler is set, apart from Ray's, which would end a later run without a
-    checkpoint."""
+    """Whether a signal has no handler or Ray's, which may be replaced because it would end a later
+    run without a checkpoint."""
     handler = signal.getsignal(number)
     unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
@@ -201,7 +204,8 @@ def _end_run(number: int, terminal: list[int]) -> None:
     """
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)
-    # The first signal asks; a second one, or a run that cannot save itself, ends at once.
+    # The first signal asks the run to end. A second signal ends the run at once, as does the first
+    # if the run cannot save itself.
     if ask_to_end(number):
         again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
         write_line(f"{_name(number)}: the run writes a checkpoint and ends{again}")

@@ -1,4 +1,4 @@
-"""train: a complete training run in one call, or the program that does the same."""
+"""train: do a complete training run in one call, or print the equivalent program."""
 
 from __future__ import annotations
 
@@ -82,30 +82,31 @@ def train(
 
         weft.train("Qwen/Qwen3-0.6B", "math.jsonl", weft.Math(), method="grpo", steps=200)
 
-    On a machine with GPUs, all groups share all GPUs, and Ray and vLLM are used. Without GPUs,
+    On a machine with GPUs, all groups share all GPUs, and Weft uses Ray and vLLM. Without GPUs,
     everything runs in this process. In a Ray job, or if `RAY_ADDRESS` is set, the groups share the
     nodes of that cluster.
 
     Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
-    signal ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end
-    the run.
+    signal ends it at once. If checkpoints are on, SIGTERM and SIGHUP save a checkpoint at once and
+    end the run instead.
 
     Args:
         model: Folder or Hugging Face id of the model.
-        data: Prompts; for methods that need them, pairs or responses.
+        data: Prompts, preference pairs or responses, depending on the method.
         rewards: Reward function, or several. Required if the method samples responses.
-        method: A name in `algorithms/methods.py`.
-        held_out: Rows to evaluate before the first step, after every `evaluate_every` steps, and at
-            the end. Give several sets as a mapping from names to rows.
+        method: Name of a training method; `algorithms/methods.py` lists them.
+        held_out: Rows to evaluate on before the first step, after every `evaluate_every` steps, and
+            at the end. Give several sets as a mapping from names to rows.
         reading: How to read `data` and `held_out`, as fields of `ReadSettings`, such as `{"prompt":
             "problem_text", "too_long": "drop"}`.
         steps: Number of updates.
-        prompts_per_step: Rows of the data per update.
-        n: Responses per prompt. None uses the method's default.
-        max_tokens: Maximum length of a response.
-        learning_rate: Learning rate of the actor and of a critic. None uses the method's default
-            for models of 0.5B to 8B, and ten times that for adapters.
-        lora: Train an adapter. The model is frozen and also serves as the reference.
+        prompts_per_step: Number of prompts, pairs or responses of the data per update.
+        n: Number of responses per prompt. None uses the method's default.
+        max_tokens: Maximum length of a response in tokens.
+        learning_rate: Learning rate of the actor and the critic. None uses the method's default,
+            which suits models of 0.5B to 8B parameters, or ten times that for adapters.
+        lora: Train a LoRA adapter with these settings. The frozen model also serves as the
+            reference.
         kl: [loss/nat] Coefficient of the KL penalty against the initial model. PPO subtracts it
             from the reward, other methods add it to the loss. 0 switches it off.
         evaluate_every: Steps from one evaluation to the next; see `held_out`.
@@ -116,8 +117,8 @@ def train(
         The metrics of every step; empty with `explain`.
 
     Raises:
-        UserError: An argument is wrong. It is raised before anything starts, and names the argument
-            and the nearest correct value.
+        UserError: An argument is wrong. The message names the argument and the nearest correct
+            value. Nothing has started by then.
     """
     chosen = method_of(method)
     _check(chosen, method, rewards, held_out)
@@ -128,7 +129,7 @@ def train(
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
     _check_responses(chosen, method, prompts)
-    # With an adapter, the reference is the actor without it, so it needs no devices.
+    # With an adapter, the reference is the actor with its adapter off, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]
     shared = shared_devices(program, placed, _nodes())
     # Round the product, because the printed program shows it.
@@ -159,7 +160,7 @@ def train(
 
 
 ADAPTER_RATE = 10
-"""Factor between the learning rates of an adapter and of the whole model."""
+"""Learning rate of an adapter, as a multiple of the learning rate of the whole model."""
 MODEL = "model"
 """Folder of the trained model, in the run directory."""
 
@@ -218,7 +219,7 @@ def _groups(
             groups[each] = program.assign(each, group, workers[each][0], **workers[each][1])
     if method.samples:
         groups["rollout"].follows(groups["actor"])
-        # Written last, because the program may still rename its results.
+        # Deferred, because the program may still rename its results.
         program.add_statement(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")
     return groups
 
@@ -282,19 +283,19 @@ class _SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this
-    machine."""
+    """Return the nodes of the cluster at `RAY_ADDRESS`, which Ray sets in a job. If it is not set,
+    return this machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()
 
 
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
-    """Settings that let all groups share the nodes.
+    """Return settings with which all groups share the nodes.
 
-    Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others.
-    A cluster without GPUs gets one rank on each node, a machine without GPUs one process for
-    everything. Other groups run on any free CPU.
+    Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
+    others. Without GPUs, such a group has one rank on each node of a cluster, and a single machine
+    runs everything in one process. Groups without a model run on any free CPU.
 
     >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
@@ -323,7 +324,7 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _Sh
 
 
 def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """The largest pool with equal nodes, as CPUs per node, GPUs per node, and number of nodes.
+    """Return (CPUs per node, GPUs per node, nodes) of the largest pool with equal nodes.
 
     >>> _equal_nodes([(2, 0), (16, 8), (12, 8), (16, 1)]), _equal_nodes([(0, 0), (4, 0), (4, 0)])
     ((12, 8, 2), (4, 0, 2))
@@ -345,7 +346,8 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
 def _evaluated(
     program: Program, name: str, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int
 ) -> Graph:
-    """Evaluate greedy responses, or the share of pairs whose better response is more likely."""
+    """Return a graph that evaluates greedy responses. For methods that do not sample, it measures
+    the share of pairs whose chosen response is more likely than the rejected one."""
     if not method.samples:
         return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
     greedy = Sampling(max_tokens=max_tokens, temperature=0)

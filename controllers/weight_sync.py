@@ -1,15 +1,15 @@
-"""WeightSync: transfer new weights from leaders to the groups that follow them.
+"""WeightSync: transfers new weights from leaders to the groups that follow them.
 
     leader: publish_weights ──> follower: receive_weights ──> leader: finish_publishing
                                   leader: send_weights (if the transfer needs it)
 
-- Followers read weights from the leader's memory, so the leader is not updated until they all have
-  them.
-- A follower receives weights at once, or after its unfinished responses with
-  `partial_rollouts="finish"`. If generation does not run ahead, it also waits for evaluations of
+- Followers read weights from the leader's memory, so the leader is not updated until all of them
+  have the weights.
+- A follower receives weights at once or, with `partial_rollouts="finish"`, when its unfinished
+  responses are done. If generation does not run ahead of training, it also waits for evaluations of
   its current weights.
-- A follower on the leader's devices goes first: the leader gives up the devices and sends from host
-  memory.
+- Followers on the leader's devices receive first, one at a time: the leader gives up the devices
+  and sends from host memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
-    """Decide who publishes and who receives which version, as requests for calls.
+    """Decides which leader publishes and which followers receive a version. It returns the
+    necessary calls as requests.
 
     Args:
         partial_rollouts: How to treat unfinished responses (see `Asynchronous`).
-        cancel: Ends a call on all of its ranks.
-        keeps: Whether a group must keep its version for an evaluation; None if none must.
+        cancel: Function that cancels a call on all of its ranks.
+        keeps: Function of a group's name and version that tells whether an evaluation needs this
+            version. None if evaluations never do.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class WeightSync:
         return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
-        """Largest number of versions that one of these groups is behind its leader."""
+        """Return the largest number of versions by which one of these groups is behind its
+        leader."""
         groups, edges = self._groups, [e for e in self._edges if e.follower in generating]
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Follower in these groups -> its version once its leader's weights arrive."""
+        """Return a mapping from each of these groups that is a follower to the version that it has
+        once the weights that are due have arrived."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -87,7 +91,8 @@ class WeightSync:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may not start new calls because weights wait for it to finish."""
+        """Whether a group may not start new calls, because it receives weights once its calls are
+        done."""
         return group.name in self._waiting
 
     def is_read(self, group: WorkerGroup) -> bool:
@@ -95,9 +100,10 @@ class WeightSync:
         return group.name in self._owing
 
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the current weights to the followers that are due and ready, the others later."""
+        """Send the current weights to the followers that are due and ready. Followers that are due
+        but not ready get weights later."""
         group = self._groups[leader]
-        if leader in self._owing or group.updating:  # both end with another `publish`
+        if leader in self._owing or group.updating:  # each ends with another `publish`
             return []
         edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
         late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
@@ -141,7 +147,7 @@ class WeightSync:
         for edge in self._edges:
             if edge.follower == follower.name:
                 follower.lacking.add(rank)
-                # Without a noted version, the transfer is due again.
+                # Without a recorded version, the transfer is due again.
                 self._sent.pop(follower.name, None)
                 requests += self.publish(edge.leader)
         return requests
@@ -153,7 +159,7 @@ class WeightSync:
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
         if follower.name in self._owing:  # its own followers are reading its weights
             return False
-        # A replaced rank cannot get the evaluated weights back, so it takes the current ones.
+        # The evaluated weights are gone, so a replaced rank receives the current ones.
         if self._keeps and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
@@ -177,7 +183,7 @@ class WeightSync:
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
             recomputes = self._partial_rollouts == "recompute"
-            # Only running responses have keys and values to recompute.
+            # Only running responses have cached keys and values to recompute.
             if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
@@ -194,13 +200,15 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that receive a version: all that are up, or only ranks that lack it."""
+        """Return the ranks that receive a version: all that are up, or if the others have it
+        already, only the ranks without weights."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
-        """Compare log-probabilities of new ranks with the leader's before they get rows."""
+        """Compare log-probabilities of new ranks with the leader's before the new ranks get
+        rows."""
         group = call.group
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again
@@ -267,6 +275,6 @@ class WeightSync:
                     f"but {given.checksum} was published"
                 )
         del self._owing[leader]
-        # The leader may have been updated, a rank replaced, or a follower ready since; the leader
-        # may also be a follower.
+        # Meanwhile, the leader may have been updated, a rank replaced, or a follower become ready.
+        # The leader may also be a follower itself.
         return self._publish_each([leader, *(e.leader for e in self._edges if e.follower == leader)])

@@ -1,4 +1,4 @@
-"""Admission: decide how many prompts to issue, and when an evaluation begins."""
+"""Admission: decides how many prompts to issue, and when an evaluation begins."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ class Admission:
         """Begin evaluations that are due, and issue prompts for training.
 
         Raises:
-            StalledError: No step could ever end, because filters drop too many rows or the buffer
+            StalledError: The step can never end, because filters drop too many rows or the buffer
                 is too small.
-            NoSignalError: In the first two steps, no group passed a filter of equal rewards.
+            NoSignalError: In the first two steps, filters dropped every group because its rewards
+                were equal.
         """
         for evaluation in self._evaluations:
             for step, versions in list(evaluation.due.items()):
@@ -76,7 +77,7 @@ class Admission:
         number = min(wanted, self._capacity()[0]) if wanted else 0
         if not number:
             return
-        # More prompts than this without a full batch means that filters drop nearly all groups.
+        # If more prompts than this do not give a full batch, filters drop nearly all groups.
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if schedule.lacks(train) and train.issued > ahead * schedule.prompts_per_step:
             self._shorten(2 * ahead * schedule.prompts_per_step)
@@ -106,7 +107,8 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """End the current step with the groups that passed, if the schedule allows it."""
+        """Shorten the current step to the groups that passed, or raise StalledError if that is not
+        possible."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
@@ -128,8 +130,9 @@ class Admission:
             self._alert(SHORT_STEP, f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation may begin: the groups must have these versions."""
-        # Training waits for the evaluation, and the evaluation for everything that runs.
+        """Whether an evaluation may begin. `versions` maps each of its groups to the version that
+        the group must have."""
+        # Training waits for the evaluation, and the evaluation waits for all running calls.
         if self._holds_training:
             idle = all(call.behind for call in self._calls.at_work) and not self._calls.beside_the_graph
             return idle and not self._weights.under_way

@@ -1,11 +1,11 @@
-"""Calls: every call of a run, from its request to its last reply.
+"""Calls: manages every call of a run, from its request to its last reply.
 
     queued ──> waiting for the devices of a shared pool ──> running ──last reply──> ended
       ^                                                                               │
       └────────────────────── requests that follow from replies ──────────────────────┘
 
-A reply never makes a call: the requests that follow from it are queued for a later turn of the
-loop.
+A reply never starts a call directly: the requests that follow from a reply are queued for a later
+turn of the loop.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ class _Pool:
 
 
 class _DeviceTurns:
-    """Groups on one pool with GPUs take turns: the holder is offloaded before the next group is
-    onloaded.
+    """Lets the groups on a pool with GPUs take turns: the group that holds the devices is offloaded
+    before the next group is onloaded.
 
         free      ──request of b──────────────────> onloading b ──> held by b
         held by a ──request of b──> offloading a ──> onloading b ──> held by b
 
-    Requests that need the devices wait for the change. Requests for one pool keep their order.
+    Requests that need the devices wait until the change is complete. Requests for one pool keep
+    their order.
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
 
     def ask(self, request: CallRequest) -> list[CallRequest]:
-        """Return the requests to make now: this one if its group holds the devices or needs none,
-        or the offload that it waits for."""
+        """Return the requests to make now: this request, if its group holds the devices or needs
+        none; otherwise the one that begins to hand over the devices, if any."""
         place = request.group.place.pool
         if not request.on_device or not place.gpus:
             return [request]
@@ -65,7 +66,7 @@ class _DeviceTurns:
         ready: list[CallRequest] = []
         # Serve the holder first; then hand the devices to the next group in the queue.
         while pool.waiting and pool.waiting[0].group is pool.holder:
-            # The request comes to `ask` again, and must not queue there twice.
+            # The request may pass through `ask` again, and must not be queued there twice.
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
@@ -81,7 +82,8 @@ class _DeviceTurns:
 
 
 def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
-    """Return how long at least one call was running after a time. Overlapping calls count once.
+    """Return for how long, after `since`, at least one call was running. Overlapping calls count
+    once.
 
     >>> busy_s([(2.0, 4.0), (1.0, 3.0), (9.0, 10.0)], 0.0)
     4.0
@@ -94,13 +96,14 @@ def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
 
 
 MAX_REST_S = 0.5
-"""[s] Longest rest between two turns."""
+"""[s] Longest pause of the driver between two turns."""
 MOST_RANKS = 64
-"""[ranks] Number of ranks per call in the timeline; for larger calls, the slowest ones."""
+"""[ranks] Maximum number of ranks per call in the timeline. For larger calls, it has the slowest
+ranks."""
 
 
 class Calls:
-    """Queued requests and running calls, with their replies."""
+    """Queues requests, makes their calls, and handles the replies."""
 
     def __init__(
         self,
@@ -127,14 +130,14 @@ class Calls:
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
         self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Group -> start and end of its ended calls since the last `take_idle_shares`."""
+        """Group -> (start, end) of its calls that have ended since the last `take_idle_shares`."""
         self._changed = True
         self._committed = False
-        """The log on disk covers the requests that are being made."""
+        """Whether the log on disk covers the calls that are being made."""
 
     @property
     def at_work(self) -> UnderWay:
-        """Running calls, without calls on ranks that get no rows."""
+        """Running calls, except those whose ranks are all absent, starting or without weights."""
         groups = self.groups.values()
         if any(g.out for g in groups):
             return UnderWay(c for g in groups for c in g.at_work)
@@ -142,7 +145,7 @@ class Calls:
 
     @property
     def rest_s(self) -> float:
-        """[s] How long the driver may rest to get more rows at once; 0 for few ranks."""
+        """[s] How long the driver may pause to get more rows at once; 0 for few ranks."""
         return min(MAX_REST_S, gather_s(self.under_way.ranks))
 
     @property
@@ -159,7 +162,8 @@ class Calls:
         return changed
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Share of the time since the last step without a running call, by group."""
+        """Return a mapping from each group to the share of the time since the last step in which
+        the group had no running call."""
         spans, self._spans = self._spans, defaultdict(list)
         for call in self.under_way:
             spans[call.group.name].append((call.started, now))
@@ -180,7 +184,8 @@ class Calls:
                 self._make(request)
 
     def _make(self, request: CallRequest) -> None:
-        # The log must be on disk before ranks work on rows, so that a resumed run knows of them.
+        # The log must be on disk before ranks work on rows, so that a resumed run knows of these
+        # rows.
         if request.lease is not None and not self._committed:
             self.commit()
             self._committed = True
@@ -203,11 +208,12 @@ class Calls:
         """Wait for replies, publish their rows and handle failures.
 
         Returns:
-            Names of the graphs that got rows, or nothing if other replies came or a parent was
-            finished.
+            Names of the graphs whose rows arrived; empty if other replies came too, or if a parent
+            has all of its rows.
 
         Raises:
-            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue; names the worker.
+            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue. The message
+                names the worker.
         """
         events = self._backend.wait(timeout_s=timeout_s)
         requests = self._failures.listen(events, self.under_way)
@@ -215,7 +221,7 @@ class Calls:
         if not alone:
             self._queue_repairs(requests)
         rows: dict[Call, list[Event]] = {}
-        """Replies with rows, by call, to publish the rows of all its ranks together."""
+        """Call -> its replies with rows. The rows of all its ranks are published together."""
         for event in events:
             call, reply = event.call, event.reply
             alone = alone and _is_rows_alone(reply)
@@ -227,8 +233,8 @@ class Calls:
                 else:
                     rows[call] = [event]
                 continue
-            # Keep the order of replies: rows before a failure or the end of a call are published
-            # first.
+            # Keep the order of replies: first publish rows that came before a failure or the end of
+            # a call.
             for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)
@@ -237,8 +243,8 @@ class Calls:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def withdraw_rows(self) -> None:
-        """Tell calls which rows a quorum gave up, and cancel generating calls with an expired
-        lease."""
+        """Tell calls which rows are no longer needed because a quorum is complete, and cancel
+        generating calls with an expired lease."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():
@@ -256,7 +262,8 @@ class Calls:
         return [c for c in self.under_way if c.ledger is ledger and c.lease and c.lease.token in leases]
 
     def _queue_repairs(self, requests: Iterable[CallRequest]) -> None:
-        """Queue repairs of a failure, and end calls that lost their last waiting ranks."""
+        """Queue the requests that repair a failure, and end calls that lost their last waiting
+        ranks."""
         self.queue(requests)
         for call in [c for c in self.under_way if c.done]:
             self._end(call)
@@ -350,7 +357,7 @@ def _brings_rows(call: Call, reply: Reply) -> bool:
 
 
 def _is_rows_alone(reply: Reply) -> bool:
-    """Whether a reply brings only rows, and ends neither the call nor a parent of the rows."""
+    """Whether a reply brings only rows, and completes neither the call nor a parent's rows."""
     published = reply.published
     if published is None or published.parents is None or reply.done or reply.failure or reply.paused:
         return False

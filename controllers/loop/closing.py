@@ -1,4 +1,4 @@
-"""Closing: end steps and evaluations that are over, and record their metrics."""
+"""Closing: ends steps and evaluations that are over, and records their metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..weight_sync import WeightSync
 from .calls import Calls
 
 READ_S = 1.0
-"""[s] How long a reading of memory stays valid."""
+"""[s] How long a reading of memory use stays valid."""
 
 
 class Closing:
@@ -65,8 +65,8 @@ class Closing:
 
     @property
     def step_is_over(self) -> bool:
-        # If groups keep the evaluated weights, wait until these have arrived and the previous step's
-        # evaluations have finished. So a checkpoint never contains a running evaluation.
+        # If generation does not overlap training, wait until new weights have arrived and
+        # evaluations are over. A checkpoint then never contains a running evaluation.
         if not self._spec.schedule.overlaps and (
             self._calls.beside_the_graph or self._weights.under_way or self._graph_runs.evaluating
         ):
@@ -79,7 +79,7 @@ class Closing:
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
-            # Updates of several groups train on the same rows, so do not add them up.
+            # Updates of several groups train on the same rows, so do not add up their counts.
             tokens = max(train.tokens.values(), default=0)
             row["samples"] = float(max(train.samples.values(), default=0))
             row["step_s"] = seconds
@@ -102,7 +102,7 @@ class Closing:
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
         self._history.trackers.stepped(row)
-        # Report the symptoms of the step. The first that is in `stop_on` ends the run.
+        # Report the symptoms of the step. The first one in `stop_on` ends the run.
         for seen in self._history.watch.see(row):
             ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
             self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
@@ -111,8 +111,8 @@ class Closing:
         self._mark_evaluations()
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
-        """End the run after this step, if `stop` wants it or a user has asked. A run with
-        checkpoints does not wait for the end of the step when asked."""
+        """End the run after this step if `stop` returns True, or a user has asked for it. (With
+        checkpoints, a run that a user asks to end does not finish the step.)"""
         if self._train.stopped:
             return
         wanted = self._spec.stop is not None and self._spec.stop(row)

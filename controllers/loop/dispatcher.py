@@ -1,10 +1,10 @@
-"""Dispatcher: give idle worker groups the rows that are ready for their nodes.
+"""Dispatcher: gives idle worker groups the rows that are ready for their nodes.
 
 - A group starts nothing while it is busy, except interruptible calls (generation that overlaps
   training).
 - A group starts nothing while another group on its pool is busy.
-- Before an update claims groups, the ones that are too old are set aside. So the update knows
-  whether the rest completes its batch, and each step is one update.
+- Before an update claims groups, the dispatcher sets aside those that are too old. The remaining
+  groups then show whether the batch is complete, so that each step is one update.
 - An update waits for evaluations of the weights that it would change, and for recording that is too
   far behind.
 - If generation overlaps training, evaluation rows go first, because they are few. Otherwise they go
@@ -43,15 +43,15 @@ from .recording import MAX_BEHIND, is_due, recorded_steps
 MAX_WAIT_S = 0.25
 """[s] Maximum batching delay for few ranks; for many ranks, `gather_s` may be longer."""
 MAX_ROWS = 32
-"""[rows] Rows per replica that make a call large enough to start without delay."""
+"""[rows] With this many ready rows per replica, a call starts without delay."""
 CLOCK_S = 1e-6
 """[s] Ignore shorter waits, because a simulated clock may have rounding errors."""
 
 
 class _Gathering:
-    """Decide how long ready rows may wait for more rows before their node is called.
+    """Decides how long ready rows may wait for more rows before their node is called.
 
-    - Only maps and filters that take rows wait, and only until a group is complete, because later
+    - Only rows for map and filter nodes wait, and only until their group is complete, because later
       nodes need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
     - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks, and includes the time while the
       worker group is busy.
@@ -62,7 +62,7 @@ class _Gathering:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: dict[tuple[str, str], float] = {}
-        """Graph and node with ready rows -> end of their delay."""
+        """(graph, node) -> end of the delay of its ready rows."""
 
     @property
     def next_end_s(self) -> float | None:
@@ -71,7 +71,7 @@ class _Gathering:
         return min((until for until in self._until.values() if until - now > CLOCK_S), default=None)
 
     def look(self, graph_run: GraphRun, node: Node, under_way: UnderWay) -> None:
-        """Start or reset the delay of a node that cannot start now."""
+        """Start the delay of a node that cannot start now, or clear it if no rows are ready."""
         if not gathers(node):
             return
         if graph_run.ledger.readiness.ready(node):
@@ -111,7 +111,7 @@ def gathers(node: Node) -> bool:
 
 
 class Dispatcher:
-    """Claim rows for nodes and request the calls."""
+    """Claims rows for nodes and requests the calls."""
 
     def __init__(
         self,
@@ -141,7 +141,8 @@ class Dispatcher:
 
     @property
     def next_due_s(self) -> float | None:
-        """[s] When a node can start without further events, on the run's clock, or None."""
+        """[s] Time on the run's clock when the next delay ends, so that a node can start; None
+        without delays."""
         return self._gathering.next_end_s
 
     @property
@@ -198,7 +199,8 @@ class Dispatcher:
         return True
 
     def record(self, *, hurry: bool) -> None:
-        """Let an idle recorder write finished rows; in a hurry, also less than a step's worth."""
+        """Let the recorder write finished rows if it is idle. With `hurry`, also write less than a
+        step's rows."""
         recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         for graph_run in self._graph_runs if idle else ():
@@ -273,12 +275,13 @@ class Dispatcher:
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update would change evaluated weights. Followers keep theirs."""
+        """Whether an update of the group would change weights that are being evaluated. The update
+        leaves the weights of its followers unchanged, so evaluations on followers do not count."""
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call, on the least loaded replicas if other calls are
-        running."""
+        """Claim rows and request a call. If calls of the node may overlap, the least loaded
+        replicas get the rows."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
@@ -316,7 +319,7 @@ class Dispatcher:
         self._calls.queue([request])
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
-        """The schedule's staleness bound for rows that an update claims, or None."""
+        """Return the schedule's staleness limit for rows that an update claims, or None."""
         if not node.operation.updates or not self._weights.followers(group.name):
             return None  # versions in the rows count updates of another group
         bound, fate = self._schedule.max_staleness, self._buffer.config.on_stale
@@ -346,8 +349,8 @@ class Dispatcher:
         assert node is not None and lease is not None
         completes = node.operation.updates and call.last
         held = graph_run.ledger.leases.holds(lease)
-        # If the call lost its lease, only rows that it published count; otherwise they are computed
-        # and measured again.
+        # If the call lost its lease, its metrics count only if its published rows do. Otherwise the
+        # rows are computed and measured again.
         if held or publishes_as_it_goes(node):
             measured = merge(call.metrics)
             graph_run.add_metrics(

@@ -1,12 +1,12 @@
-"""LiveState: write the current state of a run to `live.json` in its directory, for the dashboard
+"""LiveState: writes the current state of a run to `live.json` in its directory, for the dashboard
 and other viewers.
 
     {"at": 1763851200.2, "time_s": 812.4, "step": 12,
      "graphs": {"train": {"nodes": {"rollout.generate": {"todo": 96, ...}}}}, ...}
 
 The file is replaced at most once a second. The loop only copies existing counters, which takes tens
-of microseconds. A thread serializes them, reads the memory of processes, and writes the file. The
-run does not need the file, so a full disk only stops the updates.
+of microseconds. A thread serializes them, reads the memory use of processes, and writes the file.
+The run does not need the file, so a full disk only stops the updates.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ..group import WorkerGroup
 EVERY_S = 1.0
 """[s] Time between two updates."""
 READ_EVERY_S = 10.0
-"""[s] Time between two stored readings of memory."""
+"""[s] Time between two stored readings of memory use."""
 RATE_S = 10.0
 """[s] Averaging period of rates."""
 MOST_LEASES, MOST_GROUPS = 100, 12
 """Maximum number of listed leases, and of groups in flight, oldest first."""
 LEAVE_S = 2.0
-"""[s] Longest wait for the last state."""
+"""[s] Longest wait for the thread to write the last state."""
 
 
 class LiveState:
@@ -62,11 +62,12 @@ class LiveState:
         self._requests = RunRequests(run, epoch)
         self._looked = -EVERY_S
         self._seen: dict[str, dict[int, float]] = {}
-        """Kind of thing -> its number -> time when it was first seen."""
+        """Kind of object, such as leases of a graph -> number of the object -> time when it was
+        first seen."""
         self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
         self._past = defaultdict(deque)
-        """Graph -> past times, each with the number of rows that had arrived at and left each
-        node."""
+        """Graph -> list of (past time, node -> (rows that had arrived at the node, rows that had
+        left it))."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None
@@ -84,7 +85,7 @@ class LiveState:
         # Replace the whole dict: the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
-            with suppress(OSError):  # continue the readings of an earlier start, without a torn end
+            with suppress(OSError):  # continue the readings of an earlier start, without a cut end
                 path = self._readings.path
                 if path.is_file():
                     begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
@@ -159,7 +160,7 @@ class LiveState:
         }
 
     def _ages(self, what: str, numbers: Iterable[int]) -> dict[int, float]:
-        """[s] How long ago each of these things was first seen."""
+        """Return number -> seconds since the object with this number was first seen."""
         now, before = time.time(), self._seen.get(what, {})
         self._seen[what] = {number: before.get(number, now) for number in numbers}
         return {number: now - at for number, at in self._seen[what].items()}
@@ -203,7 +204,8 @@ class LiveState:
         while not self._over:
             self._wanted.wait()
             self._wanted.clear()
-            # A full disk; a dict that the loop changed while it was read.
+            # OSError: the disk is full. RuntimeError: the loop changed a dict while this thread
+            # read it.
             with suppress(OSError, RuntimeError):
                 self._write()
 
@@ -223,7 +225,7 @@ class LiveState:
         self._read_memory(given["time_s"], memory)
 
     def _stack(self, worker: str) -> str:
-        """Stack trace of a worker. This thread waits for the answer, and not the loop."""
+        """Return the stack trace of a worker. Only this thread waits for it; the loop continues."""
         if self._backend.in_process:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""

@@ -1,9 +1,9 @@
-"""Recording: add a node to every graph that writes its samples to the run directory in the
+"""Recording: adds to every graph a node that writes the graph's samples to the run directory in the
 background.
 
 A group is recorded when all other nodes are done with it. Its rows are stored under the step that
-trained on them; without updates, under the step that issued them, and for an evaluation under the
-evaluated step.
+trained on them. In a graph without updates, that is the step that issued them, and in an evaluation
+the evaluated step.
 
 Steps and checkpoints do not wait for recording. Unwritten rows stay in the buffer, so updates wait
 if recording is MAX_BEHIND steps behind. A resumed run records the rest.
@@ -103,7 +103,8 @@ def with_recording(graph: Graph) -> Graph:
 
 
 def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:
-    """Whether a step or a whole evaluation is ready to record; in a hurry, anything."""
+    """Whether the groups of a step or of a whole evaluation are ready to record. With `hurry`, any
+    ready group is enough."""
     ready = graph_run.ledger.readiness.ready_groups(node)
     if isinstance(graph_run, EvaluationRun):
         complete = not graph_run.ledger.live.groups_at_work
@@ -113,7 +114,7 @@ def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: boo
 
 
 def recorded_steps(graph_run: GraphRun, lease: Lease, every: int) -> dict[int, int]:
-    """Recorded group -> step that its samples are stored under.
+    """Return a mapping from each group to record to the step under which its samples are stored.
 
     Args:
         every: [steps] Record every n-th step; 0 records none.

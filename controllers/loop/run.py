@@ -14,13 +14,13 @@
 - admit waits for room in the buffer. `Synchronous` and `Pipelined` also wait for the previous step
   and the transfer of its weights.
 - dispatch runs a node when it has rows and its group and pool are free. An update also waits until
-  followers have read the previous weights, evaluations of them are over, and recording has caught
-  up.
-- settle is where the driver waits for the ranks: until replies, a deadline, or a second has
-  passed.
+  followers have read the previous weights, evaluations of these weights are over, and recording has
+  caught up.
+- settle waits for the ranks until replies arrive, a deadline is reached, or a second has passed.
 - close waits for the step's update. If generation does not run ahead, it also waits for the
   transfer of the weights and for evaluations.
-- save begins a checkpoint between updates. While one is due, nothing is admitted or dispatched.
+- save begins a checkpoint between updates. While a checkpoint is due, the loop admits and
+  dispatches nothing.
 
 The driver handles row ids and references, never tokens. A reply never starts a call directly:
 requests that follow from it (publish weights, hand over devices, save) are queued as `CallRequest`
@@ -110,7 +110,7 @@ class Run:
         self._live = LiveState(path, self._backend, graph_runs, groups, started, epoch)
         self.failed = False
         self.ended = False
-        """The run reached the end of its schedule."""
+        """Whether the run reached the end of its schedule."""
         self.closed = False
 
     # Before the first step
@@ -143,7 +143,7 @@ class Run:
         """
         self._begin()
         while not self._finished:
-            # Leave only between updates: half an update is not in a checkpoint.
+            # Leave only between updates, because a checkpoint cannot hold half an update.
             if self._asked_to_leave and self._can_be_saved:
                 self._leave()
             if self._closing.ended_by is not None and self._can_be_saved:
@@ -206,7 +206,7 @@ class Run:
     def _take_replies(self) -> None:
         """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
-        # After a call was made or has ended, other nodes may be able to start.
+        # If a call has begun or ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
         while came := self._calls.take_replies(patience_s):
@@ -228,7 +228,7 @@ class Run:
             self._closing.close_step(metrics)
             for_best = self._spec.is_evaluated_for_best(train.step, over=train.over)
             self._saving.step_over(train.step, last=train.over, for_best=for_best)
-            # Without checkpoints nothing is resumed, so old log entries are useless.
+            # Without checkpoints, the run cannot be resumed, so old log entries are useless.
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
@@ -274,7 +274,7 @@ class Run:
     # Checkpoints
 
     def _save(self) -> None:
-        """Continue the checkpoint, and begin the next one if it is due and no update is running."""
+        """Continue the checkpoint that is being written, and begin the next one if it is due."""
         self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
@@ -305,8 +305,8 @@ class Run:
         )
 
     def _save_to_the_end(self, *, again: bool = False) -> None:
-        """Save the current step and wait until it is on disk; with `again`, even if it has a
-        checkpoint."""
+        """Save the current step and wait until the checkpoint is on disk; with `again`, even if the
+        step already has one."""
 
         def is_saved() -> bool:
             self._save()
@@ -327,12 +327,14 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. Without checkpoints, `Closing` ends it."""
+        """Whether the run should save itself and end. Without checkpoints, `Closing` ends the
+        run."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._requests.stop_asked)
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether no update has part of its batch, and training does not wait for an evaluation."""
+        """Whether the run can be saved: no update has claimed a part of its batch, and training
+        does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         waits = evaluating and self._spec.evaluations_hold_training
         return not waits and not any(self._train.taken.values())

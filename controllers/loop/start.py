@@ -45,7 +45,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
     graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
     with ExitStack() as undo:
         undo.callback(backend.close)
-        # Opening copies a part of the log, so it waits for room on the disk.
+        # Opening the buffer copies a part of the log, so wait for room on the disk.
         buffer = history.disk.write(
             lambda: open_buffer(
                 directory,
@@ -59,7 +59,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
             ledgers = buffer.ledgers
-            # The rows of void leases are recorded again, so these samples would be there twice.
+            # Rows of void leases are recorded again, so their samples would appear twice.
             directory.forget_samples(
                 lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
             )
@@ -102,8 +102,8 @@ cycles; with the defaults, collecting took a third of the driver's time."""
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Collect garbage less often, unless workers share the process: their garbage may hold
-    tensors."""
+    """Collect garbage less often in the block if `seldom`. It should be False if workers share the
+    process, because their garbage may hold tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)
@@ -124,12 +124,13 @@ def open_buffer(
 ) -> SampleBuffer:
     """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
 
-    With weights alone, a new buffer begins at the checkpoint's place in the data.
+    If the run resumes without the rows in flight, a new buffer begins at the checkpoint's place in
+    the data.
 
     Args:
         backend: If it joins a cluster, each machine keeps segments on its own disk.
-        keep_checkpoints: Number of checkpoints kept. Rows in flight are kept for these and for the
-            one being written.
+        keep_checkpoints: Number of checkpoints to keep. The buffer keeps the rows in flight of
+            these checkpoints and of the one being written.
     """
     folder = run.path / BUFFER
     spans_machines = backend.cluster is not None and backend.cluster.address is not None
@@ -148,7 +149,7 @@ def open_buffer(
     if point is not None and point.with_rows:
         with collected_seldom(True):  # all objects made for the rows stay alive
             return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
-    # Continue the numbers, so that no id in the files of the run has two meanings.
+    # Continue the ids, so that no id in the run's files has two meanings.
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
     if point is not None:
@@ -255,6 +256,7 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """[source rows] Tokens of each row; only of prompts if new rows are made from them."""
+    """Return the number of tokens of each row, [source rows]. If a node makes new rows from the
+    source's rows, only prompt tokens count."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

@@ -1,4 +1,5 @@
-"""Executor: execute the calls on one worker, in turns on one thread, in all backends with workers.
+"""Executor: executes the calls on one worker, in turns on one thread. All backends with workers use
+it.
 
     ExecutorThread.replies_to(task) ──> Executor.add_task ──> CallOrder ──next──> Executor.take_turn
           ^                                                                             │
@@ -68,7 +69,7 @@ class CallOrder(Generic[C]):
         return next(iter(self._exclusive or self._interruptible), None)
 
     def add(self, call: C) -> bool:
-        """Add a call, and return True, unless it was cancelled before it arrived."""
+        """Add a call. Return False if it was cancelled before it arrived."""
         if call.number in self._cancelled:
             self._cancelled.discard(call.number)
             return False
@@ -85,7 +86,8 @@ class CallOrder(Generic[C]):
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """Remove a call and return it, or return None and drop it on arrival."""
+        """Remove a call and return it. If it has not arrived, return None, and drop it when it
+        arrives."""
         call = self.find(number)
         if call is None:
             self._cancelled.add(number)
@@ -94,7 +96,7 @@ class CallOrder(Generic[C]):
         return call
 
     def find(self, number: int) -> C | None:
-        """The call with this number, or None if it has not arrived or is finished."""
+        """Return the call with this number, or None if it has not arrived or is finished."""
         calls = (*self._exclusive, *self._interruptible)
         return next((call for call in calls if call.number == number), None)
 
@@ -105,12 +107,14 @@ class CallOrder(Generic[C]):
 # Execution of one task
 
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that end a call or process, and are not failures of the code that runs."""
+"""Exceptions by which Weft or the user ends a call or process. They are not failures of the
+worker's code."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call, and yield its replies: the last has `done` or `failure`; None lets others
-    take a turn. `given_up` receives sample ids of the call that are no longer needed."""
+    """Execute a call and yield its replies. The last reply has `done` or `failure`; None instead of
+    a reply lets other calls take a turn. The executor appends the ids of samples that are no longer
+    needed to `given_up`."""
     started = time.perf_counter()
     try:
         if task.rows is None:
@@ -171,8 +175,8 @@ def _publish_parts(
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
-    """Parts of a method's result. A generator receives the sample ids given up since its last
-    part."""
+    """Yield the parts of a method's result. If it is a generator, send it the ids of the samples
+    that were given up since its last part."""
     if not isinstance(result, Generator):
         yield from result
         return
@@ -233,7 +237,8 @@ class Executor:
         declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
-            # It was cancelled before it arrived, and the driver still waits for its last reply.
+            # The call was cancelled before it arrived, and the driver still waits for its last
+            # reply.
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
@@ -257,7 +262,7 @@ class Executor:
             running.on_reply(reply)
 
     def give_up_rows(self, number: int, sample_ids: Collection[int]) -> None:
-        """Tell a call that these rows are no longer needed. A method may ignore it."""
+        """Tell a call that these rows are no longer needed. The worker's method may ignore this."""
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
@@ -290,7 +295,7 @@ POLL_S = 1.0
 def replies_of(
     coming: queue.SimpleQueue[Reply], has_advanced: Callable[[], bool], poll_s: float = POLL_S
 ) -> Iterator[Reply]:
-    """Yield replies, and an empty one if the worker has advanced in silence."""
+    """Yield replies. While none comes, yield an empty reply whenever the worker has advanced."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
@@ -309,7 +314,7 @@ class ExecutorThread:
     begin ──> starting ──the worker is made──> up ──────close──> closed
                   └────────an exception──────> failed ──close──> closed
 
-    Tasks and actions may come before `begin`, and wait.
+    Tasks and actions that come before `begin` wait.
     """
 
     def __init__(self, data: DataAccess) -> None:
@@ -329,7 +334,8 @@ class ExecutorThread:
         return self._made()
 
     def advance(self) -> None:
-        """Count a step of the worker, to tell work from a hang, which a heartbeat would survive."""
+        """Count a step of the worker. Unlike a heartbeat, this count stops when the worker
+        hangs."""
         self._steps += 1
 
     def has_advanced(self) -> bool:
@@ -345,7 +351,8 @@ class ExecutorThread:
         return self._worker
 
     def replies_to(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task. They are empty while the worker is being made."""
+        """Yield the replies to a task. While the worker is still being made, yield empty
+        replies."""
         while not self._up.wait(POLL_S):
             if self.has_advanced():
                 yield Reply()

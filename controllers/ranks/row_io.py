@@ -57,7 +57,8 @@ def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class DataAccess:
-    """A process's access to rows: it maps the files of its node and appends to separate files."""
+    """A process's access to rows: it memory-maps all files of its node, and appends to its own
+    files."""
 
     reader: SegmentReader
     writer: SegmentWriter
@@ -68,7 +69,8 @@ class DataAccess:
 
 
 def gather(rows: RowTask, reader: SegmentReader) -> Batch:
-    """Return a call's columns as a batch of `len(rows.ids)` rows, not copied if in order."""
+    """Return a call's columns as a batch of `len(rows.ids)` rows. Rows that are in order are not
+    copied."""
     columns: dict[str, Any] = {
         str(SAMPLE_ID): rows.ids,
         str(GROUP_ID): rows.group_ids,
@@ -111,10 +113,10 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
 
 
 class _Gathered:
-    """A batching delay for rows that an expansion yields one by one, so that a reply carries
-    several.
+    """Delays rows that an expansion yields one by one, so that each reply carries several rows.
 
-    The rows are published however the call ends; if the process dies, they are made again.
+    Rows that still wait when the call ends are published, even if it fails. If the process dies,
+    the rows are made again.
     """
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
@@ -154,13 +156,13 @@ def _joined(parts: list[Children]) -> Children:
 
 
 class Publisher:
-    """Check and write the results of a call, at once or in parts.
+    """Checks and writes the results of a call, at once or in parts.
 
-    - A map, group or filter returns rows that it was given, each at most once. A map and a group
-      must return all.
-    - An expansion returns new rows of its parents: all rows of a parent together, in order, or
-      `Children` with their numbers. Each row gets the sample id reserved for its parent and number.
-      Rows published earlier are skipped.
+    - A map, group or filter returns rows that it was given, each at most once. A map or a group
+      must return all of them.
+    - An expansion returns new rows made from given rows, their parents: either all rows of a parent
+      together, in order, or `Children` with their numbers. Each row gets the sample id reserved for
+      its parent and number. Rows published earlier are skipped.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
@@ -169,16 +171,16 @@ class Publisher:
         self._missing = dict.fromkeys(ids)
         first = rows.first_children if rows.first_children is not None else ids
         self._first = dict(zip(ids, first, strict=True))
-        """Given row -> the first sample id reserved for its children."""
+        """Id of a given row -> first sample id reserved for its children."""
         made = [frozenset(numbers) for numbers in rows.made or [()] * len(ids)]
         self._made_before = dict(zip(ids, made, strict=True))
-        """Given row -> numbers of the children that were published earlier."""
+        """Id of a given row -> numbers of its children that were published earlier."""
         self._made: set[tuple[int, int]] = set()
         self._gathered = _Gathered(task.gather_s, time.monotonic)
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write a result to a segment, and return the reply for the driver. Yield a paused one
-        while the disk is full.
+        """Write a result to a segment, and return the reply for the driver. While the disk is full,
+        yield `paused` replies.
 
         Raises:
             TypeError: The result is not a batch or metrics, or lacks a column.
@@ -205,7 +207,7 @@ class Publisher:
         return Reply(published, metrics=metrics)
 
     def publish_part(self, part: Any) -> Replies:
-        """Write a part of the results, unless it waits for more (`_Gathered`)."""
+        """Write a part of the results, unless it must wait for more parts (`_Gathered`)."""
         return self._publish_parts(self._gathered.add_part(part))
 
     def publish_due(self) -> Replies:
@@ -221,7 +223,8 @@ class Publisher:
                 yield reply
 
     def check_complete(self) -> None:
-        """Check that no row is missing at the end; UserError if a map or a group lost any."""
+        """Check at the end that no row is missing. Raise `UserError` if a map or a group operation
+        lost any."""
         rows, shape = self._rows, self._rows.operation.shape
         if not (self._keep and rows.writes and self._missing and shape in (Shape.MAP, Shape.GROUP)):
             return
@@ -260,7 +263,7 @@ class Publisher:
         return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
-        """[rows] int64 sample ids of returned rows. Each row may be returned once."""
+        """Return the sample ids of returned rows, [rows] int64. Each row may be returned once."""
         if SAMPLE_ID in batch:
             ids = batch.numpy(SAMPLE_ID).astype(np.int64)
         elif len(batch) == len(self._rows.ids):
@@ -285,8 +288,8 @@ class Publisher:
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """New rows with their [rows] int64 sample ids and parents, and [parents] that are
-        finished."""
+        """Return the new rows, their sample ids and parent ids (both [rows] int64), and the ids of
+        finished parents."""
         if isinstance(rows, Children):
             batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
             parents = batch.numpy(PARENT_ID).astype(np.int64)
@@ -339,7 +342,7 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
 
 
 def _in_order(parents: np.ndarray) -> list[int]:
-    """Number of each row among the rows of its parent, in order."""
+    """Return the index of each row among the rows of its parent."""
     seen: Counter[int] = Counter()
     numbers: list[int] = []
     for parent in parents.tolist():
@@ -349,7 +352,7 @@ def _in_order(parents: np.ndarray) -> list[int]:
 
 
 def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Smallest value per row of a ragged column; -1 for empty rows."""
+    """Return the smallest value of each row of a ragged column; -1 for empty rows."""
     lengths = np.diff(offsets)
     out = np.full(len(lengths), -1, np.int64)
     if len(values):

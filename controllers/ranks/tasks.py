@@ -59,7 +59,7 @@ class Task:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rows: RowTask | None = None
     keep: bool = True
-    """Whether this rank publishes the rows; one of each replica does."""
+    """Whether this rank publishes the results. One rank of each replica does."""
     number: int = 0
     gather_s: float = 0.0
     """[s] Batching delay of rows that the call yields."""
@@ -71,7 +71,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply to a call. The last one has `done` or `failure`; an empty one is a sign of life."""
+    """A reply to a call. The last reply has `done` or `failure`. An empty reply tells the driver
+    that the rank is alive."""
 
     published: Published | None = None
     segment: Segment | None = None
@@ -80,10 +81,10 @@ class Reply:
     value: Any = None
     done: bool = False
     seconds: float = 0.0
-    """[s] Time spent in the worker, in the last reply."""
+    """[s] Time that the call took in the worker; only in the last reply."""
     failure: Failure | None = None
     paused: str = ""
-    """Why writing is paused on a full disk."""
+    """Error of the failed write while the rank waits for space on a full disk; otherwise empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As in `RowTask`. The other fields may hold users' objects, which need Ray's pickler.
@@ -101,7 +102,7 @@ def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, 
 
 
 class FailureKind(Enum):
-    """Kind of a failure, which decides how it is handled."""
+    """Kind of a failure, which decides how the driver handles it."""
 
     EXCEPTION = auto()
     USER_ERROR = auto()
@@ -122,9 +123,9 @@ class Failure:
     traceback: str = ""
     kind: FailureKind = FailureKind.EXCEPTION
     sample_ids: tuple[int, ...] = ()
-    """Samples that caused it, if known."""
+    """Samples that caused the failure, if known."""
     sample: str = ""
-    """Description of the first one, such as its prompt and response, if known."""
+    """Description of the first of these samples, such as its prompt and response, if known."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -148,7 +149,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the worker's method on, without the frames of this folder above it."""
+    """Return the traceback from the worker's method on, without this folder's frames before it."""
     # The message of a UserError is enough, unless an exception of the user's code caused it.
     if isinstance(error, UserError) and error.__cause__ is None:
         return ""

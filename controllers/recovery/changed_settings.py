@@ -1,8 +1,8 @@
 """Changed settings: differences between a resumed run and the run that wrote the checkpoint.
 
-Each setting has one of three rules. Its class lists "free" settings, which do not change the
-numbers, and "fixed" settings, which the state in the checkpoint depends on. Changes of all other
-settings are reported in the first lines of the run.
+Each setting has one of three rules. Its class lists "free" settings, which do not affect the
+results, and "fixed" settings, which the state in the checkpoint depends on. The run reports changes
+of all other settings in its first lines.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def changes(
 ) -> list[str]:
     """Return the changed settings under a rule, as "NAME was X, is Y".
 
-    A setting on one side only counts if the other has a value that encloses it, such as None.
+    A setting that only one side has is compared with the closest enclosing setting of the other
+    side, which may be None. If there is no such setting, it is left out.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):
@@ -79,7 +80,8 @@ def changes(
 
 
 def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a checkpoint with those of older versions under their present names."""
+    """Return the settings of a checkpoint, with those of older versions under their current
+    names."""
     found = dict(before)
     for name in now:
         owner, _, last = name.rpartition(".")
@@ -99,7 +101,8 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
 
 
 def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings of older versions that are gone, and had another value than the default."""
+    """Return a line for each setting of an older version that no longer exists and did not have its
+    default value."""
     return [
         f"{name} was {_short(text)}, and is no longer a setting"
         for name, text in before.items()
@@ -143,7 +146,7 @@ def _text(value: Any) -> str:
 
 
 def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
-    """Return value and name of a setting, or of the closest setting that contains it."""
+    """Return the value and name of a setting, or of the closest setting that contains it."""
     while name not in settings and "." in name:
         name = name.rpartition(".")[0]
     return settings.get(name), name

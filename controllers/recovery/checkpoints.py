@@ -33,9 +33,9 @@ from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
 
-# The state of the driver at a checkpoint, stored with the states of the worker groups. Rows in flight are
-# in the buffer; the checkpoint has a position in its log. Resuming loads the models, and takes the log
-# back to that position.
+# The state of the driver at a checkpoint, stored with the states of the worker groups. Rows in
+# flight are in the buffer; the checkpoint only has a position in the buffer's log. Resuming loads
+# the models, and takes the log back to that position.
 
 
 RUN = "run.json"
@@ -58,7 +58,7 @@ class RunState:
     evaluated: Mapping[str, int] = field(default_factory=dict)
     """Evaluation -> latest evaluated step."""
     stopped: bool = False
-    """Whether the run is over, whatever its schedule says."""
+    """Whether the run was stopped before the end of its schedule."""
     cursor: Cursor = field(default_factory=Cursor)
     """Place in the training data. This and the next two fields are enough to resume without the
     log."""
@@ -71,7 +71,8 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """Read it from the folder of a checkpoint, also one from an older version of Weft."""
+        """Read the state from the folder of a checkpoint, which may be from an older version of
+        Weft."""
         fields = read_json(folder / RUN)
         cursor = fields.get("cursor", {"issued": 0, "again": ()})
         read = {
@@ -84,11 +85,11 @@ class RunState:
 # Checkpoints
 
 MAX_NOT_EVALUATED = 4
-"""Most checkpoints to keep until it is known whether they are the best."""
+"""Maximum number of checkpoints to keep while their evaluations are not finished."""
 REPLACED = ".before_"
 """Prefix of a checkpoint while a new one of the same step replaces it."""
 Values = Callable[[str], Mapping[int, float]]
-"""Metric -> step -> value."""
+"""Function of a metric's name that returns step -> value."""
 
 
 class CheckpointConfig(Config):
@@ -140,8 +141,8 @@ def has_state(handle: Handle) -> bool:
 
 
 class CheckpointFolder:
-    """The folder `checkpoints/` of one run. A thread calls `on_complete` with each complete
-    step."""
+    """The folder `checkpoints/` of one run. `on_complete` is called on another thread with the step
+    of each checkpoint that is complete."""
 
     def __init__(
         self,
@@ -159,7 +160,8 @@ class CheckpointFolder:
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
-        """Path of a step's unfinished checkpoint, unique to this start of the run."""
+        """Return the path of a step's unfinished checkpoint, which is unique to this start of the
+        run."""
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
@@ -167,7 +169,7 @@ class CheckpointFolder:
         """Make the folder of an unfinished checkpoint, with the driver's state.
 
         Raises:
-            OSError: For example because the disk is full. The caller may try again.
+            OSError: A write failed, for example because the disk is full. The caller may try again.
         """
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
@@ -177,11 +179,12 @@ class CheckpointFolder:
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
-        """Write the manifest of a checkpoint whose files are on the disk, rename it, and prune.
+        """Write the manifest of a checkpoint whose files are on the disk, rename the checkpoint,
+        and remove old ones.
 
         Raises:
             TakenOverError: Another driver has taken over the run.
-            OSError: For example because the disk is full.
+            OSError: A write failed, for example because the disk is full.
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
@@ -191,7 +194,7 @@ class CheckpointFolder:
         if path.exists():  # the run was ended twice within this step
             path.rename(replaced)
         unfinished.rename(path)
-        # The new name must survive a power failure before the old checkpoint goes.
+        # The new name must survive a power failure before the old checkpoint is removed.
         Disk().sync_folder(self.path)
         if replaced.exists():
             remove(replaced)
@@ -203,7 +206,8 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
-        """Bytes of each file of an unfinished checkpoint; empty while it is renamed."""
+        """Return path -> size [bytes] of the files of an unfinished checkpoint; empty while the
+        checkpoint is renamed."""
         with suppress(OSError):
             return {p: p.stat().st_size for p in self.unfinished(step).rglob("*") if p.is_file()}
         return {}

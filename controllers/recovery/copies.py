@@ -1,4 +1,4 @@
-"""Copies: writes checkpoints to a second place (`CheckpointConfig.copy_to`) in the background.
+"""Copies: copies checkpoints to a second location (`CheckpointConfig.copy_to`) in the background.
 
     complete ─queue─> waiting ──> being copied ──> copied
                          ^            │ failed: reported, and retried after a pause
@@ -50,9 +50,9 @@ from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_c
 #     ADDRESS/NAME/samples/*, metrics.arrows, ...   samples, metrics, timeline
 #     ADDRESS/NAME/copied.json                      checksums of the copied samples and log parts
 #
-# A file is written unless the copy has the same checksum, and extra files in the copy are removed: the
-# run may have gone back, or another run may have had its name. Before that, checkpoints that no longer
-# belong to the run lose their manifests.
+# Weft first removes the manifests of checkpoints that no longer belong to the run: the run may have gone
+# back to an earlier step, or another run may have had its name. Then it writes the files whose checksums
+# differ from the copy's, and removes extra files from the copy.
 #
 # Columns of rows are not copied. A run resumed from a copy issues the groups in flight again.
 
@@ -66,7 +66,7 @@ class _RemoteRun:
     """The copy of one run.
 
     Args:
-        base: The folder of the run on that file system.
+        base: Folder of the copy on the file system `files`.
         address: The address of the copy, for messages.
     """
 
@@ -82,7 +82,7 @@ class _RemoteRun:
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
             files, base = pf.FileSystem.from_uri(given)
-        except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has none
+        except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has no home folder
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
         # Object stores refuse two slashes in a row.
         return cls(files, str(PurePosixPath(base, name)), f"{address.rstrip('/')}/{name}")
@@ -98,12 +98,13 @@ class _RemoteRun:
         return sorted((step_of(Path(name)) for name in complete), reverse=True)
 
     def has(self, run: Path, step: int) -> bool:
-        """Return whether the copy has the run's own checkpoint of a step, completely."""
+        """Return whether the copy has a complete checkpoint of a step, and it is this run's."""
         name = f"{_folder_of(step)}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Return name -> bytes of a folder's files; empty if it does not exist."""
+        """Return name -> size [bytes] of the files in a folder; empty if the folder does not
+        exist."""
         selector = pf.FileSelector(folder, allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
 
@@ -120,11 +121,11 @@ class _RemoteRun:
     # Writing the copy
 
     def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
-        """Copy the checkpoint of a step, with log and samples, and return the bytes written.
+        """Copy the checkpoint of a step, with log and samples. Return the number of bytes written.
 
         Args:
-            went_back_to: Step that the run resumed after, if nothing was copied since then. Later
-                copies are outdated.
+            went_back_to: Step that the run resumed after, if nothing was copied since then. Copies
+                of later steps are outdated.
 
         Raises:
             OSError, pyarrow.ArrowException: A write failed, or the checkpoint was removed.
@@ -134,14 +135,16 @@ class _RemoteRun:
         position = RunState.read(checkpoint).position
         samples = sorted((run / SAMPLES).glob("*.arrow"))
         written = self._write_changed(run, samples)
-        # Read the tail of the log first: if the log is cut from here on, reading the tail notices it.
+        # Open the tail of the log before listing the parts. If the log is cut in between, reading
+        # the tail raises OSError.
         tail = part_before(buffer / LOG, position)
         parts = sorted((buffer / HISTORY).glob("*.log.zst"))
         written += self._write_changed(run, parts)
         inside = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST]
         keep = {_name(run, path) for path in (*samples, *parts, *inside)}
         if tail is not None:
-            # Later parts have the records of the tails of earlier checkpoints, which are removed.
+            # Tails that were copied with earlier checkpoints are removed, because the parts contain
+            # their records by now.
             name = f"{BUFFER}/{HISTORY}/{tail[0]}"
             written += self._write(name, tail[1])
             keep.add(name)
@@ -176,7 +179,7 @@ class _RemoteRun:
                 self._files.delete_file(f"{BUFFER}/{name}")
 
     def _write_changed(self, run: Path, paths: Iterable[Path]) -> int:
-        """Write the files that differ from the copy, and return the bytes written."""
+        """Write the files that differ from the copy. Return the number of bytes written."""
         described = {_name(run, path): self._describe(path) for path in paths}
         sizes = {
             f"{folder}/{name}": size
@@ -185,7 +188,8 @@ class _RemoteRun:
         }
         copied = self._copied()
         new = [n for n, one in described.items() if copied.get(n) != one or sizes.get(n) != one["bytes"]]
-        # Forget these first: if this copy breaks off, their content differs from the noted checksums.
+        # Forget the checksums of these files first: if this copy is interrupted, the files may no
+        # longer match them.
         if copied.keys() & {*new}:
             copied = {name: one for name, one in copied.items() if name not in new}
             self._note_copied(copied)
@@ -195,7 +199,7 @@ class _RemoteRun:
         return written
 
     def _describe(self, path: Path) -> Mapping[str, Any]:
-        """Return size and checksum of a local file, read only if it has changed."""
+        """Return the size and checksum of a local file. The file is read only if it has changed."""
         found = path.stat()
         at = found.st_size, found.st_mtime_ns
         if self._described.get(path, (None,))[0] != at:
@@ -203,7 +207,7 @@ class _RemoteRun:
         return self._described[path][1]
 
     def _copied(self) -> dict[str, Mapping[str, Any]]:
-        """Return the noted checksums, or nothing if the note is damaged."""
+        """Return the recorded checksums; empty if the record is damaged."""
         with suppress(ValueError):
             noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
             return noted if isinstance(noted, dict) else {}
@@ -235,14 +239,14 @@ class _RemoteRun:
     # Fetching the run
 
     def fetch(self, run: Path, tell_damage: Callable[[str], None] = lambda line: None) -> int | None:
-        """Make the directory of a run from its latest intact copy.
+        """Create the directory of a run from its latest intact copy.
 
         Args:
-            run: The directory, which is replaced.
+            run: The directory. Its current content is removed.
             tell_damage: Receives a line about each damaged copy that was skipped.
 
         Returns:
-            The step of its checkpoint, or None if every copy is damaged.
+            The step of the fetched checkpoint, or None if every copy is damaged.
 
         Raises:
             OSError, pyarrow.ArrowException: The copy cannot be read.
@@ -282,8 +286,8 @@ def _name(run: Path, path: Path) -> str:
 
 
 def check_address(address: str) -> None:
-    """Refuse an invalid address, or one with a password, with a `UserError` that does not show
-    it."""
+    """Raise `UserError` if an address is invalid or contains a password. The message does not show
+    the password."""
     if not address.strip():
         raise UserError(
             "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
@@ -319,7 +323,8 @@ SAY_S = 30.0
 
 
 class Copies:
-    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits."""
+    """Copies the checkpoints of a run in a thread, one at a time; always the latest one that
+    waits."""
 
     def __init__(
         self, run: Path, remote: _RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
@@ -351,7 +356,7 @@ class Copies:
             self.queue(self._went_back_to)
 
     def queue(self, step: int) -> None:
-        """Queue a complete checkpoint instead of an earlier one, unless the copy has it."""
+        """Queue a complete checkpoint. It replaces an earlier one that still waits."""
         if self._remote is not None:
             with self._changed:
                 self._waiting = step
@@ -369,8 +374,8 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait up to `timeout_s` for pending copies, with a line every `say_s`, and end the
-        thread."""
+        """Wait up to `timeout_s` for pending copies, and end the thread. `say` receives a line
+        about the wait every `say_s`."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()
@@ -458,7 +463,8 @@ _FETCHED = ".fetched"
 
 
 def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run to resume, if it has no checkpoint here. Return a message, or an empty string.
+    """Fetch a run from its copy, if it is to be resumed and has no checkpoint here. Return a
+    message for the user, or an empty string if nothing was fetched.
 
     Raises:
         UserError: Another driver holds the run, the copy cannot be read, or a new run would replace

@@ -8,7 +8,7 @@
   there is room, for example on spot instances.
 - The run continues with the ranks that are up. Below `min_ranks` it waits for more, with a
   deadline.
-- A rank that failed to start is retried after a pause, which doubles.
+- A rank that failed to start is retried after a pause, which doubles each time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ..backends.backend import Backend
 from ..group import WorkerGroup
 
 LOOK_S = 1.0
-"""[s] Time between two looks for room."""
+"""[s] Time between two checks for room in the cluster."""
 PAUSE_S = (1.0, 60.0)
 """[s] First and longest pause before a rank that failed to start is retried."""
 
 
 class Elastic:
-    """Chooses absent ranks to start, and ends a run that has had too few for too long."""
+    """Chooses absent ranks to start, and ends a run if a group has had too few ranks for too
+    long."""
 
     def __init__(
         self,
@@ -44,21 +45,22 @@ class Elastic:
         self._groups = [g for g in groups if g.place.is_elastic] if self._cluster else []
         self._looked = -math.inf
         self._tries: Counter[tuple[str, int]] = Counter()
-        """(group, rank) -> starts since it was last up."""
+        """(group, rank) -> number of starts since the rank was last up."""
         self._tried: dict[tuple[str, int], float] = {}
         self._short_since: dict[str, float] = {}
-        """Group with too few ranks -> since when."""
+        """Group with too few ranks -> time at which it was first seen with too few."""
 
     @property
     def waits(self) -> bool:
         return any(_is_short(group) for group in self._groups)
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Once a second, yield absent ranks with room. The caller starts each before it takes the
-        next.
+        """Yield absent ranks for which the cluster has room; check at most once every LOOK_S. The
+        caller must start each rank before it takes the next.
 
         Raises:
-            DeadlineError: A group has had too few ranks for too long; names the missing ranks.
+            DeadlineError: A group has had too few ranks for too long. The message names the missing
+                ranks.
         """
         now = self._backend.clock()
         if self._cluster is None or not self._groups or now - self._looked < LOOK_S:

@@ -3,11 +3,11 @@ node.
 
 - Stateless groups (`replaceable`): unfinished rows go back to the ledger. A dead or silent process
   is replaced, and receives the current weights. A sample that fails for the third time is dropped
-  with its reason. The run ends if more than a given share of samples is dropped.
+  with its reason. The run ends if more than the share `max_failed` of samples is dropped.
 - Ranks of elastic groups are not replaced: they leave the group, and join it again when there is
   room (`elastic.py`).
-- Lost nodes: their ranks are replaced on others, and groups of rows that were only there are issued
-  again.
+- Lost nodes: their ranks are replaced on other nodes. Groups whose rows were only on lost nodes are
+  issued again.
 - Other groups, such as actors: the driver restarts the run from its last checkpoint, at most
   `MAX_RESTARTS` times (`controllers/driver.py`).
 """
@@ -35,7 +35,7 @@ from .full_disk import FullDisk
 
 
 MOST_RANKS = 64
-"""Most ranks to get stacks from."""
+"""Maximum number of ranks to get stack traces from."""
 MOST_SAMPLES = 4
 
 
@@ -61,7 +61,7 @@ def _who_is_silent(
 
 
 def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
-    """Return the stacks of ranks, equal ones once; empty if unknown."""
+    """Return the stack traces of ranks, with equal traces listed once; empty if unknown."""
     found = backend.stacks(group, ranks[:MOST_RANKS])
     at: dict[str, list[int]] = {}
     for rank in ranks[:MOST_RANKS]:
@@ -75,23 +75,25 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""Failures of a sample before it is dropped, or of another call before the run ends."""
+"""Number of failures after which a sample is dropped. If a call without rows fails this often, the
+run ends."""
 FEWEST_ROWS = 100
-"""Count at least this many rows, so that early failures do not end a run."""
+"""[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures
+do not end a run."""
 LOOK_S = 1.0
 """[s] Time between two checks for silent ranks."""
 
 
 @dataclass
 class FailureCounts:
-    """Failures of a run, over all of its starts."""
+    """Counts of a run's failures, over all of its starts."""
 
     at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
-    """(node, sample), or call outside the graph -> failures."""
+    """(node, sample id), or (call without rows, None) -> number of failures."""
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(graph, node) -> rows that succeeded."""
+    """(graph, node) -> number of rows that succeeded."""
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(graph, node) -> rows that were dropped because the node failed on them."""
+    """(graph, node) -> number of rows that were dropped because the node failed on them."""
     replaced: int = 0
     requeued: int = 0
 
@@ -126,7 +128,7 @@ class Failures:
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
-        """Running call -> rows that were requeued."""
+        """Running call -> number of its rows that were requeued."""
         self._heard: dict[tuple[str, int], float] = {}
         """(group, rank) -> time of its last reply, or of a call while it was idle."""
         self._all_heard = -math.inf
@@ -141,19 +143,19 @@ class Failures:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group has too few ranks: then a run without progress is not
+        """Whether an elastic group waits for more ranks. If so, a run without progress is not
         stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:
-        """Return whether a rank was removed since the last query."""
+        """Return whether a rank was lost since the last call of this method."""
         lost, self._lost = self._lost, False
         return lost
 
     # Calls and replies
 
     def called(self, call: Call) -> None:
-        """Record a call. The silence of its idle ranks counts from now."""
+        """Record a call. For ranks that were idle, the time without a reply starts now."""
         now = self._backend.clock()
         for rank in call.ranks:
             others = self._called.setdefault((call.group.name, rank), {})
@@ -162,7 +164,7 @@ class Failures:
             others[call] = None
 
     def answered(self, call: Call) -> None:
-        """Record a finished call. A success outside the graph clears earlier failures."""
+        """Record a finished call. A successful call without rows clears its earlier failures."""
         for rank in call.ranks:
             self._called.get((call.group.name, rank), {}).pop(call, None)
         if call.lease is None and not call.lost:
@@ -249,7 +251,8 @@ class Failures:
     def remedy(
         self, event: Event, under_way: Iterable[Call], *, void: bool
     ) -> Sequence[CallRequest] | None:
-        """Release the rows of a failed call. `void`: they belong to another lease already.
+        """Release the rows of a failed call. `void` tells that they already belong to another
+        lease.
 
         Returns:
             Requests that repair the failure. None if the call must raise the error, or the reply
@@ -280,7 +283,7 @@ class Failures:
         call, kind = event.call, failure.kind
         if not call.group.handle.worker_class.replaceable:
             return None
-        # An error that no sample caused would come again with other rows.
+        # An error that no sample caused would occur again with other rows.
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
         if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
@@ -327,7 +330,7 @@ class Failures:
         return rows
 
     def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
-        """Count a failure. Return the samples that failed MAX_FAILURES times."""
+        """Count a failure. Return the ids of samples that have failed MAX_FAILURES times."""
         if call.lease is None and (call.lost or call.group.place.is_elastic):
             # counted with another rank already, or left to the deadline of the elastic group
             return []
@@ -381,7 +384,8 @@ class Failures:
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
-            # The noted sample probably ended the process; without a note, any row may have.
+            # The sample that the rank recorded probably ended the process. Without a record, any
+            # row may have.
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         ended = f"the process of {group.name}[{rank}] ended"
@@ -459,8 +463,8 @@ class Failures:
     def _do_without_nodes(
         self, lost: Collection[str], under_way: Iterable[Call]
     ) -> list[CallRequest] | None:
-        """Continue without some nodes. Call it again to drop rows that are published there later.
-        Return None if a rank cannot be replaced, so that the run must go back to a checkpoint."""
+        """Continue without lost nodes. Call this again to drop rows that are published there later.
+        Return None if a rank cannot be replaced, so that the run must restart from a checkpoint."""
         gone = [
             (group, rank, node)
             for group in self._groups.values()

@@ -68,7 +68,8 @@ class FullDisk:
 
     def wait_for_more(self, why: str) -> None:
         """Wait until space is freed, or for TRY_AGAIN_S."""
-        # Another rank's pause may have been reported, and space freed, before this failure arrived.
+        # Space may have been freed since another rank's pause was reported, so compare with the
+        # smaller value.
         began, enough = time.monotonic(), min(self._free, self._free_bytes()) + SOME_BYTES
         while self._free_bytes() < enough and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)

@@ -51,7 +51,7 @@ class ResumePoint:
 
     @property
     def given_up(self) -> str:
-        """The losses of a resume without the rows in flight, in words."""
+        """Description of what is lost when a run resumes without the rows in flight."""
         if self.from_first_row:
             return (
                 "the log and the responses in flight are discarded; the training data or their order changed, so training begins with "
@@ -76,7 +76,8 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     """Return the latest intact checkpoint of a run, or None if it has none.
 
     Args:
-        with_rows: Whether its position must be in the log; False does not read the log.
+        with_rows: Whether the rows in flight must be restorable from the log. If False, the log is
+            not read.
 
     Raises:
         UserError: There are checkpoints, but none is intact.
@@ -118,7 +119,7 @@ def _lost_rows(path: Path) -> str:
     buffer = path.parent.parent / BUFFER
     try:
         snapshot = checkpoint_path(buffer, position)
-        # A sound snapshot spares the replay of the log.
+        # With a sound snapshot, the log need not be replayed.
         if is_sound_checkpoint(snapshot, position) and has_position(buffer / LOG, position):
             described_graph(next(record for record in LogReader(snapshot) if record["do"] == "graph"))
             return ""
@@ -131,7 +132,7 @@ def _lost_rows(path: Path) -> str:
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
-    """Describe damage to the log before a position. Its rows are in a snapshot."""
+    """Describe damage to the log before a position. The rows in flight are safe in a snapshot."""
     damage = damage_before(log, position)
     known = "the rows in flight are not affected, but `weft buffer check` can no longer verify this run"
     return [f"{damage}; {known}"] if damage else []
@@ -150,7 +151,8 @@ def open_run(
         resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
             default, the newest run with a checkpoint); "weights" for the same without rows in
             flight; or the folder of a run or of one of its checkpoints.
-        accept: Returns the point to resume from, or raises UserError if the driver cannot use it.
+        accept: Function of the point that was found. It returns the point to resume from, or raises
+            UserError if the driver cannot use it.
         copy_to: The address of copies. If the run `name` is to be resumed and has no checkpoint
             here, it is fetched from there.
 
@@ -158,7 +160,7 @@ def open_run(
         The run's directory, and the point that it resumes from, or None for a new run.
 
     Raises:
-        UserError: Another driver holds the run, the folder does not exist, or it is damaged.
+        UserError: Another driver holds the run, the folder does not exist, or the run is damaged.
     """
     if name is not None:
         check_run_name(name, "name")
@@ -181,7 +183,7 @@ def open_run(
             lock.give_back()
             raise
         lock.give_back()
-    # Check before there is a directory.
+    # Check before the directory is created.
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
 

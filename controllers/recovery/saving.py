@@ -5,11 +5,12 @@
       └──────────────────────────────── given up ─────────────────────────────────────┘
 
 - A group does not train while it copies its state. It writes the copy in the background.
-- NAMING runs in a thread, which reads large files for the manifest and removes old checkpoints.
-- Independently of the state, a checkpoint may be `due`. It begins in IDLE; until then the run
-  issues no rows and makes no calls for nodes.
-- After a checkpoint is given up, one is due at the end of the next step, or at once if the run is
-  ending.
+- NAMING runs in a thread, which reads the files for the manifest, renames the checkpoint and
+  removes old ones.
+- Independently of the phase, a checkpoint may be `due`. It begins when the phase is IDLE. Until
+  then the run issues no rows and makes no calls for nodes.
+- After a checkpoint is given up, another is due at the end of the next step, or at once if the run
+  is ending.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from ..ranks.tasks import FailureKind
 from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 
 ASK_S = 0.5
-"""[s] Time between two requests to a group whether its part is on the disk."""
+"""[s] Time between two calls that ask a group whether its part is on the disk."""
 LOOK_S = 5.0
-"""[s] Time between two looks at the progress of a checkpoint."""
+"""[s] Time between two checks of a checkpoint's progress."""
 
 
 class _Phase(Enum):
@@ -47,8 +48,8 @@ class _Phase(Enum):
 class _Progressed(NamedTuple):
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """A checkpoint without room on the disk: its position in the log, which may go, and the
-    error."""
+    """If the disk had no room for the checkpoint: its position in the log, which need not be kept,
+    and the error."""
 
 
 class Saving:
@@ -90,7 +91,7 @@ class Saving:
         self._naming: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._looked = self._grew = 0.0
-        """Times of the last look at the size of the checkpoint, and of its last growth [s]."""
+        """[s] Times of the last check of the checkpoint's size, and of its last growth."""
         self._extent: object = None
         """A value that changes whenever the checkpoint grows."""
         self._hashed = 0
@@ -99,12 +100,13 @@ class Saving:
     # When to save
 
     def resume(self, step: int) -> list[Path]:
-        """Resume after this step, and return the paths of later checkpoints, which are moved."""
+        """Continue after this step. Move later checkpoints aside, and return their new paths."""
         self._saved_step = step
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """Record a finished step. `for_best`: its evaluation decides on the best checkpoint."""
+        """Record a finished step, and decide whether a checkpoint is due. With `for_best`, it is
+        due because the step's evaluation may make it the best checkpoint."""
         if not self._config.writes or step <= 0:
             return
         every, every_s = self._config.every, self._config.every_s
@@ -113,7 +115,8 @@ class Saving:
         self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
     def require(self, step: int, *, again: bool = False) -> None:
-        """Require a checkpoint of the last step of a run; with `again`, even if it has one."""
+        """Require a checkpoint of the last step of a run; with `again`, even if the step already
+        has one."""
         self._last = step
         self.due |= again or self._saved_step < step
 
@@ -133,10 +136,11 @@ class Saving:
     # How to save
 
     def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
-        """Begin a checkpoint, while no update is running. Return requests to copy the states.
+        """Begin a checkpoint. Return requests that make the groups copy their state. No update may
+        be running.
 
         Raises:
-            OSError: For example because the disk is full. The caller may try again.
+            OSError: A write failed, for example because the disk is full. The caller may try again.
         """
         assert not self.under_way
         path = self.folder.make_unfinished(state)
@@ -162,20 +166,21 @@ class Saving:
         return ()
 
     def take_pause_s(self) -> float:
-        """Return the longest pause of a group's training [s], once."""
+        """Return the longest pause of a group's training [s], and reset it to 0."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
     def advance(self, values: Values) -> _Progressed:
-        """Advance the checkpoint. Another thread calls `values`.
+        """Continue the checkpoint that is being written. `values` is called on another thread.
 
         Returns:
-            Requests to idle groups, every ASK_S, whether their parts are on the disk; and the
-            checkpoint, if it was given up.
+            Every ASK_S, requests that ask idle groups whether their parts are on the disk. If the
+            checkpoint was given up, its position and the error.
 
         Raises:
-            DeadlineError: The checkpoint has not grown for too long; names the groups to blame.
-            RunError: It could not be completed.
+            DeadlineError: The checkpoint has not grown for too long. The message names the groups
+                that have not confirmed their parts.
+            RunError: The checkpoint could not be completed.
         """
         if self.phase is _Phase.IDLE:
             return _Progressed()
@@ -244,7 +249,7 @@ class Saving:
             return
         # If the driver itself was paused, a checkpoint without growth proves nothing.
         driver_waited, self._looked = now - self._looked > self._patience_s, now
-        # A group that confirms its part is progress, even if no file grows.
+        # A confirmation by a group counts as progress, even if no file grows.
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
         if extent != self._extent or driver_waited:
             self._extent, self._grew = extent, now
