@@ -179,8 +179,8 @@ class Asynchronous(InParts):
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
     """[updates] Maximum staleness: the number of updates between the weights that sampled a row's
-    oldest token and the weights that the row trains. 0 is `Synchronous`. Raise it if generation
-    still waits for training; lower it if training becomes unstable."""
+    oldest token and the weights that the row trains. 0 behaves like `Synchronous`. Raise it if
+    generation still waits for training; lower it if training becomes unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
     """How to handle unfinished responses when new weights arrive. "continue" continues them with
     the new weights and the existing KV cache; each token records its version. "recompute" also

@@ -103,13 +103,13 @@ class CheckpointConfig(Config):
     the last step. None disables this interval. If `every` is set too, whichever comes first
     triggers a checkpoint. Set it if step times vary a lot."""
     keep: int = Field(default=2, ge=1)
-    """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to go further back;
-    lower it on a small disk."""
+    """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to resume from
+    earlier steps; lower it on a small disk."""
     best: str | None = None
-    """Metric, such as "eval/pass@1", whose best checkpoint is kept in addition to the `keep`
-    latest. The largest value is the best; with a leading "-", the smallest. Each step in which the
-    metric's evaluation runs gets a checkpoint, in addition to `every` and `every_s`. Set it if the
-    last model need not be the best."""
+    """Metric that selects the best checkpoint, such as "eval/pass@1". Weft keeps this checkpoint in
+    addition to the `keep` latest. The largest value wins; with a leading "-", the smallest. Each
+    step in which the metric's evaluation runs gets a checkpoint, in addition to `every` and
+    `every_s`. Set it if the last model need not be the best."""
     copy_to: str | None = None
     """Path, or address such as "s3://bucket/runs" or "gs://bucket/runs". Weft copies each
     checkpoint in the background to a subfolder with the run's name. The copy has everything needed

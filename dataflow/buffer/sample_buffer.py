@@ -58,16 +58,17 @@ class BufferConfig(Config):
     """[bytes] Maximum size of the columns in flight of one graph. None sets no limit. Set it if
     `memory_low` warns, or if the disk for segments is small."""
     on_stale: Fate = "wait"
-    """How to handle groups that exceed the staleness bound when an update could take them: "wait",
-    "mask", "requeue" or "drop". With "wait", updates wait for late groups, so groups exceed the
-    bound only if a resume lowers it; Weft then requeues and reports them. Choose another value if
-    late groups hold up training; "drop" favours short responses."""
+    """How to handle a group that exceeds the staleness bound when an update could take it. With
+    "wait", updates wait for late groups; only a resume with a lower bound makes groups too stale,
+    and Weft then requeues and reports them. "mask" masks the stale rows in the loss, "requeue"
+    samples the prompt again, and "drop" discards the group, which favours short responses. Choose
+    one of these three if late groups hold up training."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
     """[s] Time after which rows that a worker claimed but did not finish are requeued. None applies
     only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """[bytes] Maximum size of the segments kept in memory on each node. Weft writes older segments
-    to disk and reads them back on demand. None leaves this to the kernel. Set it if other programs
+    to disk and reads them back on demand. With None, the kernel decides. Set it if other programs
     need the page cache."""
     scratch: Path | None = None
     """Node-local folder for segments. Each run gets a subfolder, which is removed when the run

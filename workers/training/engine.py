@@ -85,7 +85,7 @@ class ModelConfig(Config):
     """Dtype in which ranks reduce gradients; each rank keeps its shard in float32. "bfloat16"
     requires dtype="bfloat16". It halves traffic and memory, but rounds every sum over microbatches
     and ranks. Choose "bfloat16" if the network between ranks is slow or gathered gradients do not
-    fit."""
+    fit into memory."""
     microbatch_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """[tokens] Maximum number of tokens in one forward pass, including padding if the model cannot
     pack rows. None selects 1,280 on a CPU and 16,384 on a GPU. Lower it if a pass runs out of
@@ -116,8 +116,8 @@ class ModelConfig(Config):
     """State to keep in host memory while it is not in use. "moments" offloads the optimizer's
     moments; each step brings them to the device in parts. "everything" offloads parameters (also of
     frozen models), gradients and moments; each layer is on the device only while it computes, and
-    the host runs the optimizer. Choose "moments" if a model fits on its GPUs but AdamW does not,
-    "everything" if the model itself does not fit."""
+    the host runs the optimizer. Choose "moments" if a model fits on its GPUs but AdamW's state does
+    not, "everything" if the model itself does not fit."""
 
     compile: bool = False
     """Compile each layer with `torch.compile`, which fuses elementwise operations. The first step
@@ -221,7 +221,7 @@ class TrainingConfig(OptimizerConfig):
     """[factor] Coefficient of the load-balancing loss for a mixture's routers (arXiv:2101.03961,
     equations 4 to 6, as `transformers` computes it); None disables the loss. With it, each step
     waits for all its rows, and reads them twice unless they carry recorded routes. Set it, for
-    example to the model's own `router_aux_loss_coef`, in supervised training and if
+    example to the model's own `router_aux_loss_coef`, in supervised training or if
     `max_expert_load` grows."""
     lora: Lora | None = None
     """Train an adapter (and the scalar head, if there is one) and freeze the model. None trains the
