@@ -84,9 +84,9 @@ class TruncatedImportance(RatioCorrection):
     """
 
     cap: float = Field(default=2.0, gt=0)
-    """[ratio] Maximum weight of a token. A value below 1 also scales down tokens on which the
-    policies agree. Lower it if single tokens make the gradient jump; raise it for less bias towards
-    the generator."""
+    """[ratio] Maximum weight of a token. A value below 1 also scales down tokens with equal
+    probability under both policies. Lower it if single tokens make the gradient jump; raise it for
+    less bias towards the generator."""
     floor: float = Field(default=0.0, ge=0)
     """[ratio] Minimum weight of a token. Raise it to keep tokens in the loss that the trainer finds
     unlikely; this gives them too much weight."""

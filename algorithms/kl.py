@@ -133,7 +133,7 @@ class AdaptiveCoefficient(Config):
     """[nats] Target divergence of a response from the reference. Raise it to let the policy move
     further away."""
     horizon: float = Field(default=10_000, gt=0)
-    """[steps] Number of steps in which the coefficient changes by at most a fifth, in the unit of
+    """[steps] Number of steps for a change of the coefficient by at most a fifth, in the unit of
     `num_steps` (episodes in the paper). Raise it if the coefficient oscillates."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:

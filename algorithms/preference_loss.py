@@ -187,9 +187,9 @@ class PairLoss(FrozenLoss):
     pairs with a trained token in both responses."""
 
     margin: float | str = 0.0
-    """[reward] Margin by which the preferred response should lead (SimPO's gamma), or the name of a
-    column with the margin of each pair (equal in its two rows). Raise it to push pairs further
-    apart. Give a column if annotators rated how much better a response is."""
+    """[reward] Target lead of the preferred response (SimPO's gamma), or the name of a column with
+    the lead of each pair (equal in its two rows). Raise it to push pairs further apart. Give a
+    column if annotators rated how much better a response is."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -244,8 +244,7 @@ class PreferenceLoss(PairLoss):
     pairs.
 
     s_w and s_l are the scores of the preferred and the rejected response, y_w is the preferred
-    response, and f is the comparison. Pairs in which a response has no trained tokens are not
-    counted.
+    response, and f is the comparison. Pairs with a response without trained tokens are not counted.
 
     >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
     >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
@@ -268,8 +267,8 @@ class PreferenceLoss(PairLoss):
     more weight."""
     likelihood: float = Field(default=0.0, ge=0)
     """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
-    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely,
-    too."""
+    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely
+    as well."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class RewardLoss(PairLoss):
     (arXiv:2312.09244).
 
     Pairs are groups of two rows, one of them `preferred`. The reward of a row is the one at its
-    last token, masked or not. Pairs in which a response has no trained tokens are not counted.
+    last token, masked or not. Pairs with a response without trained tokens are not counted.
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1

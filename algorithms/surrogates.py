@@ -110,8 +110,8 @@ class Sapo(Config):
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A
     (arXiv:2511.20347).
 
-    At r = 1 the gradient equals that of -r A; it fades as r moves away from 1. A larger second
-    temperature makes gradients of negative advantages fade faster, because these raise the
+    At r = 1 the gradient equals the gradient of -r A; it fades as r moves away from 1. A larger
+    second temperature makes gradients of negative advantages fade faster, because these raise the
     probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))

@@ -91,8 +91,8 @@ MAX_RESTARTS = 3
 
 @names_arguments
 class Driver:
-    """A training run. It checks the settings, starts the workers, runs the graph by the schedule,
-    and stops the workers.
+    """A training run. The driver checks the settings, starts the workers, runs the schedule and
+    stops the workers.
 
     Use it as a context manager. Leaving the `with` block ends every process that the run started,
     also after an error:

@@ -173,9 +173,9 @@ class Pipelined(InParts):
 
 
 class Asynchronous(InParts):
-    """Generate ahead of training, within a bound on staleness (arXiv:2505.24298, section 4.1;
-    arXiv:2507.01663). The driver issues prompts ahead, as many as can be trained on within the
-    bound. Rollouts load new weights between two generation steps."""
+    """Generation runs ahead of training, up to a limit on staleness. The driver issues as many
+    prompts as can be trained on within that limit (arXiv:2505.24298, section 4.1;
+    arXiv:2507.01663). Engines load new weights between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
     """[updates] Maximum staleness: the number of updates between the weights that sampled a row's

@@ -63,16 +63,16 @@ step_s* | s | time from the end of the previous step to the end of this one | st
 samples | rows | number of rows that the step trained on
 tokens_per_s* | tokens/s | prompt and response tokens that the step trained on, per second | as high
     as the hardware allows | falls while `rollout/response_length` is steady
-GROUP/idle_share* | 0 to 1 | share of the step in which the group ran no call; groups that share
-    devices take turns, so their idle shares add up to more than 1 | near 0 for the most expensive
-    group | near 1 for devices that no other group uses
+GROUP/idle_share* | 0 to 1 | share of the step without a running call of the group; groups that
+    share devices take turns, so their idle shares add up to more than 1 | near 0 for the most
+    expensive group | near 1 for devices that no other group uses
 checkpoint_pause_s* | s | longest time that the latest checkpoint blocked a group | less than a step
     | several steps
 GROUP/weights_transfer_s* | s | for a follower group: longest time to receive a version of the
     weights | steady | grows over the run
-GROUP/weights_pause_s* | s | part of `weights_transfer_s` in which the group was blocked | below
-    half of `weights_transfer_s` with `double_buffer` (the default on a CPU with enough memory) | a
-    large share of the step: set `double_buffer` if memory allows it
+GROUP/weights_pause_s* | s | part of `weights_transfer_s` that blocked the group | below half of
+    `weights_transfer_s` with `double_buffer` (the default on a CPU with enough memory) | a large
+    share of the step: set `double_buffer` if memory allows it
 GROUP/weights_bytes | bytes | for a leader group: size of a published version of the weights or of
     the adapter, summed over the publishing ranks | constant | changes
 GROUP/ranks | count | number of running ranks of an elastic group | all requested ranks | falls
@@ -125,7 +125,7 @@ GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such 
 GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column
 GROUP/COLUMN_max | of the reward | largest reward in another column
 GROUP/COLUMN_scored | rows | number of rows with a reward in another column
-groups_without_signal | 0 to 1 | share of groups in which all rewards are equal, so that all
+groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, so that their
     advantages are 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or
     `n` is too small
 zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: the
@@ -143,8 +143,8 @@ GROUP/response_length | tokens | mean length of the responses | changes slowly |
     to the token limit
 GROUP/truncation_rate | 0 to 1 | share of responses that reached the token limit | below 0.1 | near
     1: the reward grades unfinished responses
-length_ratio | ratio | mean length of trained responses divided by that of sampled responses | near
-    1 | below 1: training favors short responses
+length_ratio | ratio | mean length of trained responses divided by mean length of sampled responses
+    | near 1 | below 1: training favors short responses
 mean_trained_length | tokens | mean length of the responses that the step trained on
 mean_finished_length | tokens | mean length of the responses that finished in the step
 GROUP/mean_staleness | versions | updates between the sampling and the training of a token, mean
@@ -201,7 +201,7 @@ GROUP/truncated_fraction | 0 to 1 | share of tokens whose importance weight is t
     0.05 | above 0.3
 GROUP/masked_fraction | 0 to 1 | share of tokens that a correction masks | below 0.05 | above 0.3
 GROUP/masked_tokens | tokens | number of tokens that a correction masks | few
-GROUP/masked_rows | rows | number of rows in which a correction masks every token | few
+GROUP/masked_rows | rows | number of rows that a correction masks completely | few
 """,
     ),
     _section(
@@ -210,9 +210,8 @@ GROUP/masked_rows | rows | number of rows in which a correction masks every toke
         "including prompts. Experts have no capacity limit, so no token is dropped.",
         """
 GROUP/expert_load | ratio | load of a layer's busiest expert divided by the mean load of its
-    experts, mean over layers; at least 1, and at most the number of experts divided by that of
-    chosen experts | as at the start of the run | grows: few experts do most of the work (set
-    `router_loss`)
+    experts, mean over layers; between 1 and the number of experts over the number chosen per token
+    | as at the start of the run | grows: few experts do most of the work (set `router_loss`)
 GROUP/max_expert_load | ratio | `expert_load` of the layer with the largest
 GROUP/router_entropy | nats | entropy of a router's distribution over experts, mean over tokens and
     layers | steady | falls to 0
@@ -237,13 +236,13 @@ GROUP/return | of the return | return that the critic is trained to predict, mea
         "Metrics are means over pairs. `GROUP` is the trained group. The evaluation "
         "`preference_accuracy` writes its metrics without a group.",
         """
-[GROUP/]preference_accuracy | 0 to 1 | share of pairs in which the preferred response has the higher
-    score | rises from 0.5 | below 0.5
+[GROUP/]preference_accuracy | 0 to 1 | share of pairs whose preferred response has the higher score
+    | rises from 0.5 | below 0.5
 preference_accuracy_low | 0 to 1 | in an evaluation: lower end of the 95 % interval of
     `preference_accuracy`
 preference_accuracy_high | 0 to 1 | in an evaluation: upper end of the 95 % interval of
     `preference_accuracy`
-preference_margin | nats | score of the preferred response minus that of the other | rises | falls
+preference_margin | nats | score of the preferred response minus score of the other | rises | falls
 GROUP/chosen_reward | of the loss | implicit reward (or score) of preferred responses | rises
 GROUP/rejected_reward | of the loss | implicit reward (or score) of rejected responses | falls
 GROUP/reward_margin | of the loss | `chosen_reward` minus `rejected_reward` | rises | falls
@@ -272,9 +271,9 @@ avg@K | of the reward | mean reward of K responses per prompt, mean over prompts
 avg@K_low | of the reward | lower end of the 95 % interval of `avg@K`
 avg@K_high | of the reward | upper end of the 95 % interval of `avg@K`
 pass@K | 0 to 1 | unbiased estimate of the probability that at least one of K responses to a prompt
-    is correct, mean over prompts. A response is correct if the grader among the reward functions
-    says so; without a grader, if its reward reaches a threshold | rises | falls for large K while
-    `pass@1` rises: the policy loses diversity
+    is correct, mean over prompts. The grader among the reward functions decides whether a response
+    is correct; without a grader, its reward must reach a threshold | rises | falls for large K
+    while `pass@1` rises: the policy loses diversity
 pass@K_low | 0 to 1 | lower end of the 95 % interval of `pass@K`
 pass@K_high | 0 to 1 | upper end of the 95 % interval of `pass@K`
 prompts | count | number of evaluated prompts | all held-out prompts

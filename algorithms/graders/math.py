@@ -119,7 +119,7 @@ class Math(Grader):
 
 
 class Gsm8k(Grader):
-    """1 if the final number of the response equals that of the answer, otherwise 0.
+    """1 if the final number of the response equals the answer's, otherwise 0.
 
     The final number of a response is in its last box, after `####`, or after "the answer is";
     otherwise it is the last number. The answer is a number, or GSM8K's rationale with the number

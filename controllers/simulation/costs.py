@@ -222,8 +222,8 @@ class SequenceParallelCost(LinearCost):
     """[tokens] Required. Maximum number of tokens that fit on a rank in one pass. Set it to the
     value from `weft plan` or a trial run."""
     attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
-    """[tokens] Length at which a row's attention takes as long as the rest of its computation. Set
-    it for rows of more than a few thousand tokens."""
+    """[tokens] Length of a row whose attention takes as long as all its other computation. Set it
+    for rows of more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
     """[s] Mapping from the number of ranks that share a row to the time of the all-to-all
     exchanges, per token of a rank. Give values measured within a node and between nodes."""

@@ -64,8 +64,8 @@ class BufferConfig(Config):
     samples the prompt again, and "drop" discards the group, which favours short responses. Choose
     one of these three if late groups hold up training."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
-    """[s] Time after which rows that a worker claimed but did not finish are requeued. None applies
-    only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
+    """[s] Maximum time that a worker may hold claimed rows; unfinished rows are then requeued. None
+    applies only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """[bytes] Maximum size of the segments kept in memory on each node. Weft writes older segments
     to disk and reads them back on demand. With None, the kernel decides. Set it if other programs

@@ -82,7 +82,7 @@ class ModelConfig(Config):
     computed from logits are always float32. Choose "bfloat16" on GPUs: a pass takes half the time
     and memory."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks reduce gradients; each rank keeps its shard in float32. "bfloat16"
+    """Dtype of gradients when ranks reduce them; each rank keeps its shard in float32. "bfloat16"
     requires dtype="bfloat16". It halves traffic and memory, but rounds every sum over microbatches
     and ranks. Choose "bfloat16" if the network between ranks is slow or gathered gradients do not
     fit into memory."""

@@ -36,9 +36,9 @@ class Lora(Config):
     for a smaller adapter."""
     published: Literal["adapter", "merged"] | None = None
     """What followers receive: "adapter", which they add to the model in their own folder, or
-    "merged" weights, in which rounding to bfloat16 loses small updates. None selects "adapter" if
-    the dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to
-    "adapter" to get an error if a follower cannot serve adapters."""
+    "merged" weights, which lose small updates if rounded to bfloat16. None selects "adapter" if the
+    dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to "adapter"
+    to get an error if a follower cannot serve adapters."""
     dora: bool = False
     """Train the norm m of each row of the weight separately: m (W + s B A) / |W + s B A| (DoRA,
     arXiv:2402.09353). Set it to come closer to full training. Steps take longer, because every
