@@ -83,11 +83,12 @@ fixed_length = FixedLength
 
 
 class AggregatedLoss(FrozenLoss):
-    """A per-token loss with an aggregation."""
+    """A per-token loss with the aggregation of its tokens."""
 
     aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`. The default weighs all tokens
-    equally. Choose `sequence_mean` to weigh all responses equally."""
+    """How to aggregate the losses of tokens: `token_mean`, `sequence_mean` or
+    `fixed_length(max_tokens)`. The default weights all tokens equally. Choose `sequence_mean` to
+    weight all responses equally."""
 
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)

@@ -50,28 +50,29 @@ class Correction(Protocol):
 
 
 class RatioCorrection(Config):
-    """A correction from p_trainer / p_generator: `TruncatedImportance` or `Rejection`."""
+    """A correction by the ratio p_trainer / p_generator: `TruncatedImportance` or `Rejection`."""
 
     level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the
-    response). Choose the level of the reward for an exact correction, "token" for less variance."""
+    """Ratio to use: "token", "sequence" (product over the response) or "geometric" (geometric mean
+    over the response). Choose the level of the reward for an exact correction, "token" for less
+    variance."""
 
     def _ratio(self, log_ratio: Tensor, rows: PackedRows) -> Tensor:
         return _LEVELS[self.level](log_ratio.detach(), rows).exp()
 
 
 class TruncatedImportance(RatioCorrection):
-    """Truncated importance sampling: w = min(p_trainer / p_generator, cap), and at least `floor`.
+    """Truncated importance sampling: w = clip(p_trainer / p_generator, floor, cap).
 
-    Per token this is IMPALA's rho (arXiv:1802.01561, §4.1), and between a training and a generating
-    engine TIS (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", 2025). Combined with a clipped ratio current / trainer it is decoupled PPO
-    (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298): `PolicyLoss(old="old_logprobs",
-    correction=TruncatedImportance())`.
+    At token level this is IMPALA's rho (arXiv:1802.01561, §4.1); between a training and a
+    generation engine it is known as TIS (F. Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training", 2025). Combined with a clipped ratio current / trainer, it
+    is decoupled PPO (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298):
+    `PolicyLoss(old="old_logprobs", correction=TruncatedImportance())`.
 
-    The cap bounds the weights and biases the gradient towards the generator. Weights at sequence
-    level are exact for a reward of the whole response, but their variance grows with the length.
-    "geometric" avoids that with another bias.
+    The cap limits the weights, which biases the gradient towards the generator. Sequence-level
+    weights are exact for a reward of the whole response, but their variance grows with the length.
+    "geometric" avoids this variance but has another bias.
 
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
     >>> TruncatedImportance(cap=1.5)(log_ratio, rows)[0].tolist()
@@ -83,12 +84,12 @@ class TruncatedImportance(RatioCorrection):
     """
 
     cap: float = Field(default=2.0, gt=0)
-    """[ratio] Largest weight of a token. Lower it if single tokens make the gradient jump (a value
-    below 1 also scales down tokens on which the policies agree); raise it for less bias towards the
-    generator."""
+    """[ratio] Maximum weight of a token. A value below 1 also scales down tokens with equal
+    probability under both policies. Lower it if single tokens make the gradient jump; raise it for
+    less bias towards the generator."""
     floor: float = Field(default=0.0, ge=0)
-    """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer
-    finds unlikely; this over-weights them."""
+    """[ratio] Minimum weight of a token. Raise it to keep tokens in the loss that the trainer finds
+    unlikely; this gives them too much weight."""
 
     @model_validator(mode="after")
     def _floor_is_below_cap(self) -> TruncatedImportance:
@@ -105,12 +106,12 @@ class TruncatedImportance(RatioCorrection):
 
 
 class Rejection(RatioCorrection):
-    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside `keep`.
+    """Mask tokens, or whole responses, whose p_trainer / p_generator is outside `keep`.
 
     At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
-    levels it rejects sequences. Tokens that are left out have no policy gradient, but still count
-    in the mean of the loss. Otherwise the few remaining tokens of a bad batch would weigh as much
-    as a whole good batch.
+    levels it rejects sequences. Masked tokens have no policy gradient, but still count in the mean
+    of the loss. Otherwise the few remaining tokens of a bad batch would weigh as much as a whole
+    good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
     >>> Rejection(keep=(0.5, 2.0))(log_ratio, rows)[0].tolist()
@@ -122,8 +123,8 @@ class Rejection(RatioCorrection):
     keep: tuple[
         Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]
     ] = (0.5, 2.0)
-    """[ratio] Smallest and largest p_trainer / p_generator to keep; the largest may be infinity.
-    Raise the first to leave out more tokens that the trainer finds less likely. Lower the second if
+    """[ratio] Minimum and maximum p_trainer / p_generator to keep; the maximum may be infinity.
+    Raise the minimum to mask more tokens that the trainer finds less likely. Lower the maximum if
     the log-probability gap is large and training is unstable."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(("low", "high"), "set keep=(low, high)")

@@ -116,24 +116,25 @@ class StraightThrough:
 
 
 class AdaptiveCoefficient(Config):
-    """A coefficient that is steered towards a target divergence (arXiv:1909.08593, §2.2).
+    """A KL coefficient that is adapted to reach a target divergence (arXiv:1909.08593, §2.2).
 
-    beta <- beta (1 + e K), with e = clip(KL / target - 1, -0.2, 0.2) and the gain K = num_steps /
-    horizon. The object is immutable: `updated` returns the next one. For a constant coefficient,
-    use a number.
+    The update is beta <- beta (1 + e K), with the error e = clip(KL / target - 1, -0.2, 0.2) and
+    the gain K = num_steps / horizon. The object is immutable: `updated` returns the next one. For a
+    constant coefficient, use a number.
 
     >>> AdaptiveCoefficient(value=0.1, target=6.0, horizon=1000).updated(observed_kl=12.0, num_steps=100).value
     0.102...
     """
 
     value: float = Field(default=0.2, ge=0)
-    """[reward/nat] The coefficient, which `updated` changes. Raise the first one if the policy leaves
-    the reference before the controller reacts."""
+    """[reward/nat] The coefficient; `updated` changes it. Raise its initial value if the policy
+    leaves the reference before the controller reacts."""
     target: float = Field(default=6.0, gt=0)
-    """[nats] Target divergence of a response from the reference. Raise it to allow more change."""
+    """[nats] Target divergence of a response from the reference. Raise it to let the policy move
+    further away."""
     horizon: float = Field(default=10_000, gt=0)
-    """[steps] Time for the coefficient to change by at most a fifth, in the unit of `num_steps`
-    (episodes in the paper). Raise it if the coefficient oscillates."""
+    """[steps] Number of steps for a change of the coefficient by at most a fifth, in the unit of
+    `num_steps` (episodes in the paper). Raise it if the coefficient oscillates."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
@@ -145,12 +146,12 @@ class AdaptiveCoefficient(Config):
 
 
 class KlPenalty(Config):
-    """A penalty of coefficient * estimator(policy || reference) on the loss of every trained
-    token."""
+    """A KL penalty on the loss of every trained token: coefficient * estimator(policy ||
+    reference)."""
 
     coefficient: float = Field(gt=0)
-    """[loss/nat] Penalty per nat of divergence; 0.04 in the GRPO paper. Raise it if responses drift
-    away from the reference."""
+    """[loss/nat] Required. Set it to the penalty per nat of divergence; the GRPO paper uses 0.04.
+    Raise it if responses drift away from the reference."""
     estimator: Callable[..., Any] = k3
-    """(logprobs [T], reference_logprobs [T]) -> [T]: `k1`, `k2`, `k3`, `absolute` or a
-    `StraightThrough` of two of them. Choose `k1` for an unbiased value, `k3` for low variance."""
+    """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3`, `absolute` or
+    a `StraightThrough` of two of them. Choose `k1` for an unbiased value, `k3` for low variance."""

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(AggregatedLoss):
-    """Policy gradient: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
+    """Policy-gradient loss: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
 
-    s is the surrogate, by default -min(r A, clip(r) A). r = current / old is the ratio. w is 1, or
-    the weight of `correction` for trainer / generator.
+    s is the surrogate, by default -min(r A, clip(r) A), and r = current / old is the probability
+    ratio. w is the weight that `correction` gives to trainer / generator, or 1 without a
+    correction.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
     >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
@@ -52,28 +53,29 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)` or
+    """Surrogate objective: `Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)` or
     `PlainPolicyGradient()`. Choose one that bounds the ratio if batches are stale or trained on
     more than once."""
     ratio: Callable[..., Any] = token_ratio
-    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or
+    """Function (log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or
     `sequence_product`. Choose a sequence ratio if the reward is for the whole response (GSPO)."""
     kl: KlPenalty | None = None
-    """Penalty for leaving the reference; the graph must then write `reference_logprobs`. Set it if
-    the policy exploits the reward."""
+    """Penalty for divergence from the reference; the graph must then write `reference_logprobs`.
+    Set it if the policy exploits the reward."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """[loss/nat] Entropy bonus. Raise it if entropy collapses; above 0 its gradient costs one more
-    pass over the logits."""
+    """[loss/nat] Coefficient of the entropy bonus. Above 0, its gradient costs one more pass over
+    the logits. Raise it if entropy collapses."""
     old: str | None = None
-    """Column with the old policy's log-probabilities, which the ratio compares with. By default
-    (None), token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios
-    combined with a weighing correction, use the trainer's `old_logprobs` if the rows have it,
-    otherwise the current policy (r = 1: a plain policy gradient, correct for one optimizer step per
-    update). Set it if another node of the graph computes the column."""
+    """Column with the old policy's log-probabilities, the denominator of the ratio. With None,
+    token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios combined with
+    a weighting correction, use the trainer's `old_logprobs` if the rows have that column. Otherwise
+    they use the current policy: r = 1, a plain policy gradient, which is correct for one optimizer
+    step per update. Set it if another node of the graph computes the column."""
     correction: Correction | tuple[Correction, ...] = ()
-    """Correction for tokens that the generator sampled from another distribution than the
-    trainer's; several are multiplied. It applies to the policy gradient, but not to the KL penalty
-    or the entropy bonus. Set it for stale rows, or if the log-probability gap is large."""
+    """Correction for tokens that the generator sampled from a different distribution than the
+    trainer's. Several corrections are multiplied. It applies to the policy gradient, but not to the
+    KL penalty or the entropy bonus. Set it for stale rows, or if the log-probability gap is
+    large."""
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:

@@ -48,11 +48,11 @@ class Score(Protocol):
 
 
 class LikelihoodScore(Config):
-    """A score from the log-probabilities of a response: `LogRatio` or `LogLikelihood`."""
+    """A score computed from the log-probabilities of a response: `LogRatio` or `LogLikelihood`."""
 
     per_token: bool = False
-    """Use the mean over trained tokens instead of the sum (SimPO). Set it if long and short
-    responses should weigh the same, or if longer responses win by length alone."""
+    """Average over trained tokens instead of summing (SimPO). Set it if long and short responses
+    should have equal weight, or if longer responses win by length alone."""
 
 
 class LogRatio(LikelihoodScore):
@@ -107,19 +107,19 @@ class LogOdds(Config):
 
 
 class Logistic(Config):
-    """l = -(1 - e) log sigmoid(z) - e log sigmoid(-z): DPO (arXiv:2305.18290, eq. 7); with
-    smoothing, conservative DPO.
+    """DPO's loss, l = -(1 - e) log sigmoid(z) - e log sigmoid(-z) (arXiv:2305.18290, eq. 7). With
+    label smoothing e, this is conservative DPO.
 
-    If e is the probability of a swapped label, this is the cross-entropy to the labels (E.
-    Mitchell, "A note on DPO with noisy preferences", 2023). Its minimum is at z = log (1 - e) / e
-    instead of infinity.
+    If e is the probability that a label is swapped, this is the cross-entropy to the labels (E.
+    Mitchell, "A note on DPO with noisy preferences", 2023). Its minimum is then at z = log((1 - e)
+    / e) instead of infinity.
 
     >>> Logistic()(torch.tensor([0.0])).tolist(), Logistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
     ([0.6931...], [0.6269...])
     """
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """[share] e: share of swapped labels. Set it to the error rate of the labels; raise it if
+    """[share] e, the share of swapped labels. Set it to the error rate of the labels; raise it if
     annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
@@ -151,19 +151,20 @@ class RobustLogistic(Logistic):
 
 
 class Squared(Config):
-    """l = (z - 1 / (2 tau))^2: IPO (arXiv:2310.12036, eq. 17).
+    """IPO's loss, l = (z - 1 / (2 tau))^2 (arXiv:2310.12036, eq. 17).
 
-    Its minimum is at a finite z, so it does not overfit to pairs that all agree. tau replaces beta:
-    leave `PreferenceLoss.beta` at 1. In the paper, z is a difference of sums. Its authors used
-    means over tokens, which make tau independent of the length: `LogRatio(per_token=True)`.
+    Its minimum is at a finite z, so it does not overfit to pairs whose labels all agree. tau
+    replaces beta: set `PreferenceLoss(beta=1)`. In the paper, z is a difference of sums over
+    tokens. Its authors used means over tokens, which make tau independent of the length:
+    `LogRatio(per_token=True)`.
 
     >>> Squared(tau=0.5)(torch.tensor([3.0])).tolist()
     [4.0]
     """
 
     tau: float = Field(default=0.1, gt=0)
-    """[1/nat] Strength of the pull to the reference: the target lead of the preferred response is 1
-    / (2 tau). Raise it to stay nearer to the reference."""
+    """[1/nat] Strength of the pull to the reference: the preferred response's target lead is 1 / (2
+    tau). Raise it to stay closer to the reference."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         return (ahead - 1 / (2 * self.tau)).square()
@@ -182,11 +183,11 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one `preferred`. Its count is the number of pairs with a
-    trained token in both responses."""
+    """A loss on pairs: groups of two rows, one of them `preferred`. Its count is the number of
+    pairs with a trained token in both responses."""
 
     margin: float | str = 0.0
-    """[reward] Lead of the preferred response that counts as equal (SimPO's gamma), or a column with
+    """[reward] Target lead of the preferred response (SimPO's gamma), or the name of a column with
     the lead of each pair (equal in its two rows). Raise it to push pairs further apart. Give a
     column if annotators rated how much better a response is."""
 
@@ -239,10 +240,11 @@ class PairLoss(FrozenLoss):
 
 
 class PreferenceLoss(PairLoss):
-    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs.
+    """Preference loss: l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over
+    pairs.
 
-    The pairs are the groups of the rows: two rows each, one of them `preferred`. Pairs with a
-    response without trained tokens are not counted.
+    s_w and s_l are the scores of the preferred and the rejected response, y_w is the preferred
+    response, and f is the comparison. Pairs with a response without trained tokens are not counted.
 
     >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
     >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
@@ -252,20 +254,21 @@ class PreferenceLoss(PairLoss):
 
     beta: float = Field(default=0.1, gt=0)
     """[reward/nat] Reward per nat of score; in DPO, the strength of the pull to the reference.
-    Raise it to stay nearer to the reference."""
+    Raise it to stay closer to the reference."""
     score: Score = LogRatio()
-    """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to
-    train without a reference."""
+    """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose `LogLikelihood` or
+    `LogOdds` to train without a reference."""
     comparison: Callable[..., Any] = Logistic()
-    """(beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`, `Squared` or
-    `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all agree."""
+    """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`,
+    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` if the labels never
+    contradict each other."""
     weight: float = Field(default=1.0, gt=0)
-    """[factor] Weight of the comparison (ORPO's lambda). Lower it to give the likelihood more
-    weight."""
+    """[factor] Weight of the comparison term (ORPO's lambda). Lower it to give the likelihood term
+    more weight."""
     likelihood: float = Field(default=0.0, ge=0)
-    """[factor] Weight of the preferred response's negative log-likelihood, a mean over its trained
-    tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely as
-    well."""
+    """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
+    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely
+    as well."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -294,11 +297,11 @@ class DesirabilityLoss(FrozenLoss):
     """KTO's loss (arXiv:2402.01306, eq. 7), the mean over responses.
 
     l = w_D (1 - sigmoid(beta (s - z0))) for a good response, and w_U (1 - sigmoid(beta (z0 - s)))
-    for a bad one. `preferred` marks good responses, without pairs.
+    for a bad one. The column `preferred` marks good responses; they need not form pairs.
 
-    z0 is the divergence from the reference that all responses are compared with, the column
-    `reference_point` (nats, equal in all rows that are compared). The graph `kto` estimates it once
-    per step before the update, so it does not depend on microbatches or ranks.
+    z0, the column `reference_point` [nats], is the divergence from the reference that all responses
+    are compared with; it is equal in all these rows. The graph `kto` estimates it once per step
+    before the update, so it does not depend on microbatches or ranks.
 
     >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
     >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
@@ -307,11 +310,11 @@ class DesirabilityLoss(FrozenLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward per nat of log-ratio. Raise it to stay nearer to the reference; a larger
-    one saturates sooner."""
+    """[reward/nat] Reward per nat of log-ratio. A larger value makes the loss saturate sooner.
+    Raise it to stay closer to the reference."""
     weights: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
     """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of the rarer
-    kind: the paper recommends that weight times number is about equal for both."""
+    kind: the paper recommends that weight times number of responses is about equal for both."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("desirable_weight", "undesirable_weight"), "set weights=(desirable, undesirable)"

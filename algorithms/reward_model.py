@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 
 class RewardLoss(PairLoss):
-    """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, mean over pairs.
+    """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, the mean over
+    pairs.
 
-    The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq.
-    2). The optional second term keeps the rewards around 0 (arXiv:2312.09244).
+    The first term is the Bradley-Terry loss (arXiv:2203.02155, eq. 1; with a margin m,
+    arXiv:2307.09288, eq. 2). The optional second term keeps the rewards around 0
+    (arXiv:2312.09244).
 
-    The pairs are the groups of the rows: two rows each, one of them `preferred`. The reward of a
-    row is the one at its last token, masked or not. Pairs with a response without trained tokens do
-    not count.
+    Pairs are groups of two rows, one of them `preferred`. The reward of a row is the one at its
+    last token, masked or not. Pairs with a response without trained tokens are not counted.
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1
@@ -50,7 +51,8 @@ class RewardLoss(PairLoss):
     """
 
     centring: float = Field(default=0.0, ge=0)
-    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) against drift."""
+    """[factor] c, the weight of the term that keeps the rewards of a pair around 0. Raise it (0.01
+    is common) if rewards drift."""
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.

@@ -16,35 +16,38 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class Sampling(Config):
-    """Settings for drawing tokens, which define the distribution of their log-probabilities.
+    """Sampling parameters. They define the distribution of the sampled tokens' log-probabilities.
 
-    The trainer knows the whole distribution at a temperature. Settings that sample from a part of
-    it (`top_p`, `top_k`, `min_tokens`) leave out the column `response_logprobs`, because a ratio to
-    the trainer's probabilities would compare two distributions instead of two policies.
+    The trainer can compute the whole distribution at a temperature. `top_p`, `top_k` and
+    `min_tokens` sample from a part of it. A rollout that uses them leaves out the column
+    `response_logprobs`, because a ratio to the trainer's probabilities would compare two
+    distributions instead of two policies.
 
     >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
     (('response_logprobs',), ())
     """
 
     max_tokens: int = Field(default=64, ge=1, le=100_000_000)
-    """[tokens] Longest response, with the stop token. Raise it if `truncation_rate` is high."""
+    """[tokens] Maximum length of a response, including the stop token. Raise it if
+    `truncation_rate` is high."""
     temperature: float = Field(default=1.0, ge=0)
-    """[factor] Divisor of the logits; 0 is greedy. Lower it for evaluations, raise it if the
-    responses of a group are all alike."""
+    """[factor] Divisor of the logits; 0 is greedy decoding. Lower it for evaluations; raise it if
+    the responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """[share] Sample from the smallest set of tokens whose probability reaches this; 1 keeps all.
-    Lower it only for evaluations, because the trainer knows only the whole distribution."""
+    """[share] Sample from the smallest set of tokens whose total probability reaches this share; 1
+    keeps all tokens. Lower it only for evaluations, because the trainer knows only the whole
+    distribution."""
     top_k: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all. Set it only for
-    evaluations, like `top_p`."""
+    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all tokens. Set it
+    only for evaluations, for the same reason as `top_p`."""
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Shortest response: stop tokens are masked before it. Raise it if responses must have
-    a minimum length. Like `top_p`, it changes the sampled distribution."""
+    """[tokens] Minimum length of a response: stop tokens are masked until then. Like `top_p`, it
+    changes the sampled distribution. Raise it if responses must have a minimum length."""
     stop: tuple[str, ...] | None = ()
     """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response
-    keeps the tokens that complete the string, with their log-probabilities, and rewards read the
-    text of all its tokens. None continues to `max_tokens` regardless of stop tokens. Set it if
-    answers end with a fixed text, and to None in benchmarks that need a fixed number of tokens."""
+    keeps the tokens that complete a stop string, with their log-probabilities, and rewards see
+    their text. None ignores stop tokens too and always generates `max_tokens`. Set it if answers
+    end with a fixed text, and to None in benchmarks that need a fixed number of tokens."""
 
     retired: ClassVar[Mapping[str, str]] = {"ignore_stop": "set stop=None"}
 

@@ -43,12 +43,12 @@ class Surrogate(Protocol):
 
 
 class Clipped(Config):
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7). A clipped token has
-    no gradient.
+    """PPO's clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347, eq. 7). A
+    clipped token has no gradient.
 
     `high` above `low` is DAPO's clip-higher (arXiv:2503.14476, eq. 10). `dual` limits the loss of a
-    token with negative advantage to -dual A, since a huge ratio would make it unbounded
-    (arXiv:1912.09729).
+    token with a negative advantage to -dual A (arXiv:1912.09729); without it, a huge ratio makes
+    the loss unbounded.
 
     >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0, -1.0])
     >>> losses, clipped = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
@@ -60,10 +60,10 @@ class Clipped(Config):
     """[ratio] Clip range below 1. Lower it if updates are too large."""
     high: float = Field(default=0.2, ge=0)
     """[ratio] Clip range above 1. Raise it above `low` (DAPO uses 0.28) if entropy falls, so that
-    rare tokens can grow."""
+    rare tokens can become more likely."""
     dual: float | None = Field(default=None, gt=1)
-    """[ratio] Largest ratio that counts at a negative advantage; None for no limit. Set it (3 is
-    common) if stale rows make the loss jump."""
+    """[ratio] Dual clip (arXiv:1912.09729): upper limit on the ratio of tokens with a negative
+    advantage; None sets no limit. Set it (3 is common) if stale rows make the loss jump."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Clipped:
@@ -83,9 +83,9 @@ class Clipped(Config):
 
 
 class Cispo(Config):
-    """-sg(clip(r, 1 - low, 1 + high)) A log p, sg stopping gradients (CISPO, arXiv:2506.13585,
-    §3.1). Every token keeps the gradient of its bounded weight, including rare tokens that change a
-    line of thought and that PPO's clip would drop.
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log p, where sg stops gradients (arXiv:2506.13585,
+    §3.1). Every token keeps its gradient, weighted by the clipped ratio. PPO's clip would drop the
+    gradient of rare tokens that change a line of thought.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
     >>> losses, clipped = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
@@ -94,10 +94,11 @@ class Cispo(Config):
     """
 
     low: float = Field(default=1.0, ge=0, le=1)
-    """[ratio] Range of the weight below 1; 1, the paper's choice, is no bound. Lower it if tokens
-    that have become unlikely should keep their weight."""
+    """[ratio] Clip range of the weight below 1; 1, the paper's choice, sets no bound. Lower it if
+    tokens that have become unlikely should keep their weight."""
     high: float = Field(default=4.0, ge=0)
-    """[ratio] Range of the weight above 1. Lower it if single tokens make the gradient jump."""
+    """[ratio] Clip range of the weight above 1. Lower it if single tokens make the gradient
+    jump."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = ratio.detach()
@@ -106,10 +107,11 @@ class Cispo(Config):
 
 
 class Sapo(Config):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv:2511.20347).
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A
+    (arXiv:2511.20347).
 
-    At r = 1 its gradient equals that for r A, and it fades on both sides. A larger second
-    temperature makes gradients of negative advantages fade faster, because they raise the
+    At r = 1 the gradient equals the gradient of -r A; it fades as r moves away from 1. A larger
+    second temperature makes gradients of negative advantages fade faster, because these raise the
     probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
@@ -118,8 +120,9 @@ class Sapo(Config):
     """
 
     temperatures: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.05)
-    """[factor] tau for advantages above 0, and for others. Raise the first to close the gate sooner;
-    raise the second if training is unstable: gradients of negative advantages then fade sooner."""
+    """[factor] tau for positive advantages, and tau for all others. Raise the first to make
+    gradients of positive advantages fade sooner. Raise the second if training is unstable:
+    gradients of negative advantages then fade sooner."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("positive", "negative"), "set temperatures=(positive, negative)"

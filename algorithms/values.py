@@ -127,11 +127,12 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
 
 
 class ValueLoss(AggregatedLoss):
-    """The critic's squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
-    / 2, then aggregated.
+    """The critic's clipped squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip)
+    - R)^2) / 2, then aggregated.
 
-    Clipping keeps the new value near the value of the advantages, as in PPO's released
-    implementation (but not its paper, arXiv:1707.06347). `clip=None` is the plain squared error.
+    Clipping keeps the new value near V_old, the value that the advantages were computed with. PPO's
+    released implementation does so, but not its paper (arXiv:1707.06347). `clip=None` is the plain
+    squared error.
 
     >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
     >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
@@ -140,8 +141,8 @@ class ValueLoss(AggregatedLoss):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """[reward] Clip range around the old value; None for no bound. Raise it with the scale of the
-    rewards, or if the critic learns too slowly."""
+    """[reward] Clip range around the old value; None disables clipping. Raise it with the scale of
+    the rewards, or if the critic learns too slowly."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -131,56 +131,62 @@ class Driver:
         """Check the settings and create the run directory.
 
         Args:
-            graph: The training graph. Give yours.
-            schedule: When each node runs. Choose `Synchronous`, `Pipelined` or `Asynchronous`.
-            evaluations: Graphs to run on held-out rows, and how often. Give some to measure more
-                than the training reward.
-            placement: Group name -> `Place`. A group without one gets one rank on a free CPU. Give
-                one to choose ranks, nodes and GPUs.
-            backend: `Local()`, `RayBackend()` or `Simulated(costs)`. The default, None, is
-                `Local()`: everything in this process. Choose `RayBackend()` for several processes.
-            name: Name of the run directory below `root`; by default the current time. Only one
-                driver at a time can use a run. Set it to find and resume the run later.
-            root: Folder for run directories. In a cluster job, a relative path is taken below
-                `WEFT_ROOT`, or `~/weft`. Choose a disk with room for checkpoints.
+            graph: Required. Give the training graph, the result of calling a `@weft.graph`
+                function.
+            schedule: Required. Choose `Synchronous` for exactly on-policy steps, `Pipelined` for
+                the same updates in less time, or `Asynchronous` to generate while training.
+            evaluations: Graphs to run on held-out rows, and how often. Give some to measure
+                progress on prompts that are not trained on.
+            placement: Mapping from a group's name to its `Place`. A group without an entry gets one
+                rank on a free CPU. Give entries to choose the number of ranks, nodes and GPUs.
+            backend: Where groups run: `Local()` in this process, `RayBackend()` in processes of a
+                Ray cluster, or `Simulated(costs)` on a virtual clock. None, the default, is
+                `Local()`. Choose `RayBackend()` to use several processes.
+            name: Name of the run directory in `root`; by default the current time. Only one driver
+                at a time can use a run. Set it to find and resume the run later.
+            root: Folder for run directories. In a cluster job, a relative path starts at
+                `WEFT_ROOT`, or else at `~/weft`. Choose a disk with room for checkpoints.
             seed: [seed] Seed of sampling, of the order of prompts, and of new parameters. Change it
-                to measure the spread between runs.
-            record_every: [steps] Keep the samples of every n-th step in the run directory; 0 keeps
+                to see how much results vary between seeds.
+            record_every: [steps] Save the samples of every n-th step in the run directory; 0 saves
                 none. Raise it if samples fill the disk.
-            call_timeout_s: [s] Longest time without progress in a call of a rank: an answer, a
-                microbatch, an engine step, a scored sample, or `Context.advance`. After it, the
-                rank is replaced, or the run restarts from its last checkpoint, or it ends. The
-                limit also applies to a checkpoint that stops growing. The default, None, is 600 s
-                plus 5 s per GB of the largest model. Workers have as long to start, and at least 300
-                s plus 20 s per GB. Lower it to find hangs sooner, raise it if one step takes minutes.
-            buffer: Limits of the sample buffer, and where it keeps rows. Set it if memory or disk
-                is short.
+            call_timeout_s: [s] Longest time that a call on a rank may take without progress. A
+                reply, a microbatch, an engine step, a scored sample and `Context.advance` count as
+                progress. After this time, Weft replaces the rank, restarts the run from its last
+                checkpoint, or ends the run. The limit also applies to a checkpoint that stops
+                growing. None, the default, is 600 s plus 5 s per GB of the largest model. Workers
+                have the same time to start, but at least 300 s plus 20 s per GB. Lower it to detect
+                hangs sooner; raise it if a microbatch or an engine step takes minutes.
+            buffer: Limits of the sample buffer, and where it stores rows. Set it if memory or disk
+                space is short.
             checkpoint: When to save checkpoints, and how many to keep. Set it for every run that
-                should survive a failure.
-            resume: "none" starts a new run. "latest" continues from the last intact checkpoint of
-                run `name` (without a name, of the newest run that has one), or starts a new run if
-                there is none. "weights" does the same but drops the rows in flight: use it if the
-                log is lost or the graph has changed. A path resumes from that run or checkpoint.
-                Choose "latest" in scripts that restart automatically.
-            progress: How to show progress: "rich" (columns and frames), "plain" (lines), "json"
-                (one object per line) or "none". "auto" is "rich" on a terminal and "plain"
-                elsewhere. Choose "json" for programs, "none" for tests.
+                must survive a failure.
+            resume: Where to continue from. "none" starts a new run. "latest" continues from the
+                last intact checkpoint of run `name`, or starts a new run if there is none; without
+                `name`, it takes the newest run that has a checkpoint. "weights" does the same but
+                drops the rows in flight: use it if the log is lost or the graph has changed. A path
+                names the run or checkpoint to resume from. Choose "latest" in scripts that restart
+                automatically.
+            progress: Format of the progress output: "rich" (columns and frames), "plain" (lines),
+                "json" (one object per line) or "none". "auto" selects "rich" on a terminal and
+                "plain" elsewhere. Choose "json" if a program reads the output, "none" for tests.
             stop_on: Symptoms that end the run; all others only warn. docs/watching.md lists them.
-                The default ends a run if the rewards within every group are equal in the first
-                steps. Give more for unattended runs, and "short_step" if small batches would do
-                harm.
-            stop: Function of each step's metrics; the run ends early when it returns True. Give one
-                to stop at a target.
-            trackers: Where to send metrics in addition to the run's files: "tensorboard", "wandb",
-                "mlflow", "trackio", "prometheus", or a class as "module:Class". A tracker that
-                fails or hangs does not affect the run. Choose the ones that you use. Give a mapping
-                such as {"wandb": 8} to send recorded samples of each step as well, as a table:
-                their texts leave this machine, so all users of the tracker may read the data.
-            dashboard: Start a web page for the runs in `root` and print its address. The page does
-                not slow the run, and it closes after an hour without visitors. Set it to watch the
-                run in a browser.
-            settings: Settings of your script, stored with the run. Give them to compare runs with
-                `weft diff`.
+                By default, a run ends if, in its first steps, all rewards within each group are
+                equal. Give more symptoms for unattended runs; "short_step" ends a run rather than
+                train on a step that lacks groups.
+            stop: Function that receives the metrics of each step and returns True to end the run
+                early. Give one to stop at a target value.
+            trackers: Trackers that receive the metrics, in addition to the run's files:
+                "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or a class as
+                "module:Class". A tracker that fails or hangs does not affect the run. Choose the
+                ones that you use. Give a mapping such as {"wandb": 8} to also send 8 recorded
+                samples of each step as a table. Their texts leave this machine, so every user of
+                the tracker may read them.
+            dashboard: Serve a web page for the runs in `root` and print its address. The page does
+                not slow down the run, and it closes after an hour without visitors. Set it to watch
+                the run in a browser.
+            settings: Settings of your script, to be stored with the run. Give them to compare runs
+                with `weft diff`.
 
         Raises:
             UserError: A setting is wrong. The message has the place, the rule, the value, and the

@@ -48,17 +48,16 @@ that needs more has generated eleven batches, so its data or filter is probably 
 
 
 class Stepwise(Config):
-    """Settings of all training schedules: the number of steps and the groups per step."""
+    """Settings of all training schedules: number of steps, batch size and prompt order."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] Number of updates that the run makes. Raise it while the evaluation still
-    improves."""
+    """[updates] Number of updates to make. Raise it if the evaluation still improves at the end."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
-    """[groups] Groups in a training batch. Raise it if the gradient is noisy or devices are idle,
-    lower it if steps take too long."""
+    """[groups] Number of groups in a training batch, one per prompt. Raise it if the gradient is
+    noisy or devices are idle; lower it if steps take too long."""
     shuffle: bool = True
-    """Shuffle the prompts of each epoch, using the run's seed. Set it to False if the order of the
-    data matters, such as easy prompts first."""
+    """Shuffle the prompts in each epoch, using the run's seed. Set it to False if their order
+    matters, such as easy prompts first."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -153,12 +152,12 @@ class Synchronous(Stepwise):
 
 
 class InParts(Stepwise):
-    """Settings of schedules whose updates accumulate gradients while groups arrive."""
+    """Settings of schedules that accumulate an update's gradients while groups arrive."""
 
     groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
-    """[groups] Finished groups that an update waits for before it accumulates their gradient, and
-    at least one per data-parallel replica if the batch is large enough. Raise it for large models,
-    which need full microbatches."""
+    """[groups] Number of finished groups that an update waits for before it accumulates their
+    gradient. It waits for at least one group per data-parallel replica; the last part takes the
+    rest of the batch. Raise it for large models, which need full microbatches."""
 
 
 class Pipelined(InParts):
@@ -180,16 +179,16 @@ class Asynchronous(InParts):
     arXiv:2507.01663). Engines load new weights between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
-    """[updates] How many updates a row's oldest token may lag behind the weights that it trains; 0
-    is `Synchronous`. Raise it if generation still waits for training, lower it if training becomes
-    unstable."""
+    """[updates] Maximum staleness: the number of updates between the weights that sampled a row's
+    oldest token and the weights that the row trains. 0 behaves like `Synchronous`. Raise it if
+    generation still waits for training; lower it if training becomes unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
-    """What to do with unfinished responses when new weights arrive. "continue": continue with the
-    new weights and keep the cached keys and values; each token records its version. "recompute":
-    continue, but recompute the keys and values of earlier tokens with the new weights. "finish":
-    delay the new weights until the responses are finished. "requeue": discard the responses and
-    sample their prompts again. Choose "recompute" if `mean_logprob_gap` is large, and "finish" if
-    all tokens of a response must have one version."""
+    """How to handle unfinished responses when new weights arrive. "continue" continues them with
+    the new weights and the existing KV cache; each token records its version. "recompute" also
+    continues them, but first recomputes their KV cache with the new weights. "finish" delays the
+    new weights until the responses are finished. "requeue" discards the responses and samples their
+    prompts again. Choose "recompute" if `mean_logprob_gap` is large, "finish" if all tokens of a
+    response must have one version."""
 
     @property
     def overlaps(self) -> bool:

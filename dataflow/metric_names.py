@@ -54,225 +54,237 @@ def _section(title: str, text: str, table: str) -> _Section:
 SECTIONS = (
     _section(
         "The step",
-        "Written by the run itself after every step.",
+        "The run writes these metrics after every step.",
         """
-step | count | step number; 0 is the start of the run
-time_s* | s | from the first start of the run to the end of the step
-step_s* | s | from the end of the previous step to the end of this one | stays as it is | grows over
+step | count | number of the step; 0 is the start of the run
+time_s* | s | time from the first start of the run to the end of the step
+step_s* | s | time from the end of the previous step to the end of this one | steady | grows over
     the run
-samples | rows | rows of the step's training data
-tokens_per_s* | tokens/s | trained prompt and response tokens per second of the step | as high as the
-    hardware allows | falls while `rollout/response_length` stays as it is
-GROUP/idle_share* | 0 to 1 | share of the step without a call in flight; groups that share devices
-    take turns, so their shares add up to more than 1 | near 0 for the most expensive group | near 1
-    for devices that no other group uses
-checkpoint_pause_s* | s | longest time that the latest checkpoint blocked a group | below a step |
-    several steps
-GROUP/weights_transfer_s* | s | for a group that follows another: longest time to receive a version
-    of the weights | stays as it is | grows over the run
+samples | rows | number of rows that the step trained on
+tokens_per_s* | tokens/s | prompt and response tokens that the step trained on, per second | as high
+    as the hardware allows | falls while `rollout/response_length` is steady
+GROUP/idle_share* | 0 to 1 | share of the step without a running call of the group; groups that
+    share devices take turns, so their idle shares add up to more than 1 | near 0 for the most
+    expensive group | near 1 for devices that no other group uses
+checkpoint_pause_s* | s | longest time that the latest checkpoint blocked a group | less than a step
+    | several steps
+GROUP/weights_transfer_s* | s | for a follower group: longest time to receive a version of the
+    weights | steady | grows over the run
 GROUP/weights_pause_s* | s | part of `weights_transfer_s` that blocked the group | below half of
-    `weights_transfer_s` with `double_buffer`, the default on a CPU with enough memory | a large
+    `weights_transfer_s` with `double_buffer` (the default on a CPU with enough memory) | a large
     share of the step: set `double_buffer` if memory allows it
-GROUP/weights_bytes | bytes | for a group that others follow: size of a version of the weights, or
-    of its adapter, summed over the publishing ranks | stays as it is | changes
-GROUP/ranks | count | running ranks of an elastic group | all requested ranks | falls
-replaced_workers | count | worker processes replaced so far | missing: none so far | rises with
-    every step
-requeued_rows | rows | requeued so far because a rank failed | missing: none so far | rises with
-    every step
-failed_rows | rows | dropped so far because a node failed on them; in an evaluation:
-    `EVALUATION/failed_rows` | missing: none so far | rises: the results exclude those rows
-stale/FATE | groups | too stale for an update so far, by the action taken: `wait`, `mask`, `requeue`
-    or `drop` | missing or 0 | `drop` rises: short responses are favored
+GROUP/weights_bytes | bytes | for a leader group: size of a published version of the weights or of
+    the adapter, summed over the publishing ranks | constant | changes
+GROUP/ranks | count | number of running ranks of an elastic group | all requested ranks | falls
+replaced_workers | count | worker processes replaced so far | missing: no process replaced | rises
+    with every step
+requeued_rows | rows | rows requeued so far because a rank failed | missing: no row requeued | rises
+    with every step
+failed_rows | rows | rows dropped so far because a node failed on them; for an evaluation:
+    `EVALUATION/failed_rows` | missing: no row dropped | rises: results exclude the dropped rows
+stale/FATE | groups | groups that were too stale for an update so far, by the action taken: `wait`,
+    `mask`, `requeue` or `drop` | missing or 0 | `drop` rises: training favors short responses
 """,
     ),
     _section(
         "Memory",
-        "Read at most once a second, from outside the processes. `GROUP` may be `driver`. On nodes other "
-        "than the driver's, the numbers are up to ten seconds old.",
+        "Weft reads these at most once a second, from outside the processes. `GROUP` may be `driver`. On "
+        "nodes other than the driver's, the numbers are up to ten seconds old.",
         """
-GROUP/resident_bytes* | bytes | own host memory of all processes of the group, including mapped files
-    | stays as it is after the first steps | grows with every step: a leak
-GROUP/shared_bytes* | bytes | shared memory that a process of the group has touched (row segments,
-    weights in transfer, Ray's object store); of the largest process | stays as it is
-GROUP/device_bytes* | bytes | peak of PyTorch's memory on a rank's device so far; missing without a
-    GPU. Excludes an engine in a separate process (vLLM's, with several ranks) | stays below the
-    device's memory | rises until the device is full: use smaller microbatches
-segment_bytes* | bytes | columns of all rows in flight, in memory or spilled to disk | stays as it is
-    | grows: rows wait for a slow node; `BufferConfig(max_bytes=...)` sets a limit
-object_store_bytes* | bytes | Ray's object stores on the nodes of the run; Weft only sends calls and
-    replies through them | near 0 | grows: another program on the cluster, or one of your functions,
-    puts objects there
-host_free_bytes* | bytes | free memory on the node with the least, under the limit of its cgroup or
-    of the machine | a tenth of `host_limit_bytes` or more | falls: Ray kills a worker when a
-    twentieth is left
-host_limit_bytes* | bytes | memory limit of that node
+GROUP/resident_bytes* | bytes | host memory of all processes of the group, including mapped files
+    but not shared memory | steady after the first steps | grows with every step: a leak
+GROUP/shared_bytes* | bytes | shared memory that the group's largest process has touched: row
+    segments, weights in transfer, Ray's object store | steady
+GROUP/device_bytes* | bytes | peak memory that PyTorch has used on the device of a rank so far;
+    missing without a GPU. Excludes engines in separate processes, such as vLLM's with several ranks
+    | stays below the device's memory | rises until the device is full: use smaller microbatches
+segment_bytes* | bytes | size of the columns of all rows in flight, in memory or spilled to disk |
+    steady | grows: rows wait for a slow node; `BufferConfig(max_bytes=...)` sets a limit
+object_store_bytes* | bytes | size of Ray's object stores on the nodes of the run; Weft uses them
+    only for calls and replies | near 0 | grows: another program on the cluster, or one of your
+    functions, stores objects there
+host_free_bytes* | bytes | free memory on the node that has the smallest free share of its limit
+    (its cgroup's or the machine's) | at least a tenth of `host_limit_bytes` | falls: Ray kills a
+    worker when a twentieth is left
+host_limit_bytes* | bytes | memory limit of the node of `host_free_bytes`
 """,
     ),
     _section(
         "Rewards",
-        "`GROUP` is the group of reward workers, such as `reward`. Several reward functions, and values "
-        "that a function logs, have separate metrics `GROUP/NAME`.",
+        "`GROUP` is the group of reward workers, such as `reward`. With several reward functions, each "
+        "has its own metric `GROUP/NAME`, and so does each value that a function logs.",
         """
-GROUP/mean | of the reward | mean over the responses of the step | rises | falls, or jumps within a
-    few steps: look at samples for an exploit
-GROUP/std | of the reward | standard deviation over the responses of the step | above 0 | 0: all
-    rewards are equal
+GROUP/mean | of the reward | mean reward of the step's responses | rises | falls, or jumps within a
+    few steps: check samples for reward hacking
+GROUP/std | of the reward | standard deviation of the rewards of the step's responses | above 0 | 0:
+    all rewards are equal
 GROUP/max | of the reward | largest reward of the step
-GROUP/scored | rows | rows with a reward
-GROUP/COLUMN_mean | of the reward | the same for rewards in another column, such as
+GROUP/scored | rows | number of rows with a reward
+GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such as
     `baseline_reward_mean`
-GROUP/COLUMN_std | of the reward | the same
-GROUP/COLUMN_max | of the reward | the same
-GROUP/COLUMN_scored | rows | the same
-groups_without_signal | 0 to 1 | share of groups whose rewards are all equal: their advantages are 0
-    | below 0.5 | 1: nothing is learned; prompts are too easy or too hard, or `n` is too small
-zero_variance_groups | groups | dropped by `drop_zero_variance` | few | many: each costs a
-    generation
-tied_groups | groups | dropped because their rewards are all equal | few | many: each costs a
-    generation
+GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column
+GROUP/COLUMN_max | of the reward | largest reward in another column
+GROUP/COLUMN_scored | rows | number of rows with a reward in another column
+groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, so that their
+    advantages are 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or
+    `n` is too small
+zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: the
+    generation of each is wasted
+tied_groups | groups | groups that were dropped because all their rewards are equal | few | many:
+    the generation of each is wasted
 """,
     ),
     _section(
         "Generation",
         "`GROUP` is the group of rollout workers, such as `rollout`.",
         """
-GROUP/tokens | tokens | generated response tokens; for an update: trained tokens
-GROUP/response_length | tokens | mean over responses | moves slowly | collapses, or grows to the
-    token limit
-GROUP/truncation_rate | 0 to 1 | share of responses truncated at the token limit | below 0.1 | near
-    1: rewards grade unfinished responses
-length_ratio | ratio | mean length of trained responses over mean length of sampled responses | near
-    1 | below 1: short responses are favored
-mean_trained_length | tokens | mean length of the step's trained responses
-mean_finished_length | tokens | mean length of the responses finished in the step
-GROUP/mean_staleness | versions | mean over tokens: updates between sampling and training | at most
-    the bound of the schedule, lower on average | at the bound in every step: generation is faster
-    than training
-GROUP/max_staleness | versions | staleness of the oldest token | at most the bound of the schedule
-GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of the published elements that differ
-    from the previous version | a few hundredths | above a tenth: deltas do not help
+GROUP/tokens | tokens | number of generated response tokens; for an update: of trained tokens
+GROUP/response_length | tokens | mean length of the responses | changes slowly | collapses, or grows
+    to the token limit
+GROUP/truncation_rate | 0 to 1 | share of responses that reached the token limit | below 0.1 | near
+    1: the reward grades unfinished responses
+length_ratio | ratio | mean length of trained responses divided by mean length of sampled responses
+    | near 1 | below 1: training favors short responses
+mean_trained_length | tokens | mean length of the responses that the step trained on
+mean_finished_length | tokens | mean length of the responses that finished in the step
+GROUP/mean_staleness | versions | updates between the sampling and the training of a token, mean
+    over tokens | lower than the bound of the schedule | at the bound in every step: generation is
+    faster than training
+GROUP/max_staleness | versions | updates between the sampling and the training of the oldest token |
+    at most the bound of the schedule
+GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of the published elements that
+    differ from the previous version | a few hundredths | above a tenth: deltas do not help
 """,
     ),
     _section(
         "The policy's update",
-        "`GROUP` is the group that is trained, such as `actor`. All are means over trained tokens, unless "
-        "stated otherwise.",
+        "`GROUP` is the trained group, such as `actor`. Unless stated otherwise, metrics are means over "
+        "trained tokens.",
         """
-GROUP/loss | of the loss | mean over the units of the loss (tokens, rows or pairs) | supervised:
+GROUP/loss | of the loss | mean loss over its units (tokens, rows or pairs) | supervised training:
     falls; policy gradients: not informative | not finite
-GROUP/grad_norm | of the gradient | norm before clipping | steady | grows over several steps, or is
-    not finite
+GROUP/grad_norm | of the gradient | norm of the gradient before clipping | steady | grows over
+    several steps, or is not finite
 GROUP/learning_rate | per step | learning rate of the last optimizer step
-GROUP/skipped_steps | count | optimizer steps that were skipped: bad ones, and steps without trained
-    tokens | 0 | above 0
-GROUP/bad_steps | count | optimizer steps with a loss or gradient that was not finite or too large |
-    0 | above 0
-GROUP/entropy | nats/token | entropy of the policy's distributions | falls slowly | near 0 within a
-    few steps: it samples only one response
-GROUP/clip_fraction | 0 to 1 | share of tokens with a clipped ratio (for a critic: a clipped value)
-    | 0.01 to 0.2 | above 0.3: steps are too large
-GROUP/approx_kl | nats/token | divergence from the policy before the update (k3) | below 0.02 |
-    above 0.1: steps are too large
+GROUP/skipped_steps | count | optimizer steps that were skipped because they were bad or had no
+    trained tokens | 0 | above 0
+GROUP/bad_steps | count | optimizer steps whose loss or gradient was not finite, or whose gradient
+    was too large | 0 | above 0
+GROUP/entropy | nats/token | entropy of the policy's token distributions | falls slowly | near 0
+    within a few steps: the policy samples only one response
+GROUP/clip_fraction | 0 to 1 | share of tokens whose ratio is clipped (for a critic: whose value is
+    clipped) | 0.01 to 0.2 | above 0.3: updates are too large
+GROUP/approx_kl | nats/token | divergence from the policy before the update (k3 estimator) | below
+    0.02 | above 0.1: updates are too large
 GROUP/kl | nats/token | divergence from the reference, by the estimator of the loss; with an
-    adaptive penalty: nats per response | grows slowly | grows while the reward falls
-GROUP/kl_coefficient | per nat | coefficient of the adaptive penalty in this step
-GROUP/mean_logprob_gap | nats/token | gap between the log-probabilities of generator and trainer,
-    for the same weights | below 0.01 (bfloat16), below 1e-5 (float32) | grows: the two compute
-    different models
-GROUP/max_logprob_gap | nats | largest of the step | below 1 | several nats
-GROUP/moved_routes | 0 to 1 | share of tokens and layers for which the router would choose other
-    experts than the recorded ones of the generator (`routes=True`) | 0 (float32), a few hundredths
-    (bfloat16) | grows within an update of many steps: routes are stale
-GROUP/generator_kl_k1 | nats/token | estimate of KL(generator || trainer), unbiased | near 0 |
+    adaptive penalty: in nats per response | grows slowly | grows while the reward falls
+GROUP/kl_coefficient | per nat | coefficient of the adaptive KL penalty in this step
+GROUP/mean_logprob_gap | nats/token | mean absolute difference between the log-probabilities of
+    generator and trainer under the same weights | below 0.01 (bfloat16), below 1e-5 (float32) |
+    grows: generator and trainer compute different models
+GROUP/max_logprob_gap | nats | largest absolute difference in the step between these two
+    log-probabilities of a token | below 1 | several nats
+GROUP/moved_routes | 0 to 1 | with `routes=True`: share of tokens and layers for which the trainer's
+    router would choose other experts than the generator's | 0 (float32), a few hundredths
+    (bfloat16) | grows within an update of many steps: the recorded routes are stale
+GROUP/generator_kl_k1 | nats/token | unbiased estimate (k1) of KL(generator || trainer) | near 0 |
     drifts away from 0
-GROUP/generator_kl_k3 | nats/token | the same, never negative | below 0.01 | grows
-GROUP/mean_generator_ratio | ratio | probability under the trainer over probability under the
-    generator | near 1 | drifts away from 1
-GROUP/max_generator_ratio | ratio | largest of the step | below 10 | hundreds
-GROUP/mean_importance_weight | ratio | a correction's weight of a token | near 1 | far below 1: most
-    of the batch is ignored
-GROUP/truncated_fraction | 0 to 1 | share of tokens with a truncated importance weight | below 0.05
-    | above 0.3
-GROUP/masked_fraction | 0 to 1 | share of tokens that a correction leaves out | below 0.05 | above
-    0.3
-GROUP/masked_tokens | tokens | left out by a correction | few
-GROUP/masked_rows | rows | rows of which a correction leaves out every token | few
+GROUP/generator_kl_k3 | nats/token | estimate (k3) of KL(generator || trainer) that is never
+    negative | below 0.01 | grows
+GROUP/mean_generator_ratio | ratio | ratio p_trainer / p_generator of a token's probability, mean
+    over tokens | near 1 | drifts away from 1
+GROUP/max_generator_ratio | ratio | largest ratio p_trainer / p_generator of a token in the step |
+    below 10 | above 100
+GROUP/mean_importance_weight | ratio | mean weight that a correction gives to a token | near 1 | far
+    below 1: most of the batch hardly counts
+GROUP/truncated_fraction | 0 to 1 | share of tokens whose importance weight is truncated | below
+    0.05 | above 0.3
+GROUP/masked_fraction | 0 to 1 | share of tokens that a correction masks | below 0.05 | above 0.3
+GROUP/masked_tokens | tokens | number of tokens that a correction masks | few
+GROUP/masked_rows | rows | number of rows that a correction masks completely | few
 """,
     ),
     _section(
         "Mixtures of experts",
-        "For updates; `GROUP` is the group that is trained. Covers all tokens that the model reads, "
-        "including prompts. No token is dropped: experts have no capacity limit.",
+        "Metrics of updates; `GROUP` is the trained group. They cover all tokens that the model reads, "
+        "including prompts. Experts have no capacity limit, so no token is dropped.",
         """
-GROUP/expert_load | 1 to experts / chosen ones | tokens of a layer's busiest expert over tokens of
-    the average expert, mean over layers | as at the start of the run | grows: few experts do the
-    work (`router_loss`)
-GROUP/max_expert_load | 1 to experts / chosen ones | the same for the worst layer
+GROUP/expert_load | ratio | load of a layer's busiest expert divided by the mean load of its
+    experts, mean over layers; between 1 and the number of experts over the number chosen per token
+    | as at the start of the run | grows: few experts do most of the work (set `router_loss`)
+GROUP/max_expert_load | ratio | `expert_load` of the layer with the largest
 GROUP/router_entropy | nats | entropy of a router's distribution over experts, mean over tokens and
     layers | steady | falls to 0
-GROUP/router_loss | 1 | load-balancing loss before its coefficient, also measured without one:
-    experts times the sum over experts of load times probability; equals the number of experts per
-    token if all have equal shares | near the number of chosen experts | grows
+GROUP/router_loss | 1 | load-balancing loss before its coefficient, measured even if the loss is
+    disabled: number of experts times the sum over experts of load times probability. If all experts
+    have equal shares, it is the number of experts per token | near the number of experts per token
+    | grows
 """,
     ),
     _section(
         "The critic's update",
-        "`GROUP` is the group of the critic. `loss`, `grad_norm`, `clip_fraction` and others are as in "
-        "other updates.",
+        "`GROUP` is the group of the critic. Its other metrics, such as `loss`, `grad_norm` and "
+        "`clip_fraction`, have the same meaning as in the policy's update.",
         """
-GROUP/value | of the return | prediction of the critic, mean over tokens | follows `return` | far
-    from `return`
-GROUP/return | of the return | training target of the critic, mean over tokens
+GROUP/value | of the return | value that the critic predicts, mean over tokens | follows `return` |
+    far from `return`
+GROUP/return | of the return | return that the critic is trained to predict, mean over tokens
 """,
     ),
     _section(
         "Preferences and reward models",
-        "Means over pairs. `GROUP` is the group that is trained; the evaluation `preference_accuracy` "
-        "writes its two metrics without a group.",
+        "Metrics are means over pairs. `GROUP` is the trained group. The evaluation "
+        "`preference_accuracy` writes its metrics without a group.",
         """
-[GROUP/]preference_accuracy | 0 to 1 | share of pairs with a higher score for the preferred response
+[GROUP/]preference_accuracy | 0 to 1 | share of pairs whose preferred response has the higher score
     | rises from 0.5 | below 0.5
-preference_accuracy_low | 0 to 1 | lower end of its 95 % interval, in an evaluation
-preference_accuracy_high | 0 to 1 | upper end of its 95 % interval, in an evaluation
-preference_margin | nats | lead of the preferred response | rises | falls
+preference_accuracy_low | 0 to 1 | in an evaluation: lower end of the 95 % interval of
+    `preference_accuracy`
+preference_accuracy_high | 0 to 1 | in an evaluation: upper end of the 95 % interval of
+    `preference_accuracy`
+preference_margin | nats | score of the preferred response minus score of the other | rises | falls
 GROUP/chosen_reward | of the loss | implicit reward (or score) of preferred responses | rises
-GROUP/rejected_reward | of the loss | the same for rejected responses | falls
+GROUP/rejected_reward | of the loss | implicit reward (or score) of rejected responses | falls
 GROUP/reward_margin | of the loss | `chosen_reward` minus `rejected_reward` | rises | falls
-GROUP/chosen_logprob | nats | log-probability of preferred responses under the policy | stays as it
-    is | falls by many nats: the policy forgets them as well
-GROUP/rejected_logprob | nats | the same for rejected responses | falls
-GROUP/chosen_nll | nats/token | supervised term on preferred responses | falls
-GROUP/reference_point | nats | KTO's z0 | near 0
-GROUP/step_reward | 0 to 1 | a process reward model's probability that a step is correct
-GROUP/step_accuracy | 0 to 1 | share of steps that it grades like their labels | rises | near the
-    share of the larger class
+GROUP/chosen_logprob | nats | log-probability of preferred responses under the policy | steady |
+    falls by many nats: the policy unlearns preferred responses, too
+GROUP/rejected_logprob | nats | log-probability of rejected responses under the policy | falls
+GROUP/chosen_nll | nats/token | negative log-likelihood of preferred responses, the supervised term
+    of the loss | falls
+GROUP/reference_point | nats | z0 of KTO: the divergence from the reference that responses are
+    compared with | near 0
+GROUP/step_reward | 0 to 1 | probability that a step of a solution is correct, by a process reward
+    model
+GROUP/step_accuracy | 0 to 1 | share of solution steps that the process reward model classifies
+    correctly | rises | near the share of the larger class
 """,
     ),
     _section(
         "Evaluations",
-        "Each name begins with the name of its evaluation, and is written with the metrics of the "
-        "evaluated step: `eval/pass@1`. Other metrics of its graph have the names of the other sections: "
-        "`eval/reward/mean`. Intervals are over prompts, which are independent of each other: Wilson's if "
-        "all values are 0 or 1, otherwise Student's t.",
+        "Weft writes these metrics with those of the evaluated step. Each name begins with the "
+        "evaluation's name: `eval/pass@1`. The graph of an evaluation also writes metrics of the other "
+        "sections: `eval/reward/mean`. Intervals treat prompts as independent of each other. They are "
+        "Wilson intervals if all values are 0 or 1, otherwise Student's t intervals.",
         """
-avg@K | of the reward | mean reward of K responses to each prompt, mean over prompts | rises | falls
-    while the reward in training rises: the policy fits the prompts it trains on
-avg@K_low | of the reward | lower end of its 95 % interval
-avg@K_high | of the reward | upper end of its 95 % interval
-pass@K | 0 to 1 | unbiased probability that one of K responses to a prompt is correct, mean over
-    prompts; by the grader among the reward functions, or else by a threshold of the reward | rises
-    | falls for large K while `pass@1` rises: the policy loses variety
-pass@K_low | 0 to 1 | lower end of its 95 % interval
-pass@K_high | 0 to 1 | upper end of its 95 % interval
-prompts | count | evaluated prompts | all of the held-out set
+avg@K | of the reward | mean reward of K responses per prompt, mean over prompts | rises | falls
+    while the training reward rises: the policy overfits the training prompts
+avg@K_low | of the reward | lower end of the 95 % interval of `avg@K`
+avg@K_high | of the reward | upper end of the 95 % interval of `avg@K`
+pass@K | 0 to 1 | unbiased estimate of the probability that at least one of K responses to a prompt
+    is correct, mean over prompts. The grader among the reward functions decides whether a response
+    is correct; without a grader, its reward must reach a threshold | rises | falls for large K
+    while `pass@1` rises: the policy loses diversity
+pass@K_low | 0 to 1 | lower end of the 95 % interval of `pass@K`
+pass@K_high | 0 to 1 | upper end of the 95 % interval of `pass@K`
+prompts | count | number of evaluated prompts | all held-out prompts
 prompts_lost | count | held-out prompts without a scored response, because the grader failed or a
-    filter dropped them; means cover the other prompts | 0 | scores of steps that lost different
+    filter dropped them; means cover only the other prompts | 0 | above 0: steps that lost different
     prompts cannot be compared
-prompts_asked | count | held-out prompts
-oldest_version | version | oldest version of the weights that wrote the responses, if training
-    continues during the evaluation | the version of the step
-newest_version | version | newest version of these weights | the version of the step
+prompts_asked | count | number of held-out prompts
+oldest_version | version | oldest version of the weights that sampled the responses; it differs from
+    the step's if training continues during the evaluation | the version of the step
+newest_version | version | newest version of the weights that sampled the responses | the version of
+    the step
 """,
     ),
 )

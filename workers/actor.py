@@ -51,18 +51,19 @@ if TYPE_CHECKING:
 
 
 class ActorConfig(TrainedConfig):
-    """The policy: its model, sharding, training, and how it publishes weights."""
+    """The policy: its model, sharding and training, and how it publishes weights."""
 
     transport: Literal["auto", "deltas", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
-    """How to send weights to followers; they are not encrypted. "auto": followers on the leader's
-    machine map its host memory, others receive over TCP. "deltas": the same, but others receive only
-    the elements that changed since their last version, if that takes fewer bytes; leader and these
-    followers then keep a copy of their part of the weights in host memory. "gloo": point to point through
-    `torch.distributed`. "nccl": from GPU to GPU, if followers use other GPUs than the leader.
-    "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and
-    "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose "deltas"
-    for networks slower than a gigabyte a second, and a GPU transport where copies through host
-    memory take long; none of the four has been run on GPUs yet."""
+    """How to send weights to followers, unencrypted. "auto": followers on the leader's machine map
+    its host memory; others receive the weights over TCP. "deltas": like "auto", but followers on
+    other machines receive only the elements that changed since their last version, if that takes
+    fewer bytes. The leader and these followers then keep a copy of their part of the weights in
+    host memory. "gloo": point to point through `torch.distributed`. "nccl": from GPU to GPU, if
+    followers use other GPUs than the leader. "ipc": followers that take turns with the leader on
+    its GPUs map its buckets there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc", but through
+    vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower than 1 GB/s,
+    and a GPU transport if copies through host memory take long. None of the four GPU transports has
+    been run on GPUs yet."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("transport",))
     retired: ClassVar[Mapping[str, str]] = {

@@ -23,8 +23,7 @@ _FILE = "coefficient.json"
 
 
 class AdaptiveKlConfig(AdaptiveCoefficient):
-    """The coefficient of a KL penalty in the reward, with its horizon in responses, and the estimator
-    of divergence."""
+    """A KL penalty in the reward with an adaptive coefficient. Its horizon counts responses."""
 
     estimator: Callable[..., Any] = k1
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`.

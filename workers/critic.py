@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(TrainedConfig):
-    """The model, the meaning of its scalar head, its sharding and its training."""
+    """A language model with a scalar head: the meaning of the head, and the model's sharding and
+    training."""
 
     head: Literal["values", "rewards"] = "values"
-    """Output of the head. "values": the value before each response token, for PPO. "rewards": the
-    reward of the sequence up to and including each token. Choose the latter to train a reward
-    model."""
+    """Output of the scalar head. "values": the value before each response token, for PPO.
+    "rewards": the reward of the sequence up to and including each token. Choose "rewards" to train
+    a reward model."""
 
 
 class CriticWorker(TrainedWorker):

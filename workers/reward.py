@@ -41,30 +41,30 @@ _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
 class RewardConfig(Config):
-    """Reward functions, and what to do with samples that they cannot score."""
+    """Reward functions, and how to handle samples that they cannot score."""
 
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
-    """One reward function or grader, or several whose weighted sum is the reward. Parameter names
-    select columns of the data or of earlier nodes, as in `def score(response, answer) -> float`;
-    `response` is the text of the response. A parameter with a default gets its column if it exists,
-    and `**columns` gets all other columns. Arguments of a `functools.partial` stay fixed. Weft
-    recognises functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
-    parameters and calls them as their library does. Set a name or a weight with `Reward(function,
-    name=..., weight=...)`."""
+    """Required. Set it to a reward function or grader, or to several whose weighted sum is the
+    reward. Parameter names select columns of the data or of earlier nodes, as in `def
+    score(response, answer) -> float`; `response` is the text of the response. A parameter with a
+    default gets its column if that exists, and `**columns` gets all other columns. Arguments that
+    `functools.partial` binds stay fixed. Weft recognizes functions written for TRL, verl, OpenRLHF,
+    slime and verifiers 0.1 to 0.3 by their parameters, and calls them as their library does.
+    `Reward(function=..., name=..., weight=...)` gives a function a name or a weight."""
     tokenizer: str | Path
-    """Model folder or Hugging Face id of the tokenizer that decodes responses. Set it to the
-    rollout's model; it has no default."""
+    """Required. Set it to the rollout's model: the folder or Hugging Face id of the tokenizer that
+    decodes responses."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """[s] Time limit for each sample, or for each call of a batch function; None selects the
-    driver's `call_timeout_s`. Samples without a score are then requeued, and a sample that exceeds
-    the limit three times is dropped. Under Ray the process is replaced; under `Local` the function
-    is interrupted if it runs Python without a debugger. Asynchronous calls are cancelled. Set it
-    if a grader may hang."""
+    driver's `call_timeout_s`. After it, Weft requeues the samples without a score, and drops a
+    sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts the
+    function if it runs Python without a debugger. Asynchronous calls are cancelled. Set it if a
+    grader may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
-    """[share] Share of samples that may fail three times each; they are dropped and counted
-    (`failed_rows`). More failures end the run. The share is of at least 100 samples; with 0 the
-    first failure ends the run. Raise it for a service that fails often."""
+    """[share] Maximum share of failed samples, out of at least 100. Weft drops a sample that fails
+    three times and counts it in `failed_rows`. A larger share ends the run; with 0, the first
+    failure does. Raise it for a service that fails often."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("deadline_s", "max_failed"))
 

@@ -76,32 +76,33 @@ class RolloutConfig(VllmSettings):
     """The model that a rollout samples from, and its generation engine."""
 
     model: str | Path
-    """Folder or Hugging Face id of the model with the initial weights. Set it to the actor's model;
-    it has no default."""
+    """Required. Set it to the actor's model: a folder or Hugging Face id with the initial
+    weights."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """"vllm" is fast on CPUs and GPUs. "transformers" needs no further packages. Choose it for
-    debugging."""
+    """Generation engine. "vllm" is fast on CPUs and GPUs; "transformers" needs no further packages.
+    Choose "transformers" for debugging."""
     max_context: int | None = Field(default=None, ge=2)
-    """[tokens] Limit for prompt and response together; None selects the model's own limit. Lower it
-    to save memory."""
+    """[tokens] Maximum length of prompt and response together; None selects the model's own limit.
+    Lower it to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
-    dtype if its adapter is published alone. Choose "float32" to compare exactly with the
-    trainer."""
+    dtype if the actor publishes only its adapter. Choose "float32" to compare log-probabilities
+    exactly with the trainer's."""
     adapter: Lora | None = None
     """Adapter to serve on top of the model. The run sets it from the followed actor
     (`Lora.published`)."""
     routes: bool = False
-    """Record the experts that each token of a mixture is sent to, in two bytes per expert and
-    layer. Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it if
-    `mean_logprob_gap` of a mixture is large, as in half precision."""
+    """Record the experts that process each token of a mixture, in two bytes per expert and layer.
+    Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it if
+    `mean_logprob_gap` of a mixture is large, for example in half precision."""
     seeded: bool = True
-    """Give each response a separate seed, so that every placement samples the same tokens. Set it
-    to False for about 8 % more tokens from vLLM."""
+    """Give each response its own seed, so that every placement samples the same tokens. Set it to
+    False for about 8 % more tokens per second from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
-    them. Otherwise sampling pauses for the whole transfer. None enables it on CPU nodes with twice
-    the memory of the weights. Set it to False if transfers during sampling take too long."""
+    them. Otherwise, sampling pauses for the whole transfer. None enables it on CPU nodes with
+    memory for two copies of the weights. Set it to False if transfers during sampling take too
+    long."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",

@@ -119,16 +119,18 @@ class Math(Grader):
 
 
 class Gsm8k(Grader):
-    """1 if the number of the response is the answer's number, otherwise 0.
+    """1 if the final number of the response equals the answer's, otherwise 0.
 
-    The number of a response is in its last box, after `####`, after "the answer is", or last. The
-    answer is a number, or GSM8K's rationale with the number after `####`.
+    The final number of a response is in its last box, after `####`, or after "the answer is";
+    otherwise it is the last number. The answer is a number, or GSM8K's rationale with the number
+    after `####`.
     """
 
     is_verdict: ClassVar[bool] = True
 
     strict: bool = False
-    """Only count a number after `####`, as in the data set. Set it to teach the format as well."""
+    """Accept only a number after `####`, the format of GSM8K's answers. Set it to teach that format
+    as well."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the two numbers. Raises a SampleError if the answer has no number.

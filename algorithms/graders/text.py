@@ -31,16 +31,16 @@ def normalized(text: str) -> str:
 
 
 class Exact(Grader):
-    """1 if the final answer of the response equals the answer, otherwise 0.
+    """1 if the final answer of the response equals the given answer, otherwise 0.
 
-    The final answer follows the reasoning: a box, the text after "the answer is", or the whole
-    text.
+    The final answer follows the reasoning. It is the content of a box, the text after "the answer
+    is", or the whole text.
     """
 
     is_verdict: ClassVar[bool] = True
 
     normalize: bool = True
-    """Ignore case, punctuation, articles and spaces. Set it to False if they matter."""
+    """Ignore case, punctuation, articles and whitespace. Set it to False if they matter."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the texts.
@@ -72,13 +72,13 @@ def _f1(text: str, answer: str) -> float:
 
 
 class RegularExpression(Grader):
-    """1 if a regular expression matches, otherwise 0. Its group, if any, must equal the answer."""
+    """1 if a regular expression matches the response, otherwise 0. If the expression has a group,
+    the group's last match must equal the answer."""
 
     is_verdict: ClassVar[bool] = True
 
     pattern: str
-    """Regular expression in Python's syntax. The group of the last match, if any, is compared with
-    the answer. Give it; there is no default."""
+    """Required. Set it to a regular expression in Python's syntax, with at most one group."""
 
     @pydantic.field_validator("pattern")
     @classmethod
@@ -118,8 +118,8 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 
 class TagFormat(Grader):
-    """1 if the response consists of the tagged parts, in order and not empty, otherwise 0. A response
-    begins inside the first tag if the chat template opened it: the prompt then ends with it.
+    """1 if the response consists of the tagged parts, in order and none empty, otherwise 0. If the
+    chat template opened the first tag at the end of the prompt, the response begins inside it.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
@@ -128,11 +128,11 @@ class TagFormat(Grader):
     """
 
     tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
-    """Names of the tags, in order. Only spaces may precede the first and separate two. Give the
-    tags that the system prompt asks for."""
+    """Names of the tags, in order. Only whitespace may precede the first tag and separate two tags.
+    Give the tags that the system prompt asks for."""
     rest: bool = True
-    """Whether text must follow the last tag; False forbids it. Set it to False if the answer has a
-    separate tag."""
+    """Require text after the last tag; False forbids it. Set it to False if the answer has its own
+    tag."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "opened": "the end of the prompt shows whether the chat template opens the first tag"
@@ -151,16 +151,16 @@ class TagFormat(Grader):
 
 
 class LengthReward(Grader):
-    """1 for a response of at most `full_tokens`, falling linearly to 0 at `no_tokens`.
+    """1 for a response of at most `full_tokens` tokens, falling linearly to 0 at `no_tokens`.
 
     >>> [LengthReward(full_tokens=2, no_tokens=6)([7] * tokens) for tokens in (2, 4, 9)]
     [1.0, 0.5, 0.0]
     """
 
     full_tokens: int = pydantic.Field(ge=0)
-    """[tokens] Longest response with the full reward. Give it; there is no default."""
+    """[tokens] Required. Set it to the longest length that gets the full reward."""
     no_tokens: int
-    """[tokens] Shortest response with a reward of 0. Give it; there is no default."""
+    """[tokens] Required. Set it to the shortest length that gets a reward of 0."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
@@ -187,8 +187,8 @@ class JsonSchema(Grader):
     is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
-    """A JSON Schema, of the draft in its `$schema`; without one, draft 2020-12. Give
-    one; there is no default."""
+    """Required. Set it to a JSON Schema. Its `$schema` names the draft; without one, it is draft
+    2020-12."""
 
     @pydantic.field_validator("json_schema")
     @classmethod

@@ -93,29 +93,29 @@ Values = Callable[[str], Mapping[int, float]]
 
 
 class CheckpointConfig(Config):
-    """When to write checkpoints, and which to keep."""
+    """When to write checkpoints, and which ones to keep."""
 
     every: int = Field(default=0, ge=0)
-    """[steps] Interval between checkpoints. The last step always has one. 0 turns this off;
-    `every_s` and `best` still write checkpoints. Lower it to lose less work in a crash, raise it if
-    `checkpoint_pause_s` is large."""
+    """[steps] Write a checkpoint after every n-th step, and after the last one. 0 disables this
+    interval, but `every_s` and `best` still write checkpoints. Lower it to lose less work in a
+    crash; raise it if `checkpoint_pause_s` is large."""
     every_s: float | None = Field(default=None, gt=0)
-    """[s] Time between checkpoints, each written at the end of the current step and after the last
-    step. None counts steps only. With `every`, the first to come decides. Set it if step times vary
-    a lot."""
+    """[s] Time between checkpoints. Weft writes each at the end of the current step, and one after
+    the last step. None disables this interval. If `every` is set too, whichever comes first
+    triggers a checkpoint. Set it if step times vary a lot."""
     keep: int = Field(default=2, ge=1)
-    """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to go further back,
-    lower it on a small disk."""
+    """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to resume from
+    earlier steps; lower it on a small disk."""
     best: str | None = None
-    """Metric, such as "eval/pass@1". The checkpoint with its best value is kept in addition to
-    `keep`. The largest value wins, or the smallest with a leading "-". Each step that its
-    evaluation evaluates gets a checkpoint, in addition to `every` and `every_s`. Set it if the last
-    model need not be the best."""
+    """Metric that selects the best checkpoint, such as "eval/pass@1". Weft keeps this checkpoint in
+    addition to the `keep` latest. The largest value wins; with a leading "-", the smallest. Each
+    step with this evaluation gets a checkpoint, in addition to `every` and `every_s`. Set it if the
+    last model need not be the best."""
     copy_to: str | None = None
-    """Address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is
-    copied in the background to a folder with the run's name there, with everything needed to resume
-    on another machine. `resume="latest"` looks there if the run has no checkpoint under `root`.
-    Credentials come from the environment. Set it if a machine and its disk may be lost."""
+    """Path, or address such as "s3://bucket/runs" or "gs://bucket/runs". Weft copies each
+    checkpoint in the background to a subfolder with the run's name. The copy has everything needed
+    to resume on another machine. `resume="latest"` looks there if the run has no checkpoint in
+    `root`. Credentials come from the environment. Set it if a machine and its disk can be lost."""
 
     @property
     def writes(self) -> bool:

@@ -44,11 +44,11 @@ class LogNormal(Config):
     """
 
     mean: float = Field(gt=0)
-    """[tokens] Mean length, before the limit. Set it to the mean of your task."""
+    """[tokens] Required. Set it to the mean response length of your task, before the limit."""
     sigma: float = Field(default=1.0, ge=0)
-    """[nats] Standard deviation of the logarithm. Raise it for a longer tail."""
+    """[nats] Standard deviation of the length's logarithm. Raise it for a longer tail."""
     max_tokens: int = Field(ge=1)
-    """[tokens] Longest response. Set it as in `Sampling`."""
+    """[tokens] Required. Set it to the maximum response length, `Sampling.max_tokens`."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
@@ -59,26 +59,27 @@ class LogNormal(Config):
 
 
 class LinearCost(Config):
-    """Cost of a call: a constant, plus a time for each row and token.
+    """Cost of a call: a constant, plus a time per row and per token.
 
-    The replica with the most work decides. For an update, the cost covers all optimizer steps.
+    The replica with the most work determines the cost. The cost of an update covers all its
+    optimizer steps.
 
     >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
     6.0
     """
 
     fixed_s: float = Field(default=0.0, ge=0)
-    """[s] Time of each call. If an update comes in parts, the last part takes it. Set it to the
-    time of a call without rows."""
+    """[s] Constant time of each call. An update that comes in parts takes it once, in the last
+    part. Set it to the time of a call without rows."""
     per_row_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each row of the busiest replica. Set it for calls whose time depends on the
-    number of rows, such as rewards."""
+    """[s] Time per row of the busiest replica. Set it for calls whose time depends on the number of
+    rows, such as rewards."""
     per_token_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each token of the busiest replica, including prompts. Set it for calls whose
+    """[s] Time per token of the busiest replica, including prompt tokens. Set it for calls whose
     time depends on tokens, such as training."""
     keep: float = Field(default=1.0, ge=0, le=1)
-    """[share] Rows (or groups, for a filter of whole groups) that a filter passes. Lower it for a
-    filter that drops many."""
+    """[share] Share of rows that a filter keeps, or of groups if it filters whole groups. Lower it
+    for a filter that drops many."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
@@ -107,11 +108,11 @@ class LinearCost(Config):
 
 
 class PipelineCost(LinearCost):
-    """Cost of an update by a pipeline with the 1F1B schedule.
+    """Cost of an update in a pipeline with the 1F1B schedule.
 
-    With several chunks the schedule is interleaved 1F1B (arXiv:2104.04473). Times for rows and
-    tokens are for one forward and backward pass through the whole model. Each optimizer step fills
-    and drains the pipeline, and so does each part of an update that comes in parts.
+    With several chunks per stage, the schedule is interleaved 1F1B (arXiv:2104.04473). Times per
+    row and token are for one forward and backward pass through the whole model. The pipeline fills
+    and drains in each optimizer step, and in each part of an update that comes in parts.
 
     >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
     >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
@@ -121,18 +122,19 @@ class PipelineCost(LinearCost):
     """
 
     stages: int = Field(ge=1)
-    """[stages] Stages of the pipeline. Set it to the number you plan for."""
+    """[stages] Required. Set it to the planned number of pipeline stages."""
     chunks: int = Field(default=1, ge=1)
-    """[chunks] Model pieces on each stage. Raise it for a smaller bubble and more transfers."""
+    """[chunks] Number of model chunks per stage. Raise it for a smaller bubble but more
+    transfers."""
     microbatch_tokens: int = Field(ge=1)
-    """[tokens] Upper limit of a microbatch, as in `ModelConfig`. Lower it for more microbatches and
-    a smaller bubble."""
+    """[tokens] Required. Maximum number of tokens in a microbatch, as in `ModelConfig`. Lower it
+    for more microbatches and a smaller bubble."""
     transfer_s: float = Field(default=0.0, ge=0)
-    """[s] Time to send a token's activations or gradient to the next stage. Raise it for a slow
+    """[s] Time per token to send activations or gradients to the next stage. Raise it for a slow
     network."""
     shares: tuple[float, ...] = ()
-    """Share of each model piece in the time of a pass; equal by default. Set it if layers do not
-    divide evenly, or the head is heavy."""
+    """Share of each model chunk in the time of a pass; by default, all are equal. Set it if layers
+    do not divide evenly, or if the head is expensive."""
 
     @model_validator(mode="after")
     def _shares_are_of_all_pieces(self) -> PipelineCost:
@@ -202,9 +204,9 @@ class PipelineCost(LinearCost):
 
 
 class SequenceParallelCost(LinearCost):
-    """Cost of an update whose ranks share the tokens of long rows.
+    """Cost of an update whose ranks split the tokens of long rows.
 
-    Groups of different sizes are chosen for the rows of each optimizer step (FlexSP,
+    Each optimizer step divides the ranks into groups of different sizes to suit its rows (FlexSP,
     arXiv:2412.01523; `controllers/simulation/sequence_groups.py`). Times are for one forward and
     backward pass; `per_token_s` is the time of a token's linear layers on one rank.
 
@@ -214,17 +216,17 @@ class SequenceParallelCost(LinearCost):
     """
 
     ranks: int = Field(ge=1)
-    """[ranks] Ranks that share the rows of a call: one replica, usually the whole group. Set it to
-    their number."""
+    """[ranks] Required. Set it to the number of ranks that share the rows of a call: one replica,
+    usually the whole group."""
     memory_tokens: int = Field(ge=1)
-    """[tokens] Most that a rank can hold in one pass. Set it to the value from `weft plan` or a
-    trial run."""
+    """[tokens] Required. Maximum number of tokens that fit on a rank in one pass. Set it to the
+    value from `weft plan` or a trial run."""
     attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
-    """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of
-    more than a few thousand tokens."""
+    """[tokens] Length of a row whose attention takes as long as all its other computation. Set it
+    for rows of more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
-    """[s] Time of the exchanges for each token of a rank, by the size of its group. Give values
-    measured within a node and between nodes."""
+    """[s] Mapping from the number of ranks that share a row to the time of the all-to-all
+    exchanges, per token of a rank. Give values measured within a node and between nodes."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         number = max(1, round(rows / steps.minibatches))
@@ -266,8 +268,8 @@ class SequenceParallelCost(LinearCost):
 
 
 class Generation(Config):
-    """Continuous batching on one replica. The batch has at most `max_num_seqs` responses, as in the
-    rollout's configuration; others queue in order.
+    """Continuous batching on one replica. The batch has at most `max_num_seqs` responses, a setting
+    of the rollout; others queue in order.
 
     >>> table = ((0, 0.5), (4, 0.7))
     >>> generation = Generation(lengths=((3, 5), (2, 7)), decode_step_s=table)
@@ -276,15 +278,15 @@ class Generation(Config):
     """
 
     lengths: LogNormal | tuple[tuple[int, ...], ...]
-    """[tokens] Lengths of responses: `LogNormal`, or given lengths for each row of the source, in
-    order. Set it to your task's lengths (the tail decides how much a schedule gains), or give the
-    lengths of a run to replay it."""
+    """[tokens] Required. Response lengths: a `LogNormal`, or a sequence of lengths for each row of
+    the source, in order. Set it to your task's lengths (the tail decides how much a schedule
+    gains), or give the lengths of a run to replay it."""
     decode_step_s: float | Sequence[tuple[float, float]]
-    """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
-    between. Give values measured on your engine."""
+    """[s] Required. Time of a decode step, or a table of (responses in the batch, seconds) to
+    interpolate linearly. Give values measured on your engine."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each token of a prompt, once for all of its responses. The batch pauses during
-    prefill. Raise it for long prompts."""
+    """[s] Prefill time per prompt token, counted once for all responses to the prompt. The batch
+    pauses during prefill. Set it if prompts are long."""
 
     retired: ClassVar[Mapping[str, str]] = {"max_num_seqs": "it is that of the rollout's configuration"}
 
@@ -323,19 +325,20 @@ def batch_limit(config: object) -> int:
 
 
 class CostModel(Config):
-    """The costs of all calls of a simulated run.
+    """The costs of all calls in a simulated run.
 
     >>> CostModel(nodes={"actor.update": LinearCost(fixed_s=0.5), "rollout.receive_weights": LinearCost(fixed_s=0.1)}).dispatch_s
     0.0
     """
 
     nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
-    """Costs by node ("actor.update", or the name of a function), or by group and method outside the
-    graph ("actor.publish_weights", "rollout.receive_weights", "actor.onload", "actor.offload").
-    Other calls take no time. Give measured values; `calibrate` fits them to a timeline."""
+    """Mapping from node to cost. A key is a node of the graph ("actor.update", or the name of a
+    function), or a group's method that is called outside the graph ("actor.publish_weights",
+    "rollout.receive_weights", "actor.onload", "actor.offload"). Other calls take no time. Give
+    measured values; `calibrate` fits them to a timeline."""
     dispatch_s: float = Field(default=0.0, ge=0)
     """[s] Time that the driver takes to send a call to each rank, one after the other. All ranks
-    begin when the first has been called. Raise it for a slow network."""
+    start when the first one has received the call. Raise it for a slow network."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "seed": "the lengths follow Driver(seed=...)",

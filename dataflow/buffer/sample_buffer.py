@@ -48,31 +48,33 @@ Fewer bytes would make many small parts; more would leave a large log to copy.""
 
 
 class BufferConfig(Config):
-    """Capacity and durability of the sample buffer."""
+    """Limits and storage of the sample buffer, and its handling of stale rows."""
 
     max_rows: int | None = Field(default=None, ge=1)
-    """[rows] Most rows of one graph in flight, prompts and samples together. More prompts are
-    issued as rows finish. None sets no limit. Set it if rows pile up before a slow node."""
+    """[rows] Maximum number of rows of one graph in flight, prompts and samples together. The
+    driver issues more prompts as rows finish. None sets no limit. Set it if rows pile up before a
+    slow node."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Most bytes of columns in flight for one graph. None sets no limit. Set it if
+    """[bytes] Maximum size of the columns in flight of one graph. None sets no limit. Set it if
     `memory_low` warns, or if the disk for segments is small."""
     on_stale: Fate = "wait"
-    """How to handle a group that exceeds the staleness bound when an update could take it: `wait`,
-    `mask`, `requeue` or `drop`. With `wait`, updates wait for late groups, so groups exceed the
-    bound only after a resume lowers it; those are requeued and reported. Choose another if late
-    groups hold up training; `drop` favours short responses."""
+    """How to handle a group that exceeds the staleness bound when an update could take it. With
+    "wait", updates wait for late groups; only a resume with a lower bound makes groups too stale,
+    and Weft then requeues and reports them. "mask" masks the stale rows in the loss, "requeue"
+    samples the prompt again, and "drop" discards the group, which favours short responses. Choose
+    one of these three if late groups hold up training."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
-    """[s] Requeue rows that a worker claimed but did not finish within this time. None applies only
-    the driver's deadlines. Set it if a rank is sometimes much slower than others."""
+    """[s] Maximum time that a worker may hold claimed rows; unfinished rows are then requeued. None
+    applies only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Most bytes of segments to keep in memory on each node. Older segments are written to
-    disk and read back on demand. None leaves this to the kernel. Set it if other programs need the
-    page cache."""
+    """[bytes] Maximum size of the segments kept in memory on each node. Weft writes older segments
+    to disk and reads them back on demand. With None, the kernel decides. Set it if other programs
+    need the page cache."""
     scratch: Path | None = None
-    """Node-local folder for segments. Each run gets a subfolder, which is removed when the run ends
-    or was killed. With None, segments are stored in the run directory on a single machine, and in
-    the temporary folder of each node (`TMPDIR`) on a cluster. Set it if those are on a slow or
-    small disk."""
+    """Node-local folder for segments. Each run gets a subfolder, which is removed when the run
+    ends, even if it was killed. None stores segments in the run directory on a single machine, and
+    in each node's temporary folder (`TMPDIR`) on a cluster. Set it if those are on a slow or small
+    disk."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "file_bytes": "segment files always have 16 MiB",

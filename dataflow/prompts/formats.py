@@ -271,11 +271,11 @@ TrainOn = Literal["last", "all"]
 
 
 class ReadSettings(Config):
-    """How to read rows as prompts. `Prompts.read` and `Prompts.from_rows` take these as keyword
-    arguments."""
+    """How to read rows as prompts. `Prompts.read` and `Prompts.from_rows` take these settings as
+    keyword arguments."""
 
     prompt: str | None = None
-    """Column of the prompts; `a.b` is a field of a struct. None uses the column of the detected
+    """Column of the prompts; `a.b` names a field of a struct. None uses the column of the detected
     format. Set it if the rows have no known format."""
     answer: str | None = None
     """Column of the ground truth. None uses the column of the detected format. Set it if the column
@@ -284,32 +284,34 @@ class ReadSettings(Config):
     """Column of the responses, for supervised training. None uses the column of the detected
     format. Set it if the column has another name."""
     train_on: TrainOn = "last"
-    """Assistant turns of a conversation to train: the "last" one, or "all". Set it to "all" to
-    learn from every assistant turn. Turns of users and tools are never trained."""
+    """Which assistant turns of a conversation to train on: "last" or "all". User and tool turns are
+    never trained on. Set it to "all" to learn from every assistant turn."""
     extract_answer: bool = True
-    r"""Extract the final answer of worked solutions: the text after `####`, or the content of
+    r"""Reduce a worked solution to its final answer: the text after `####`, or the content of
     `\boxed{}`. Set it to False if a grader needs the whole solution."""
     chat: bool | None = None
-    """Send a plain-text prompt as a user's message, through the chat template. None does so if the
-    tokenizer has a template, unless the texts already have special tokens. Messages always go
-    through the template. Set it to False for a base model."""
+    """Wrap plain-text prompts in the chat template, as user messages. None does so if the tokenizer
+    has a template and the texts have no special tokens. Prompts that are messages always use the
+    template. Set it to False for a base model."""
     system: str | None = None
-    """System prompt for prompts whose messages do not begin with one. Set it to specify the form of
+    """System prompt for conversations that do not begin with one. Set it to specify the format of
     answers."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template. {"enable_thinking": False} lets a model answer without thinking,
-    whatever its template calls the switch. A row's own column of this name takes precedence. Set
-    it for short responses, and for variables that a model's template needs."""
+    """Variables for the chat template. {"enable_thinking": False} lets a model answer without
+    thinking, whatever name its template has for that switch. A row's own `chat_template_kwargs`
+    column takes precedence. Set it for short responses, and for variables that a model's template
+    needs."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """[tokens] Longest allowed prompt, inclusive. None allows what the model's context leaves.
-    Lower it if a few long prompts determine the memory use."""
+    """[tokens] Maximum length of a prompt. None sets no limit besides the model's context. Lower it
+    if a few long prompts determine the memory use."""
     too_long: TooLong = "error"
-    """How to handle longer prompts: "error" refuses them, "drop" leaves them out. It also applies
-    to rows that exceed the context of a model of the run: prompts without room for a response, and
-    prompts with a response that is too long. The driver finds them before it starts any worker.
-    Choose "drop" if there is enough data without them."""
+    """How to handle prompts that exceed `max_prompt_tokens`: "error" refuses the data, "drop"
+    leaves the rows out. The setting also covers rows that exceed the context of one of the run's
+    models: prompts without room for a response, and given responses that are too long. The driver
+    finds these rows before it starts any worker. Choose "drop" if there is enough data without
+    them."""
     limit: int | None = Field(default=None, ge=1)
-    """[rows] Most rows to read. None reads all. Set it for a trial."""
+    """[rows] Maximum number of rows to read. None reads all. Set it for a trial run."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "thinking": 'set chat_template_kwargs={"enable_thinking": False}, for any template'

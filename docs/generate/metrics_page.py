@@ -7,15 +7,15 @@ from weft.dataflow.metric_names import SECTIONS
 INTRODUCTION = """\
 # Metrics
 
-All metrics of a run, in sections of related ones. This page is generated from the table in `dataflow/metric_names.py`
-(`python docs/generate/metrics_page.py > docs/metrics.md`), and a test compares the two.
+All metrics of a run, by topic. This page is generated from the table in `dataflow/metric_names.py`
+(`python docs/generate/metrics_page.py > docs/metrics.md`), and a test checks that it is current.
 
 A worker group's name is the prefix of its metrics: `actor/entropy`, `rollout/response_length`. An evaluation's name is a further prefix:
-`eval/reward/mean`, `eval/rollout/response_length`. Capital letters are placeholders. Metrics of your own rewards, losses and workers
-appear as `GROUP/NAME`, and metrics of your own functions as `functions/NAME`. These are not in the table.
+`eval/reward/mean`, `eval/rollout/response_length`. Capital letters are placeholders. The tables do not list metrics of your own code:
+your rewards, losses and workers write `GROUP/NAME`, and your functions `functions/NAME`.
 
-A metric is missing in a step that did not measure it. `metrics.parquet` has a row for each step and a column for each metric. Trackers
-get the same values ([watching.md](watching.md)).
+A step has only the metrics that it measured. `metrics.parquet` has one row per step and one column per metric. Trackers get the same
+values ([watching.md](watching.md)).
 """
 
 

@@ -1,8 +1,8 @@
 """The settings page, generated from the settings classes and their docstrings.
 
-`python docs/generate/settings_page.py > docs/settings.md` writes the page. The docstring of a
-setting begins with its unit in brackets, if it is a number, explains it, and says when to change
-it. Ranges and defaults come from the class.
+`python docs/generate/settings_page.py > docs/settings.md` writes the page. A setting's
+docstring explains the setting and says when to change it. If the setting is a number, the docstring
+begins with its unit in brackets. Ranges and defaults come from the class.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class Section:
 SECTIONS = (
     Section(
         "A run",
-        "Arguments of `weft.Driver`, and the classes of some of their values.",
+        "Arguments of `weft.Driver`, and classes that configure some of them.",
         (Driver, Stepwise, InParts, Asynchronous, CheckpointConfig, BufferConfig),
     ),
     Section("Data", "Arguments of `Prompts.read` and `Prompts.from_rows`.", (ReadSettings,)),
     Section(
         "Models that are trained",
-        "Arguments of `weft.group(weft.ActorWorker, ...)` and of the other workers with a model.",
+        "Arguments of `weft.group(weft.ActorWorker, ...)` and of groups of other workers with a model.",
         (ModelConfig, OptimizerConfig, TrainingConfig, ActorConfig, CriticConfig, Lora),
     ),
     Section(
@@ -115,7 +115,7 @@ SECTIONS = (
     ),
     Section(
         "Losses",
-        "Values that make up an algorithm and define its objective.",
+        "Losses of algorithms, and the values that define their terms.",
         (
             *(
                 AggregatedLoss,
@@ -147,7 +147,7 @@ SECTIONS = (
     ),
     Section(
         "Simulated runs",
-        "Costs of `weft.Simulated`, from measurements of a machine.",
+        "Costs for `weft.Simulated`, measured on a machine.",
         (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal),
     ),
 )
@@ -197,7 +197,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, Config | types.FunctionType):
         return getattr(value, "__name__", f"{type(value).__name__}()")
     if isinstance(value, str):
-        return f'"{value}"' if len(value) < 40 else "a text"
+        return f'"{value}"' if len(value) < 40 else "..."
     return str(value)
 
 
@@ -216,7 +216,7 @@ def _allowed(field: FieldInfo) -> str:
 _PLAIN = {
     int: "integer",
     float: "number",
-    str: "text",
+    str: "string",
     bool: "True or False",
     Path: "path",
     type(None): "None",
@@ -244,12 +244,12 @@ def _kinds(annotation: Any) -> str:
 INTRODUCTION = """\
 # Settings
 
-All settings of a run, with unit, default, allowed values, and when to change them. This page is generated from the classes
-(`python docs/generate/settings_page.py > docs/settings.md`), and a test compares the two.
+All settings of a run, with units, defaults, allowed values, and advice on when to change them. This page is generated from the classes
+(`python docs/generate/settings_page.py > docs/settings.md`), and a test checks that it is current.
 
 A class inherits the settings of its parents: an `ActorConfig` has those of `ModelConfig`, `TrainingConfig` and `OptimizerConfig`. Pass
-the settings of a worker to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. An unknown name is
-refused with the nearest known one, and a bad value with the allowed range, before anything starts.
+the settings of a worker to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. Before it starts any
+process, Weft refuses unknown names, with the nearest known one, and bad values, with the allowed range.
 """
 
 
@@ -261,7 +261,7 @@ def page() -> str:
     )
     parts = [
         INTRODUCTION,
-        f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} values of losses, "
+        f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} settings of losses, "
         f"{number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
     ]
     for section in SECTIONS:
@@ -276,10 +276,12 @@ def _table(owner: type) -> str:
     ]
     about = (inspect.getdoc(owner) or "").split("\n\n")[0].replace("\n", " ")
     also = (
-        f" It also has the settings of {', '.join(f'`{name}`' for name in parents)}." if parents else ""
+        f" This class also has the settings of {', '.join(f'`{name}`' for name in parents)}."
+        if parents
+        else ""
     )
     rows = [
-        f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'must be given'} | {_cell(s.allowed)} | {_cell(s.text)} |"
+        f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'required'} | {_cell(s.allowed)} | {_cell(s.text)} |"
         for s in settings_of(owner)
     ]
     head = (

@@ -42,30 +42,30 @@ def memory_share(free: float | None) -> float:
 
 
 class VllmSettings(Config):
-    """Settings of the generation engine: how many responses to sample at once, and how vLLM uses
-    devices and memory."""
+    """Settings of the generation engine: batch size, and vLLM's use of devices and memory."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """[devices] Number of devices (on a CPU: sets of cores) that share one model. Raise it for a
-    model that does not fit on one device or answers too slowly."""
+    """[devices] Number of devices that share one model; on a CPU, sets of cores. Raise it if a
+    model does not fit on one device or generates too slowly."""
     max_num_seqs: int = Field(default=256, ge=1, le=100_000)
-    """[responses] Maximum number of responses to sample at the same time; others wait. Lower it
-    if the KV cache does not fit; raise it if a GPU is not busy."""
+    """[responses] Maximum number of responses to sample at the same time; others wait. Lower it if
+    the KV cache does not fit; raise it if a GPU is not busy."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """[GiB] Memory of vLLM's KV cache. None selects, on a CPU, the size of `max_num_seqs` full
-    contexts, but at most 2; on a GPU, what `gpu_memory_utilization` leaves. Raise it on a CPU with
-    long contexts; lower it if memory is shared."""
+    """[GiB] Size of vLLM's KV cache. On a CPU, None selects room for `max_num_seqs` full contexts,
+    but at most 2 GiB. On a GPU, None selects what `gpu_memory_utilization` leaves. Raise it on a
+    CPU with long contexts; lower it if other processes need the memory."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free
-    memory at the engine's start if that is less (groups on the same GPU start earlier and then free
-    their memory). Lower it if groups take turns on a GPU and one runs out of memory."""
+    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the share that
+    is free when the engine starts if that is less. Other groups on the GPU start before the engine
+    and then free their memory. Lower it if groups take turns on a GPU and one runs out of
+    memory."""
     prefix_caching: bool = False
-    """Reuse the keys and values of prompts in later requests with the same weights. Set it if
-    prompts share long beginnings."""
+    """Reuse the KV cache of prompt prefixes in later requests with the same weights. Set it if
+    prompts share long prefixes."""
     compile: bool | None = None
-    """Compile the model (and record CUDA graphs); None does so only on GPUs. Set it to False for a
-    quick start, or where compilation fails. On a CPU it takes 20 s and a C++ compiler, and gives 4
-    % more tokens."""
+    """Compile the model (and capture CUDA graphs). None does so only on GPUs. On a CPU, compilation
+    takes 20 s and a C++ compiler, and gives 4 % more tokens per second. Set it to False for a quick
+    start, or if compilation fails."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (

@@ -19,35 +19,36 @@ from .signature import ANSWERS, RewardRows, Signature, find_signature
 
 
 class Reward(Config):
-    """A reward function with its options. A plain function suffices in `RewardWorker(function=...)`
-    if the defaults fit."""
+    """A reward function with options. If the defaults fit, `RewardWorker(function=...)` also takes
+    the plain function."""
 
     function: Callable[..., Any]
-    """The reward function, or a grader. `functools.partial` fixes further arguments, such as verl's
-    `reward_kwargs`, or slime's `args`. Its parameter names show whether it was written for Weft,
-    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no
-    default."""
+    """Required. Set it to the reward function or a grader. `functools.partial` binds further
+    arguments, such as verl's `reward_kwargs` or slime's `args`. Parameter names show whether the
+    function was written for Weft, TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3
+    (`signature.py`)."""
     name: str = ""
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""
     weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)
-    """[factor] Weight of the result in the total reward. Set it if one reward matters more than
-    another; 0 only measures."""
+    """[factor] Weight of the result in the total reward; 0 only measures it. Set it if one reward
+    matters more than another."""
     batch: bool = False
-    """Call a function in Weft's form with lists, once for all samples, and expect a list. Set it
-    for a function that is faster in batches."""
+    """Call a function in Weft's form once for all samples: each argument is a list, and so is the
+    result. Set it for a function that is faster in batches."""
     part: str = ""
-    """Key of the reward in a returned dictionary; empty selects "reward" or "score", or else the
-    sum of all values. Set it if the reward has another key."""
+    """Key of the reward in a dictionary that the function returns. Empty selects "reward" or
+    "score", or else the sum of all values. Set it if the reward has another key."""
     concurrency: int = pydantic.Field(default=64, ge=1, le=100_000)
-    """[calls] Maximum number of asynchronous calls in flight on a rank. Lower it if a service
+    """[calls] Maximum number of asynchronous calls in flight per rank. Lower it if a service
     rejects calls; raise it if the service is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
-    """[calls] Retries of an asynchronous call that raises, after half a second and then twice as
-    long each time. Raise it for a service that fails occasionally."""
+    """[calls] Number of retries for an asynchronous call that raises. The first retry waits 0.5 s;
+    each later one waits twice as long as the one before. Raise it for a service that fails
+    occasionally."""
     per_second: float | None = pydantic.Field(default=None, gt=0)
-    """[calls/s] Rate limit for asynchronous calls on a rank; None disables it. Set it to the limit
-    of a service."""
+    """[calls/s] Rate limit for asynchronous calls per rank; None disables it. Set it to the limit
+    of a service, divided by the number of ranks."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "pause_s": "the first retry comes after half a second",

@@ -40,7 +40,8 @@ REPLY_S, TOKEN_S = 60.0, 0.1
 
 
 class Judge(Config):
-    """A reward function that asks a model, and reads the last number of its reply.
+    """A reward function that asks a model to score a response, and maps the score to a reward of 0
+    to 1.
 
     >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b")
     >>> judge.reward_in("Sound, but wordy.\\nScore: 8/10")
@@ -48,23 +49,24 @@ class Judge(Config):
     """
 
     address: str
-    """Address of the server up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Set it; it has
-    no default."""
+    """Required. Set it to the address of the server up to `/v1`, without a key:
+    `http://127.0.0.1:8000/v1`."""
     model: str
-    """Name of the model on the server. Set it; it has no default."""
+    """Required. Set it to the name of the model on the server."""
     question: str = QUESTION
-    """Prompt for the judge. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` are
-    replaced by their values. Set one that names the criteria of your task."""
+    """Prompt for the judge. Weft replaces `{prompt}`, `{response}`, `{answer}`, `{lowest}` and
+    `{highest}` by their values. Set one that names the criteria of your task."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group; the group of its last match is the score. Change it if the
-    question asks for another format."""
+    """Regular expression with one group, which contains the score. The last match counts. Change it
+    if the question asks for another format."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """[score] Worst and best score, which map to rewards 0 and 1. Change it with the question."""
+    """[score] Worst and best score, which map to rewards 0 and 1. Change it together with the
+    question."""
     key_variable: str = ""
-    """Environment variable with the API key, also on the ranks; empty sends no key. The key itself
-    is never stored. Set it for a service that requires a key."""
+    """Environment variable, on the driver and the ranks, that contains the API key; empty sends no
+    key. Weft never stores the key. Set it for a service that requires a key."""
     max_tokens: int = pydantic.Field(default=512, ge=1, le=100_000_000)
-    """[tokens] Longest reply. Raise it for a judge that reasons at length."""
+    """[tokens] Maximum length of a reply. Raise it for a judge that reasons at length."""
     retired: ClassVar[Mapping[str, str]] = {
         "lowest": "set scale=(lowest, highest)",
         "highest": "set scale=(lowest, highest)",

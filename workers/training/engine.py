@@ -73,55 +73,56 @@ class EngineFactory(Protocol):
 
 
 class ModelConfig(Config):
-    """A causal language model, and how its group splits it over ranks."""
+    """A causal language model, and how its group shards it over ranks."""
 
     model: str | Path
-    """Folder or Hugging Face id of a causal language model. Set it; it has no default."""
+    """Required. Set it to the folder or Hugging Face id of a causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of computation and of published weights. Parameters, optimizer state and the values
-    computed from logits are float32 either way. Choose "bfloat16" on GPUs: a pass takes half the
-    time and memory."""
+    computed from logits are always float32. Choose "bfloat16" on GPUs: a pass takes half the time
+    and memory."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradients when ranks reduce them; each rank keeps its shard in float32. Choose
-    "bfloat16" (only with dtype="bfloat16") where the network between ranks is slow or gathered
-    gradients do not fit. It halves traffic and memory, but rounds every sum over microbatches and
-    ranks."""
+    """Dtype of gradients when ranks reduce them; each rank keeps its shard in float32. "bfloat16"
+    requires dtype="bfloat16". It halves traffic and memory, but rounds every sum over microbatches
+    and ranks. Choose "bfloat16" if the network between ranks is slow or gathered gradients do not
+    fit into memory."""
     microbatch_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    """[tokens] Limit for one forward pass, including padding if the model cannot pack rows. None
-    selects 1,280 on a CPU and 16,384 on a GPU. Lower it if a pass runs out of memory (`weft plan`
-    estimates it); raise it if a GPU is not busy."""
+    """[tokens] Maximum number of tokens in one forward pass, including padding if the model cannot
+    pack rows. None selects 1,280 on a CPU and 16,384 on a GPU. Lower it if a pass runs out of
+    memory (`weft plan` estimates the need); raise it if a GPU is not busy."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """[ranks] Number of ranks that share each layer. It must divide the ranks of the group and the
-    dimensions that the model's `transformers` plan shards: attention heads and experts. Raise it
-    if the gathered weights or activations of a layer do not fit on one device."""
+    """[ranks] Number of ranks that share each layer. It must divide the group's number of ranks and
+    the dimensions that the model's `transformers` plan shards: attention heads and experts. Raise
+    it if the gathered weights or activations of a layer do not fit on one device."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """[ranks] Number of ranks that share the tokens of a pass (Ulysses, arXiv:2309.14509). It must
-    divide the ranks of the group and the model's attention heads, and cannot be combined with
+    """[ranks] Number of ranks that split the tokens of a pass (Ulysses, arXiv:2309.14509). It must
+    divide the group's number of ranks and the model's attention heads, and cannot be combined with
     `tensor_parallel`. Raise it if the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """[stages] Number of pipeline stages that share the layers. Needs an `engine` that supports
-    pipelines; `FsdpEngine` does not. Raise it if a model is too large for the ranks of one node
-    ([pipelines](pipelines.md))."""
+    """[stages] Number of pipeline stages that the layers are split into. Values above 1 need an
+    `engine` that supports pipelines; `FsdpEngine` does not. Raise it if a model is too large for
+    the ranks of one node ([pipelines](pipelines.md))."""
     engine: EngineFactory | None = None
-    """Class or function that creates the training engine of each rank; it is called like
-    `FsdpEngine`, the default. Set it to train with another library ([your
+    """Class or function that creates the training engine of each rank. Weft calls it with the same
+    arguments as `FsdpEngine`, the default. Set it to train with another library ([your
     own](your_own.md#an-engine))."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
-    """When ranks gather sharded parameters: "once" per step (fastest, but each rank holds the whole
-    model and its gradient) or "layerwise" in every microbatch. "auto" selects "once" below 2 GiB of
-    parameters. Choose "layerwise" if memory is short, "once" if it is plentiful."""
+    """When ranks gather sharded parameters. "once" gathers them once per step, which is fastest,
+    but each rank then holds the whole model and its gradient. "layerwise" gathers each layer in
+    every microbatch. "auto" selects "once" below 2 GiB of parameters. Choose "layerwise" if memory
+    is short, "once" if it is plentiful."""
 
     offload: Literal["nothing", "moments", "everything"] = "nothing"
-    """State to keep in host memory between uses. "moments": the optimizer's moments; a step brings
-    them to the device in parts. "everything": parameters (also of frozen models), gradients and
-    moments; each layer is on the device only while it computes, and the host runs the optimizer.
-    Choose "moments" if a model fits on its GPUs but AdamW does not, "everything" if the model
-    itself does not fit."""
+    """State to keep in host memory while it is not in use. "moments" offloads the optimizer's
+    moments; each step brings them to the device in parts. "everything" offloads parameters (also of
+    frozen models), gradients and moments; each layer is on the device only while it computes, and
+    the host runs the optimizer. Choose "moments" if a model fits on its GPUs but AdamW's state does
+    not, "everything" if the model itself does not fit."""
 
     compile: bool = False
-    """Compile each layer with `torch.compile`, which fuses elementwise operations; the first step
-    takes a minute longer. Set it for long runs on GPUs; CPUs gain nothing. Cannot be combined with
-    mixtures of experts or `tensor_parallel`."""
+    """Compile each layer with `torch.compile`, which fuses elementwise operations. The first step
+    takes a minute longer. It cannot be combined with mixtures of experts or `tensor_parallel`. Set
+    it for long runs on GPUs; CPUs gain nothing."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset({
         "microbatch_tokens", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "gather", "offload",
@@ -212,19 +213,19 @@ class TrainingConfig(OptimizerConfig):
     balancing."""
 
     activation_checkpointing: Recomputed = False
-    """Recompute activations in the backward pass instead of keeping them. True recomputes those of
-    all layers, which slows a step by about a third; a number n those of every n-th layer;
-    "elementwise" all but the results of matrix products and attention, which take the most time.
-    Set it if activations do not fit into memory."""
+    """Recompute activations in the backward pass instead of storing them. True recomputes all
+    layers, which slows a step by about a third; a number n recomputes every n-th layer.
+    "elementwise" recomputes everything but the results of matrix products and attention, which take
+    the most time. Set it if activations do not fit into memory."""
     router_loss: float | None = Field(default=None, gt=0)
-    """[factor] Coefficient of the load-balancing loss of a mixture's routers (arXiv:2101.03961,
-    equations 4 to 6, as `transformers` computes it); None adds no such loss. Each step then waits
-    for all its rows, and reads them a second time unless they carry routes. Set it, for example to
-    the model's own `router_aux_loss_coef`, in supervised training and where `max_expert_load`
-    grows."""
+    """[factor] Coefficient of the load-balancing loss for a mixture's routers (arXiv:2101.03961,
+    equations 4 to 6, as `transformers` computes it); None disables the loss. With it, each step
+    waits for all its rows, and reads them twice unless they carry recorded routes. Set it, for
+    example to the model's own `router_aux_loss_coef`, in supervised training or if
+    `max_expert_load` grows."""
     lora: Lora | None = None
-    """Train an adapter (and the scalar head, if there is one) and freeze the model; None trains the
-    model. Set it if the model's gradients and moments do not fit."""
+    """Train an adapter (and the scalar head, if there is one) and freeze the model. None trains the
+    whole model. Set it if the model's gradients and moments do not fit into memory."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("activation_checkpointing",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("lora",))
 

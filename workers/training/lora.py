@@ -16,31 +16,32 @@ from ...dataflow.graph import Handle
 
 
 class Lora(Config):
-    """Low-rank adaptation (arXiv:2106.09685): W + s B A, with trained A [rank, in] and B [out,
-    rank], and frozen W.
+    """Low-rank adaptation (arXiv:2106.09685): W + s B A, with frozen W and trained A [rank, in] and
+    B [out, rank].
 
-    B starts as 0, so the first policy is the model itself. A is drawn from the seed of the run,
-    independent of the number of ranks.
+    B starts at 0, so the first policy is the model itself. A is drawn from the run's seed,
+    independently of the number of ranks.
     """
 
     rank: int = Field(default=16, ge=1, le=65_536)
-    """[rank] Rank of the product B A. Raise it if an adapter learns less than the whole model
+    """[rank] Rank of the product B A. Raise it if an adapter learns less than full training
     would."""
     alpha: int | float = Field(default=32, ge=1)
-    """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update. Give a
-    multiple of the root of a large rank for rsLoRA (arXiv:2312.03732): 32 * 128**0.5."""
+    """[factor] Numerator of the scale s = alpha / rank. Raise it with the rank to keep the scale of
+    the update. For rsLoRA at large ranks (arXiv:2312.03732), give a multiple of the rank's square
+    root: 32 * 128**0.5."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers to adapt, by the end of their names: "q_proj", "self_attn.q_proj", ...;
-    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter.
-    """
+    """Linear layers to adapt, by the ends of their names, such as "q_proj" or "self_attn.q_proj".
+    "all-linear" selects all linear layers of the backbone, but not the head. Choose fewer layers
+    for a smaller adapter."""
     published: Literal["adapter", "merged"] | None = None
-    """What followers receive: "adapter", which they add to the model in their folder, or "merged"
-    weights, where rounding to bfloat16 loses small updates. None selects the adapter if the dtype
-    is bfloat16 and all followers can serve adapters. Set it to get an error instead of the other
-    choice."""
+    """What followers receive: "adapter", which they add to the model in their own folder, or
+    "merged" weights, which lose small updates if rounded to bfloat16. None selects "adapter" if the
+    dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to "adapter"
+    to get an error if a follower cannot serve adapters."""
     dora: bool = False
     """Train the norm m of each row of the weight separately: m (W + s B A) / |W + s B A| (DoRA,
-    arXiv:2402.09353). Set it to come closer to full training; steps take longer, because every
+    arXiv:2402.09353). Set it to come closer to full training. Steps take longer, because every
     forward pass computes the whole matrix."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("published",))

@@ -15,39 +15,40 @@ FINAL_RATIO = 0.1
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and handling of bad
-    steps."""
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and the handling of
+    bad steps."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """[rate] Peak learning rate. Raise it if the reward does not move (adapters take ten times
-    as much); lower it if the reward collapses."""
+    """[rate] Peak learning rate. Raise it if the reward does not improve (adapters need about ten
+    times the rate of full training); lower it if the reward collapses."""
     warmup_steps: int = Field(default=0, ge=0)
-    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if the
-    first steps do harm."""
+    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if training
+    is unstable in the first steps."""
     decay: Literal["constant"] | tuple[Literal["linear", "cosine"], int] = "constant"
-    """How the rate falls after the warm-up. "constant" keeps the peak. ("linear", 500) or ("cosine",
-    500) falls to a tenth of the peak until optimizer step 500. Set one for a run of known length:
-    give its optimizer steps, or more to end at a higher rate."""
+    """Decay of the learning rate after the warm-up. "constant" keeps the peak rate. ("linear", 500)
+    or ("cosine", 500) decays to a tenth of the peak at optimizer step 500 and stays there. Set one
+    if the length of the run is known: give its number of optimizer steps, or more to end at a
+    higher rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """[factor] Share of each matrix, times the rate, to subtract in each step; norms and biases do
-    not decay. Raise it in supervised training on little data."""
+    """[factor] Decoupled weight decay: each step subtracts learning_rate * weight_decay times each
+    weight matrix; norms and biases do not decay. Raise it in supervised training on little data."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """[rate] Decay rates of AdamW's moments. A second value of 0.95 averages about 20 steps,
-    because gradients change during a run; 0.999 averages about 1,000. Change them to reproduce
-    another recipe."""
+    """[rate] Decay rates of AdamW's first and second moments. The second moments' default, 0.95,
+    averages over about 20 steps, because gradients change during a run; 0.999 averages over about
+    1,000. Change them to reproduce another recipe."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """[norm] Scale down gradients with a larger norm; None disables clipping. Lower it if single
-    batches do harm."""
+    """[norm] Maximum gradient norm; larger gradients are scaled down to it. None disables clipping.
+    Lower it if single batches destabilize training."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
-    """[norm] Treat a step as bad if its gradient norm before clipping is larger. With None only
-    steps that are not finite are bad. Set it if rare batches ruin a run."""
+    """[norm] Treat a step as bad if its gradient norm before clipping is larger than this. With
+    None, only steps that are not finite are bad. Set it if rare batches ruin a run."""
     moments: Literal["float32", "8bit"] = "float32"
-    """Storage of AdamW's moments. "8bit" takes a quarter of the memory and rounds the moments
-    (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it if parameters and gradients fit
-    on the GPUs but moments do not. Cannot be combined with `offload`."""
+    """Storage format of AdamW's moments. "8bit" takes a quarter of the memory and rounds the
+    moments (arXiv:2110.02861). It requires torchao (`weft[torchao]`) and cannot be combined with
+    `offload`. Choose "8bit" if parameters and gradients fit on the GPUs but moments do not."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
-    """[optimizer steps] Stop the run after this number of consecutive bad steps, which are never
-    applied. Raise it if bad steps come in bursts and the run recovers."""
+    """[optimizer steps] Stop the run after this number of consecutive bad steps. Bad steps are
+    never applied. Raise it if bad steps come in bursts and training recovers."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "final_ratio": "the rate falls to a tenth; a decay over more steps ends higher",
