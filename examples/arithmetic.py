@@ -1,8 +1,9 @@
-"""The task of the examples: two-digit addition, small enough to learn by RL on a laptop's CPU.
+"""Task of the small examples: two-digit addition, which RL can learn on a laptop's CPU.
 
-`B21+74=` asks for 12 + 47 with reversed digits, so that the carry runs in reading order; the answer
-is `950`. This file makes the data (Parquet), the tokenizer, and the model with its supervised warm
-start. It also has the settings that all examples share.
+The prompt `B21+74=` asks for 12 + 47, and the answer is `950`. All numbers have their digits
+reversed, so that the model writes a carry after the digits that cause it. This file makes the data
+(Parquet), the tokenizer, and a model with a supervised warm start. It also defines the settings
+that these examples share.
 """
 
 from __future__ import annotations
@@ -26,33 +27,36 @@ from weft.dataflow.runs.directory import require_folder
 HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]
 WARM_ACCURACY = 0.30
-"""Accuracy that ends the warm start: RL needs a policy that is right some of the time."""
+"""Held-out accuracy that ends the warm start. RL needs a policy that is sometimes correct."""
 
 
 class RunSettings(weft.Config):
-    """Settings of all examples."""
+    """Settings of all examples with arithmetic."""
 
     backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster, or everything in this process."""
+    """Where workers run: "ray" uses processes of a Ray cluster, "local" uses this process."""
     seed: int = 0
-    """Seed of data, model, sampling and order."""
+    """Random seed of the data, the model, the sampling and the order of rows."""
     root: Path = Path("runs")
     """Folder for data, models and run directories."""
     name: str | None = None
-    """Name of the run and its directory. Default: the time."""
+    """Name of the run and its directory. Default: the current time."""
     checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between checkpoints, or 0 for none."""
+    """Number of steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """Run to resume: "latest" for this name (or the newest), or a run or checkpoint folder."""
+    """Run to resume: "latest" for the run of this name (without a name, the newest run), or the
+    folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
-    """Extra outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
+    """Trackers that also get the metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
+    Ray)."""
     dashboard: bool = False
-    """Start a web page that shows this run and its neighbours, and print the address."""
+    """Serve a web page that shows all runs of the folder, and print its address."""
     small: bool = False
-    """Take a few steps with a barely trained model, to see that it works. Keeps sizes you set."""
+    """Run only a few steps, with a barely trained model, to check that the example works. Sizes
+    that you set take precedence."""
 
     def size(self, given: int | None, full: int, small: int) -> int:
-        """Return the given size, or the default of a full or a small run."""
+        """Return `given` if it is set, otherwise the default of a full or a small run."""
         if given is not None:
             return given
         return small if self.small else full
@@ -61,13 +65,13 @@ class RunSettings(weft.Config):
     def judge(self) -> Callable[[str, str], float]:
         """Return the reward function.
 
-        A barely trained model gets no sum right. An exact match would always give it 0, and
-        training would do nothing.
+        A small run uses partial rewards, because its barely trained model gets no sum right. With
+        an exact match, all rewards would be 0 and training would have no effect.
         """
         return right_digits if self.small else exact_match
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
-        """Return a backend for one driver."""
+        """Return a new backend. Each driver needs its own."""
         return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
 
@@ -75,13 +79,13 @@ class SamplingSettings(RunSettings):
     """Settings of examples that sample during training."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """Engine for generation; "auto" is vllm under Ray and transformers in one process."""
+    """Engine for generation; "auto" selects vllm under Ray, and transformers in one process."""
     schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
-    """When nodes run. With "asynchronous", generation runs one update ahead."""
+    """When the nodes of the graph run. With "asynchronous", generation is one update ahead."""
 
     @property
     def generator(self) -> str:
-        """Return the engine to use."""
+        """Return the engine for generation, with "auto" resolved."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if self.backend == "ray" else "transformers"
@@ -89,7 +93,7 @@ class SamplingSettings(RunSettings):
     def new_schedule(
         self, steps: int, prompts: int
     ) -> weft.Synchronous | weft.Pipelined | weft.Asynchronous:
-        """Return the schedule with this many prompts per step."""
+        """Return the selected schedule for this number of steps, and of prompts per step."""
         kinds = {
             "synchronous": weft.Synchronous,
             "pipelined": weft.Pipelined,
@@ -104,7 +108,7 @@ def exact_match(response: str, answer: str) -> float:
 
 
 def right_digits(response: str, answer: str) -> float:
-    """Return the share of the answer's digits that the response has in the right places.
+    """Return the share of the answer's digits that are in the same place in the response.
 
     >>> right_digits("951", "950") == 2 / 3
     True
@@ -113,7 +117,8 @@ def right_digits(response: str, answer: str) -> float:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """Write all 10,000 sums in random order, 512 of them held out."""
+    """Write all 10,000 sums in random order: 512 to `held_out.parquet`, the others to
+    `train.parquet` and, as prompts with completions, to `supervised.jsonl`."""
     sums = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
     rows = [
@@ -171,12 +176,14 @@ def warm_start(
     layers: int = 2,
     accuracy: float = WARM_ACCURACY,
 ) -> None:
-    """Train on correct answers up to this held-out accuracy: the same driver with another graph.
+    """Train a new model on correct answers, with the same driver as for RL and another graph.
 
     Args:
-        folder: folder with the data; the trained model becomes its subfolder `name`.
+        folder: folder with the data.
         steps: maximum number of updates.
-        layers: layers of the model.
+        name: subfolder of `folder` for the trained model.
+        layers: number of layers of the model.
+        accuracy: held-out accuracy that ends the training.
     """
     model = folder / f"untrained_{name}"
     make_model(model, seed, layers=layers)
@@ -204,7 +211,7 @@ def warm_start(
 
 
 def prepare(root: Path, seed: int, small: bool = False) -> Path:
-    """Return a folder with data, tokenizer and warm-started model, made on first use."""
+    """Return a folder with data, tokenizer and warm-started model. The first call makes it."""
     folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
 
     def make() -> None:
@@ -222,7 +229,8 @@ def prepare(root: Path, seed: int, small: bool = False) -> Path:
 
 
 def summary(metrics: list[dict[str, float]], seconds: float) -> dict[str, float]:
-    """Return the held-out accuracy and the logprob gap between generator and trainer."""
+    """Return the results of a run: held-out accuracy before and after, duration [s], sizes, and
+    the log-probability gap between generator and trainer [nats]."""
     steps = [row for row in metrics if "actor/mean_logprob_gap" in row]
     return {
         "accuracy_before": metrics[0]["eval/reward/mean"],

@@ -1,7 +1,7 @@
-"""DPO on pairs of responses with a real model of 0.5B to 8B.
+"""DPO on pairs of responses, with a real model of 0.5B to 8B parameters.
 
 python examples/dpo_pairs.py --model Qwen/Qwen3-0.6B --data trl-lib/ultrafeedback_binarized    all GPUs of this machine
-python examples/dpo_pairs.py --model models/qwen3 --data pairs.jsonl --gpus 8
+python examples/dpo_pairs.py --model models/qwen3 --data pairs.jsonl --gpus 8                  own data, 8 GPUs
 python examples/dpo_pairs.py --tiny                                                            a tiny model, on a CPU
 """
 
@@ -19,7 +19,7 @@ ACCURACY = "eval/preference_accuracy"
 
 
 def main(settings: RealSettings) -> None:
-    """DPO on pairs of responses with a real model."""
+    """Train a real model with DPO on pairs of responses."""
     started, tiny = time.monotonic(), settings.tiny
     data, model = settings.data, settings.model
     if tiny:
@@ -31,7 +31,7 @@ def main(settings: RealSettings) -> None:
     )
     train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
-    # The reference is frozen, so compute its log-probabilities of each pair once.
+    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
     reference = weft.group(
         weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32"
     )

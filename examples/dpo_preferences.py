@@ -1,7 +1,8 @@
-"""Preferences on two-digit addition: correct sums against wrong ones, in minutes on a CPU.
+"""Preference training on two-digit addition: prefer correct sums over wrong ones. Takes minutes on
+a CPU.
 
-python examples/dpo_preferences.py                  Ray, two FSDP2 ranks of the actor and of the reference
-python examples/dpo_preferences.py --backend local  one process, no Ray: breakpoints work
+python examples/dpo_preferences.py                  with Ray: actor and reference have two FSDP2 ranks each
+python examples/dpo_preferences.py --backend local  in one process without Ray, so that breakpoints work
 python examples/dpo_preferences.py --method simpo   without a reference
 """
 
@@ -29,20 +30,22 @@ METHODS = {
     "simpo": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1),
     "orpo": PreferenceLoss(beta=1, score=LogOdds(), likelihood=1),
 }
-"""rpo is DPO plus the preferred response's likelihood, which DPO alone may lower."""
+"""Name of a method -> its loss. rpo is DPO with a term that raises the likelihood of the preferred
+response, which plain DPO may lower."""
 
 
 class Settings(arithmetic.RunSettings):
     method: Literal["rpo", "dpo", "ipo", "simpo", "orpo"] = "rpo"
-    """Loss to train with; simpo and orpo need no reference."""
+    """Loss; simpo and orpo need no reference."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates. Default: 200, with --small 3."""
+    """Number of updates. Default: 200; with --small 3."""
     pairs: int | None = Field(default=None, ge=1)
-    """Pairs per step. Default: 64, with --small 8."""
+    """Number of pairs per step. Default: 64; with --small 8."""
 
 
 def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
-    """Pair the correct answer of each sum with one whose last digit (written first) is wrong."""
+    """Pair the correct answer to each sum with an answer whose last digit (written first) is off
+    by one."""
     draw = random.Random(seed)
     rows = []
     for row in pq.read_table(file).to_pylist()[:limit]:
@@ -58,7 +61,7 @@ def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> 
 
 
 def off_by_one(answer: str, step: int) -> str:
-    """Change the last digit, which is written first.
+    """Add `step` to the last digit, modulo 10. The last digit is written first.
 
     >>> off_by_one("950", 1), off_by_one("950", 9)
     ('050', '850')
@@ -67,7 +70,7 @@ def off_by_one(answer: str, step: int) -> str:
 
 
 def main(settings: Settings) -> None:
-    """Preference optimisation on two-digit addition."""
+    """Train on preferences between correct and wrong sums."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {name: weft.Place(cores, ranks=2) for name in ("actor", "reference", "rollout")}
@@ -81,7 +84,7 @@ def main(settings: Settings) -> None:
     train = preferences(task / "train.parquet", model, seed=1, limit=100 if settings.small else None)
     held_out = preferences(task / "held_out.parquet", model, seed=2)
 
-    # The reference is frozen, so compute its log-probabilities of each pair once.
+    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
     if "reference_logprobs" in loss.reads:
         reference = weft.group(weft.ReferenceWorker, model=model)
         known = reference_of_pairs(train, reference=reference)

@@ -1,8 +1,9 @@
-"""GRPO on two-digit addition: from a third of the sums to most of them, in minutes on a CPU.
+"""GRPO on two-digit addition: the accuracy rises from a third to most of the sums, in minutes on a
+CPU.
 
-python examples/grpo_arithmetic.py                  Ray, two FSDP2 ranks, two vLLM replicas
-python examples/grpo_arithmetic.py --backend local  one process, no Ray, no vLLM: breakpoints work
-python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    one core generates, the other trains
+python examples/grpo_arithmetic.py                  with Ray: two FSDP2 ranks, two vLLM replicas
+python examples/grpo_arithmetic.py --backend local  in one process without Ray and vLLM, so that breakpoints work
+python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    one core generates while the other trains
 """
 
 import json
@@ -21,27 +22,27 @@ from weft.dashboard.pictures import draw_curve
 
 class Settings(arithmetic.SamplingSettings):
     placement: Literal["colocated", "apart"] = "colocated"
-    """Actor and rollouts take turns on all cores, or have separate cores."""
+    """Whether actor and rollout take turns on the same cores ("colocated") or have their own."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates. Default: 400, with --small 3."""
+    """Number of updates. Default: 400; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts per step, each with eight responses. Default: 64, with --small 8."""
+    """Number of prompts per step, each with eight responses. Default: 64; with --small 8."""
 
 
 def main(settings: Settings) -> None:
-    """GRPO on two-digit addition."""
+    """Train with GRPO on two-digit addition."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     if settings.placement == "apart":
         placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = settings.new_backend()
-    backend.check(placement)  # fail before the warm start, not after it
+    backend.check(placement)  # find mistakes before the warm start, not after it
     steps, prompts = (
         settings.size(settings.steps, 400, small=3),
         settings.size(settings.prompts, 64, small=8),
     )
-    # Data (columns prompt and answer), and a model with a warm start to a third of correct answers
+    # Data (columns prompt and answer), and a warm-started model that solves a third of the sums
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)

@@ -1,8 +1,8 @@
-"""GRPO on GSM8K or MATH with a real model of 0.5B to 8B.
+"""GRPO on GSM8K or MATH, with a real model of 0.5B to 8B parameters.
 
 python examples/grpo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k        all GPUs of this machine
-python examples/grpo_gsm8k.py --model models/qwen3 --data train.jsonl --gpus 8
-python examples/grpo_gsm8k.py --tiny                                             trial on a CPU, with a tiny model and generated problems
+python examples/grpo_gsm8k.py --model models/qwen3 --data train.jsonl --gpus 8   own data, 8 GPUs
+python examples/grpo_gsm8k.py --tiny                                             a tiny model and generated problems, on a CPU
 """
 
 import time
@@ -21,12 +21,12 @@ from weft.algorithms.surrogates import Clipped
 from weft.workers.rewards.function import Reward
 
 ACCURACY = "eval/pass@1"
-"""Share of held-out problems with a correct greedy answer, in any format."""
+"""Metric: share of held-out problems whose greedy answer is correct, with or without a box."""
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 
 
 def boxed(response: str) -> float:
-    """Return 1 for an answer in a box."""
+    """Return 1 if the response has a box, otherwise 0."""
     return float("\\boxed{" in response)
 
 
@@ -34,7 +34,7 @@ def boxed(response: str) -> float:
 def training(
     prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int, sampling: weft.Sampling
 ) -> Any:
-    """GRPO without the groups that teach nothing, because all of their rewards are equal."""
+    """GRPO that drops groups with equal rewards, because their advantages are all 0."""
     samples: Any = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     samples = drop_zero_variance(samples)
@@ -43,7 +43,7 @@ def training(
 
 
 def main(settings: RealSettings) -> None:
-    """GRPO on GSM8K or MATH with a real model."""
+    """Train a real model with GRPO on GSM8K or MATH."""
     started, tiny = time.monotonic(), settings.tiny
     data, model = settings.data, settings.model
     if tiny:
@@ -51,7 +51,7 @@ def main(settings: RealSettings) -> None:
     assert data is not None and model is not None
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
-    # Workers: training and generation take turns on all devices
+    # Workers. Actor and rollout take turns on all devices.
     actor = weft.group(
         weft.ActorWorker,
         model=model,

@@ -1,12 +1,12 @@
-"""A training engine of your own: a pipeline (1F1B) on plain torch and `transformers`, without FSDP.
+"""A custom training engine: pipeline parallelism (1F1B) with plain torch and `transformers`.
 
     actor = weft.group(weft.ActorWorker, model=..., engine=PipelineEngine, pipeline_parallel=2)
     weft.Driver(..., placement={"actor": weft.Place(pool, ranks=2)})
 
-It implements `weft.workers.training.engine.TrainingEngine` in few lines, for models built like
-Llama (embedding, layers, norm, head), in float32, with one replica and padded rows. Each rank has
-the layers of one stage. It sends activations to the next rank, and gradients to the previous one,
-in the order of Weft's pipeline schedule.
+It implements `weft.workers.training.engine.TrainingEngine` for models with Llama's structure
+(embedding, layers, norm, head). To stay short, it supports only float32, one replica and padded
+rows. Each rank has the layers of one pipeline stage. It sends activations to the next rank and
+gradients to the previous one, in the order of Weft's pipeline schedule.
 """
 
 import json
@@ -45,7 +45,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class PipelineEngine:
-    """A `TrainingEngine`: rank i is stage i."""
+    """A `TrainingEngine` in which rank i computes pipeline stage i."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PipelineEngine:
         self.stage, self.stages = context.rank, context.world_size
         if context.rendezvous is not None:
             if context.rendezvous.on_one_machine:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on loopback only
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # use only the loopback interface
             store = context.rendezvous.join(context.name, context.rank, context.world_size)
             dist.init_process_group("gloo", store=store, rank=self.stage, world_size=self.stages)
         self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(
@@ -87,10 +87,11 @@ class PipelineEngine:
             )
         self.steps, self.count = 0, 0.0
         self.sent: list[Any] = []
-        """Messages in flight, which need their memory."""
+        """Sends in progress, with their tensors: (work, tensor). Their memory must stay alive."""
 
     def _cut(self) -> dict[str, int]:
-        """Drop the layers of other stages. Return parameter -> stage that publishes it."""
+        """Replace the layers of other stages with identities. Return a mapping from the name of
+        each parameter of the whole model to the stage that publishes it."""
         backbone, last = self.causal_lm.model, self.stages - 1
         self.shapes = {name: tuple(p.shape) for name, p in self.causal_lm.named_parameters()}
         self.tied = self.causal_lm.lm_head.weight is backbone.embed_tokens.weight and self.stages > 1
@@ -116,10 +117,16 @@ class PipelineEngine:
     def _forward(
         self, rows: Microbatches, part: np.ndarray, *, entropy: bool
     ) -> tuple[Tensor | None, Tensor, Any]:
-        """Run this stage's forward pass; return its input, output, and entropies (last stage).
+        """Run the forward pass of this stage on a microbatch.
 
-        The input of the first stage is None, for token ids. The last stage outputs response
-        log-probabilities [T], the others hidden states.
+        Args:
+            part: indices of the rows of the microbatch.
+            entropy: whether the last stage also returns entropies.
+
+        Returns:
+            Input, output and entropies of the stage. The input is None on the first stage, which
+            reads token ids. The output is the log-probabilities [T] of response tokens on the last
+            stage, hidden states on others. The entropies [T] are None on others.
         """
         self.context.advance()
         (prompts, p), (responses, r) = rows.prompt, rows.response
@@ -135,7 +142,7 @@ class PipelineEngine:
         hidden = self.causal_lm.model.embed_tokens(ids) if given is None else given
         positions = torch.arange(ids.shape[1])[None]
         rotations = self.causal_lm.model.rotary_emb(hidden, positions)
-        for k in self.layers:  # padding comes after the tokens, which do not attend to it
+        for k in self.layers:  # causal attention ignores the padding at the end of rows
             hidden = self.causal_lm.model.layers[k](
                 hidden, position_ids=positions, position_embeddings=rotations
             )
@@ -179,7 +186,8 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _of_tokens(self, batch: Batch, *, entropy: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return response logprobs and entropies, computed by the last stage, on every rank."""
+        """Return log-probabilities and entropies [T] of response tokens, and the offset of each row
+        in them. The last stage computes both and broadcasts them to all ranks."""
         rows = self._rows(batch)
         ends = rows.response[1]
         found = torch.zeros(2, int(ends[-1]))
@@ -234,7 +242,7 @@ class PipelineEngine:
         self._wait()
         everything = rows.packed()
         self.count += loss.count(everything)
-        # The driver keeps the last stage's answer only.
+        # The driver keeps only the metrics of the last stage.
         known = {
             "loss": Mean(total, loss.count(everything)),
             "tokens": Sum(float(everything.trained.sum())),
@@ -257,7 +265,9 @@ class PipelineEngine:
         return OptimizerStep({**step.metrics, **counts}, step.applied, step.bad)
 
     def _apply(self, optimizer: torch.optim.Optimizer, training: TrainingConfig) -> OptimizerStep:
-        if self.tied:  # the first stage has the embedding's gradient, the last one the head's
+        # The first stage has the embedding's part of the gradient of tied weights, the last stage
+        # the head's part.
+        if self.tied:
             own = self.parameters.get(EMBEDDING)
             gradient = (
                 torch.zeros(self.shapes[EMBEDDING]) if own is None or own.grad is None else own.grad

@@ -1,16 +1,16 @@
-"""SFT, a reward model, and PPO with a critic on two-digit addition, in minutes on a CPU.
+"""SFT, reward model training, and PPO with a critic on two-digit addition, in minutes on a CPU.
 
     supervised warm start -> reward model on pairs -> PPO with four models: actor, critic,
     reference, reward model
 
-python examples/ppo_arithmetic.py                   PPO under Ray, two FSDP2 ranks of each model, two vLLM replicas
-python examples/ppo_arithmetic.py --backend local   one process, no Ray, no vLLM: breakpoints work
-python examples/ppo_arithmetic.py --reward exact    three models, and exact match as the reward
+python examples/ppo_arithmetic.py                   with Ray: two FSDP2 ranks of each model, two vLLM replicas
+python examples/ppo_arithmetic.py --backend local   in one process without Ray and vLLM, so that breakpoints work
+python examples/ppo_arithmetic.py --reward exact    three models, with exact match as the reward
 
-The reward model has four layers and a scalar head. It is trained on correct answers, like the
-policy, then on pairs of a correct and a wrong answer with the Bradley-Terry loss. It only sees
-training sums, and no answers when it scores. On the policy's two layers the policy would exploit it
-(docs/algorithms.md).
+The reward model has four layers and a scalar head. Like the policy, it is first trained on correct
+answers. Then it is trained on pairs of a correct and a wrong answer, with the Bradley-Terry loss.
+It sees only training sums, and scores responses without the ground truth. With only two layers, as
+many as the policy, it would be too weak, and the policy would exploit it (docs/algorithms.md).
 """
 
 import json
@@ -39,17 +39,17 @@ PAIRS = "pairs/preference_accuracy"
 
 class Settings(arithmetic.SamplingSettings):
     reward: Literal["model", "exact"] = "model"
-    """A trained reward model, or the exact match."""
+    """Source of the reward: a trained reward model, or an exact match with the answer."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates of policy and critic. Default: 200, with --small 3."""
+    """Number of updates of policy and critic. Default: 200; with --small 3."""
     reward_steps: int | None = Field(default=None, ge=1)
-    """Number of updates of the reward model. Default: 1,200, with --small 3."""
+    """Number of updates of the reward model. Default: 1,200; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts per step, each with one response. Default: 256, with --small 8."""
+    """Number of prompts per step, each with one response. Default: 256; with --small 8."""
 
 
 def spoiled(answer: str, draw: random.Random) -> str:
-    """Return a wrong answer: one digit off or, sometimes, one digit short or too long.
+    """Return a wrong answer. 80 % have one changed digit, 10 % one digit less, 10 % one more.
 
     >>> spoiled("950", random.Random(0)) != "950"
     True
@@ -64,7 +64,7 @@ def spoiled(answer: str, draw: random.Random) -> str:
 
 
 def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
-    """Pair the correct answer of each sum with `copies` wrong ones."""
+    """Make `copies` pairs for each sum: the correct answer, and a random wrong one."""
     draw = random.Random(seed)
     given = [row for row in pq.read_table(file).to_pylist() for _ in range(copies)]
     rows = [
@@ -75,7 +75,7 @@ def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
 
 
 def trained_reward_model(task: Path, settings: Settings) -> Path:
-    """Return the folder of a reward model, trained on first use."""
+    """Return the folder of the reward model. The first call trains it."""
     steps = settings.size(settings.reward_steps, 1200, small=3)
     folder = task / f"reward_model_{steps}"
     return weft.prepared(
@@ -86,7 +86,7 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
 
 
 def untrained_reward_model(folder: Path, seed: int) -> None:
-    """Save a model of the same size that judges nothing."""
+    """Save a model of the same size whose rewards are all 0, for a dry run."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -96,7 +96,7 @@ def untrained_reward_model(folder: Path, seed: int) -> None:
 
 
 def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings) -> None:
-    """Train a reward model on pairs, starting from a model that knows correct answers."""
+    """Train a reward model on pairs. It starts from a model trained on correct answers."""
     answers, policy = "answers", str(task / "model")
     if not (task / answers).exists():
         print("preparing: a deeper model, on right answers", flush=True)
@@ -125,7 +125,7 @@ def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings)
 
 
 def main(settings: Settings) -> None:
-    """PPO on two-digit addition."""
+    """Train with PPO on two-digit addition."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placed = [
@@ -137,7 +137,7 @@ def main(settings: Settings) -> None:
     ]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = settings.new_backend()
-    backend.check(placement)  # fail before the models are prepared, not after it
+    backend.check(placement)  # find mistakes before the models are trained, not after it
     steps, prompts = (
         settings.size(settings.steps, 200, small=3),
         settings.size(settings.prompts, 256, small=8),

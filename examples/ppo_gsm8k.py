@@ -1,7 +1,8 @@
-"""PPO on GSM8K or MATH with a real model of 0.5B to 8B, rewarded by a grader or a reward model.
+"""PPO on GSM8K or MATH, with a real model of 0.5B to 8B parameters. A grader or a reward model
+scores the responses.
 
 python examples/ppo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k                      all GPUs of this machine
-python examples/ppo_gsm8k.py --model models/qwen3 --data train.jsonl --reward-model models/rm
+python examples/ppo_gsm8k.py --model models/qwen3 --data train.jsonl --reward-model models/rm own data and reward model
 python examples/ppo_gsm8k.py --tiny                                                          a tiny model, on a CPU
 """
 
@@ -21,16 +22,16 @@ from weft.algorithms.values import ValueLoss
 
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 ACCURACY = "eval/pass@1"
-"""Share of held-out problems with a correct greedy answer."""
+"""Metric: share of held-out problems whose greedy answer is correct."""
 
 
 class Settings(RealSettings):
     reward_model: Path | None = None
-    """Folder of a reward model with the policy's tokenizer. Default: the grader."""
+    """Folder of a reward model with the policy's tokenizer. Default: use the grader instead."""
 
 
 def main(settings: Settings) -> None:
-    """PPO on GSM8K or MATH with a real model."""
+    """Train a real model with PPO on GSM8K or MATH."""
     started, tiny = time.monotonic(), settings.tiny
     data, model = settings.data, settings.model
     if tiny:
@@ -38,7 +39,7 @@ def main(settings: Settings) -> None:
     assert data is not None and model is not None
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
-    # Workers: all groups with a model take turns on all devices
+    # Workers. All groups with a model take turns on all devices.
     rate = settings.rate(5e-4 if tiny else 1e-6)
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate, **settings.training)
     critic = weft.group(
@@ -72,7 +73,7 @@ def main(settings: Settings) -> None:
         reference=reference,
         sampling=sampling,
         kl=0.001,
-        lam=1.0,  # the whole reward comes at the end
+        lam=1.0,  # no bias from the critic; the only reward is at the end of the response
         loss=PolicyLoss(surrogate=Clipped(dual=3.0)),
         value_loss=ValueLoss(clip=0.5),
         minibatches=2,

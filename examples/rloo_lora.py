@@ -1,10 +1,10 @@
-"""RLOO with LoRA on two-digit addition: an adapter learns, and the model is frozen.
+"""RLOO with LoRA on two-digit addition: trains an adapter while the model is frozen.
 
-python examples/rloo_lora.py                  Ray, two FSDP2 ranks, two vLLM replicas
-python examples/rloo_lora.py --backend local  one process, no Ray, no vLLM: breakpoints work
-python examples/rloo_lora.py --dora           DoRA: row norms of the weights are parameters
+python examples/rloo_lora.py                  with Ray: two FSDP2 ranks, two vLLM replicas
+python examples/rloo_lora.py --backend local  in one process without Ray and vLLM, so that breakpoints work
+python examples/rloo_lora.py --dora           with DoRA, which also trains the norm of each weight row
 
-The reference of the KL penalty is the actor without its adapter, so there is no second model.
+The reference of the KL penalty is the actor without its adapter, which needs no second model.
 """
 
 import json
@@ -28,27 +28,27 @@ class Settings(arithmetic.SamplingSettings):
     rank: int = Field(default=16, ge=1)
     """Rank of the adapter."""
     dora: bool = False
-    """Weight-decomposed LoRA."""
+    """Use DoRA (weight-decomposed LoRA)."""
     kl: float = Field(default=0.01, ge=0)
-    """Weight of the KL penalty against the model without its adapter."""
+    """Coefficient of the KL penalty; the reference is the model without its adapter."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates. Default: 300, with --small 3."""
+    """Number of updates. Default: 300; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts per step, each with eight responses. Default: 64, with --small 8."""
+    """Number of prompts per step, each with eight responses. Default: 64; with --small 8."""
 
 
 def main(settings: Settings) -> None:
-    """RLOO with LoRA on two-digit addition."""
+    """Train an adapter with RLOO on two-digit addition."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     backend = settings.new_backend()
-    backend.check(placement)  # fail before the warm start, not after it
+    backend.check(placement)  # find mistakes before the warm start, not after it
     steps, prompts = (
         settings.size(settings.steps, 300, small=3),
         settings.size(settings.prompts, 64, small=8),
     )
-    # Data (columns prompt and answer), and a model with a warm start to a third of correct answers
+    # Data (columns prompt and answer), and a warm-started model that solves a third of the sums
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)

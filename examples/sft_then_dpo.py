@@ -1,11 +1,11 @@
-"""SFT, then DPO on two-digit addition: learn from correct answers, then from own samples.
+"""SFT, then DPO on two-digit addition: the model learns from correct answers, then from its own.
 
-1. supervised training, until a third of the sums are correct
-2. the model answers sums, eight times each
-3. DPO on correct against wrong answers
+1. Train on correct answers, until the model solves a third of the held-out sums.
+2. Let the model answer training sums, eight times each, and pair correct with wrong answers.
+3. Train on these pairs with DPO.
 
-python examples/sft_then_dpo.py                  Ray, two ranks of everything
-python examples/sft_then_dpo.py --backend local  one process, no Ray: breakpoints work
+python examples/sft_then_dpo.py                  with Ray: two ranks of each worker group with a model
+python examples/sft_then_dpo.py --backend local  in one process without Ray, so that breakpoints work
 """
 
 import json
@@ -33,22 +33,23 @@ CORES = weft.Place(weft.ResourcePool("cores", cpus=2), ranks=2)
 
 class Settings(arithmetic.RunSettings):
     supervised_steps: int | None = Field(default=None, ge=1)
-    """Maximum number of updates of the supervised phase. Default: 1000, with --small 20."""
+    """Maximum number of updates of the supervised phase. Default: 1000; with --small 20."""
     supervised_accuracy: float = Field(default=arithmetic.WARM_ACCURACY, gt=0, le=1)
     """Held-out accuracy that ends the supervised phase."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates of the preference phase. Default: 200, with --small 3."""
+    """Number of updates of the preference phase. Default: 200; with --small 3."""
     pairs: int | None = Field(default=None, ge=1)
-    """Pairs per step. Default: 64, with --small 8."""
+    """Number of pairs per step. Default: 64; with --small 8."""
     sums: int | None = Field(default=None, ge=1)
-    """Sums that the supervised model answers eight times each, rounded up to equal steps. Correct
-    and wrong answers become pairs. Default: 4096, with --small 24."""
+    """Number of sums that the supervised model answers eight times each, rounded up so that all
+    sampling steps have the same size. Default: 4096; with --small 24."""
     likelihood: float = Field(default=1.0, ge=0)
-    """Weight of the preferred answers' likelihood. 0 is plain DPO, which may lower it."""
+    """Weight of a loss term that raises the likelihood of the preferred answers. With 0, training
+    is plain DPO, which may lower this likelihood."""
 
 
 def fresh_model(settings: Settings) -> Path:
-    """Return a folder with data, tokenizer and an untrained model, made on first use."""
+    """Return a folder with data, tokenizer and an untrained model. The first call makes it."""
     task = settings.root / f"sft_then_dpo-{settings.seed}{'-small' if settings.small else ''}"
 
     def make(model: Path) -> None:
@@ -62,7 +63,7 @@ def fresh_model(settings: Settings) -> Path:
 
 
 def train_on_answers(task: Path, settings: Settings) -> Path:
-    """Phase 1: train on correct answers, unless done already. Return the model's folder."""
+    """Phase 1: train on correct answers, if not done before. Return the model's folder."""
     steps = settings.size(settings.supervised_steps, 1000, small=20)
     folder = task / f"supervised_{steps}_{settings.supervised_accuracy:g}"
     return weft.prepared(
@@ -73,7 +74,7 @@ def train_on_answers(task: Path, settings: Settings) -> Path:
 
 
 def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
-    """Train on correct answers until the held-out accuracy is high enough."""
+    """Train on correct answers until the held-out accuracy reaches `supervised_accuracy`."""
     fresh = str(task / "untrained")
     print("phase 1: supervised training on right answers", flush=True)
     shutil.rmtree(task / "supervised_phase", ignore_errors=True)  # left by an interrupted phase
@@ -105,18 +106,19 @@ def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
 
 @weft.graph
 def sampled_pairs(prompts, *, rollout, reward):
-    """Pair the best and the worst of eight answers; skip prompts with equally good answers."""
+    """Pair the best and the worst of eight answers. Drop prompts with equal rewards."""
     samples = rollout.generate(prompts, n=8, sampling=weft.Sampling(max_tokens=4))
     return best_and_worst(reward.score(samples))
 
 
 def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
-    """Phase 2: let the supervised model answer training sums, unless done already. Return pairs."""
+    """Phase 2: let the supervised model answer training sums, if not done before. Return pairs of
+    its answers."""
     number = settings.size(settings.sums, 4096, small=24)
     file = Path(model) / f"pairs_{number}.jsonl"
 
     def sketch(pairs: Path) -> None:
-        """Write the maximum number of pairs, for a dry run."""
+        """Write one placeholder pair per sum, for a dry run. A real run may have fewer."""
         sums = pq.read_table(task / "train.parquet").slice(0, number).to_pylist()
         rows = (
             {"prompt": each["prompt"], "chosen": each["answer"], "rejected": each["answer"]}
@@ -129,7 +131,7 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
 
 
 def sample_pairs(task: Path, model: str, file: Path, number: int, settings: Settings) -> None:
-    """Sample answers, and write pairs of them to a file."""
+    """Sample answers to `number` sums, and write pairs of them to `file` as JSON lines."""
     print(
         "phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True
     )
@@ -159,7 +161,7 @@ def sample_pairs(task: Path, model: str, file: Path, number: int, settings: Sett
 
 
 def main(settings: Settings) -> None:
-    """Supervised fine-tuning, then direct preference optimisation."""
+    """Train with supervised fine-tuning, then with direct preference optimisation."""
     started = time.monotonic()
     task = fresh_model(settings)
     model = str(train_on_answers(task, settings))
@@ -172,7 +174,7 @@ def main(settings: Settings) -> None:
     )
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # The reference is frozen, so compute its log-probabilities of each pair once.
+    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
     known = weft.precompute(
         reference_of_pairs(pairs, reference=weft.group(weft.ReferenceWorker, model=model)),
         placement={"reference": CORES},

@@ -1,9 +1,10 @@
-"""Simulated GRPO with a pipeline-parallel actor: step times per number of stages and chunks.
+"""Simulated GRPO with a pipeline-parallel actor: prints the time of a step for a number of pipeline
+stages and chunks.
 
 python examples/simulated_pipeline.py --model FOLDER --stages 4 --chunks 2
 weft plan examples/simulated_pipeline.py --model FOLDER --stages 4
 
-The costs are invented. Replace them with measurements of your machines.
+The costs in this example are invented. Replace them with measurements from your machines.
 """
 
 from pathlib import Path
@@ -22,14 +23,14 @@ class Settings(weft.Config):
     model: Path
     """Folder of the model."""
     stages: int = Field(default=4, ge=1)
-    """Stages of the pipeline."""
+    """Number of pipeline stages."""
     chunks: int = Field(default=1, ge=1)
-    """Chunks per stage."""
+    """Number of chunks of layers per stage. Above 1, the schedule is interleaved."""
     steps: int = Field(default=2, ge=1)
 
 
 def main(settings: Settings) -> None:
-    """GRPO whose actor is a pipeline, simulated."""
+    """Simulate GRPO whose actor is a pipeline."""
     model, stages, tokens = str(settings.model), settings.stages, 256
     rows = [{"prompt": f"B{a}+21=", "answer": f"{a + 12}"} for a in range(10, 42)]
     actor = weft.group(

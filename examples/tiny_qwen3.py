@@ -1,11 +1,12 @@
-"""A tiny Qwen3 model and problems for it, to run programs for real models in two minutes.
+"""A tiny Qwen3 model with word problems, to try programs for real models in two minutes.
 
-The model has a byte-pair tokenizer, special tokens, a chat template with `enable_thinking`,
-grouped-query attention and tied embeddings. Nothing is downloaded.
+Like a real model, it has a byte-pair tokenizer, special tokens, a chat template with
+`enable_thinking`, grouped-query attention and tied embeddings. Nothing is downloaded.
 
 A supervised warm start replaces pretraining. The model learns arithmetic and the answer format from
-worked solutions, but most solutions of the longer problems stop a step too early. So greedy answers
-are correct for the short problems only, and RL finds out which way of solving is right.
+worked solutions. Most of these solutions stop one step too early if the problem has two steps.
+After the warm start, greedy answers are therefore correct only for problems of one step. RL then
+teaches the model to do both steps.
 """
 
 from __future__ import annotations
@@ -43,31 +44,32 @@ CHAT_TEMPLATE = """\
 """
 
 TEMPLATE_TEXTS = ("system", "user", "assistant", "\n\n")
-"""Texts of the chat template that become single tokens."""
+"""Texts of the chat template. The tokenizer trains on them, so that each becomes one token."""
 BYTES = ("0",)
-"""Training texts for a tokenizer of single bytes."""
+"""Training texts that give a tokenizer with one token per byte."""
 FIRST_NAMES = ("Ana", "Ben", "Chen", "Dara", "Emil", "Fatima", "Goran", "Hana")
 THINGS = ("apples", "marbles", "stickers", "books", "shells", "coins", "cards", "pencils")
 
 
 PROBLEMS = 2000
-"""Generated problems, for training and held out, if no data are given."""
+"""Number of problems to generate for training and evaluation if the user gives no data."""
 DEMONSTRATIONS = 4000
-"""Other problems, with solutions for the warm start."""
+"""Number of other problems, whose solutions are for the warm start."""
 HASTY = 0.75
 """Share of two-step problems whose warm-start solution stops after the first step."""
 WARM_STEPS = 160
-"""Steps of the warm start on worked solutions.
+"""Number of steps of the warm start on worked solutions.
 
-The learning rate decays to a tenth, so that the model's answers are hasty as often as its lessons:
-greedy answers solve 0.4 of the problems, and one of four samples solves 0.8.
+The learning rate decays to a tenth, so that the share of answers that stop early becomes the same
+as in the solutions. Then greedy answers solve 40 % of the problems, and for 80 % at least one of
+four samples is correct.
 """
 
 
 def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
-    """Return distinct word problems in GSM8K's form, with one or two steps.
+    """Return distinct word problems of one or two steps, in the format of GSM8K.
 
-    A row has a question, and a worked answer that ends in `#### 42`.
+    A row has a `question`, and a worked `answer` that ends with a line such as `#### 42`.
 
     >>> word_problems(2)[1]["question"], word_problems(2)[1]["answer"]
     ('Emil has 6 coins. Dara brings 3 coins. How many coins do they have together?', '6 + 3 = 9\\n#### 9')
@@ -96,10 +98,10 @@ def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def worked(answer: str, steps: int | None = None) -> str:
-    """Format a worked answer of `word_problems` as a response.
+    """Convert a worked answer of `word_problems` to a response with the result in a box.
 
     Args:
-        steps: number of steps to write, or None for all.
+        steps: number of steps to keep, or None for all.
 
     >>> print(worked("3 x 4 = 12\\n5 + 12 = 17\\n#### 17"))
     3 x 4 = 12
@@ -114,7 +116,7 @@ def worked(answer: str, steps: int | None = None) -> str:
 
 
 def wrong_solution(answer: str) -> str:
-    """Return a response that stops a step too early, or has a wrong result if there is one step.
+    """Return a wrong response: it stops after the first of two steps, or changes the result of one.
 
     >>> print(wrong_solution("2 + 3 = 5\\n#### 5"))
     2 + 3 = 5
@@ -129,7 +131,7 @@ def wrong_solution(answer: str) -> str:
 
 
 def boxed(answer: str) -> str:
-    """Format the final answer.
+    """Return the last line of a response, with the final answer in a box.
 
     >>> boxed("42")
     'It is \\\\boxed{42}.'
@@ -138,11 +140,11 @@ def boxed(answer: str) -> str:
 
 
 def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: int = 1024) -> None:
-    """Save a tokenizer and random weights for `from_pretrained`.
+    """Save a tokenizer, and a model with random weights, in a folder for `from_pretrained`.
 
     Args:
         texts: training texts of the tokenizer.
-        vocabulary: number of tokens, at least 262.
+        vocabulary: maximum number of tokens, at least 262.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -184,16 +186,16 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
 
 
 def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[str, str]:
-    """Return (data, model): problems in GSM8K's form, and a model that answers in the requested
-    format.
+    """Return the paths of problems in GSM8K's format, and of a model with a warm start.
 
-    The model solves some of the generated problems. For given data, it only knows the answer
-    format. Both are made once per `root`, data and seed.
+    The model solves some of the generated problems. If you give `data`, it learns only the answer
+    format. The first call with the same arguments makes both.
 
     Args:
         root: folder of run directories.
         data: argument of `Prompts.read`, or None for `word_problems`.
-        system: system prompt.
+        system: system prompt, which asks for the answer format.
+        seed: random seed of problems and model.
     """
     made = hashlib.sha256(f"{data} {system} {seed}".encode()).hexdigest()[:8]
     folder = root / f"tiny_qwen3-{made}"
@@ -218,7 +220,8 @@ def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[s
 
 
 def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, str]]:
-    """Save a tokenizer, a model and its problems. Return other problems for the warm start."""
+    """Save an untrained model with its tokenizer and, next to it, problems. Return other problems,
+    for the warm start."""
     rows = word_problems(PROBLEMS + DEMONSTRATIONS, seed)
     lines = [json.dumps(row) + "\n" for row in rows[:PROBLEMS]]
     (model.parent / "problems.jsonl").write_text("".join(lines))
@@ -232,7 +235,8 @@ def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, st
 
 
 def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
-    """Save a tokenizer and a model for the data. Return its questions and answers."""
+    """Save an untrained model, with a tokenizer that is trained on the data. Return the questions
+    and answers of the data."""
     make_model(model, BYTES, seed)
     read = weft.Prompts.read(data, model, chat=False).table
     texts, answers = read["prompt"].to_pylist(), read["answer"].to_pylist()
@@ -241,7 +245,7 @@ def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list
 
 
 def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
-    """Warm-start a model on worked solutions, most of which are hasty."""
+    """Warm-start a model on worked solutions. Most solutions of two steps stop after the first."""
     shown = _make_for_problems(folder / "untrained", system, seed)
     draw = random.Random(seed)
     hasty = (1 if draw.random() < HASTY else None for _ in shown)
@@ -253,8 +257,8 @@ def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
 
 
 def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
-    """Warm-start a model on answers to other questions, so that it learns their format and nothing
-    held out."""
+    """Warm-start a model on questions with the answers of other questions. It learns the answer
+    format, but no answer to a held-out question."""
     texts, answers = _make_for_data(folder / "untrained", data, system, seed)
     random.Random(seed).shuffle(answers)
     rows = [dialogue(system, text, boxed(answer)) for text, answer in zip(texts, answers, strict=True)]
@@ -262,7 +266,7 @@ def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
 
 
 def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: int) -> None:
-    """Train on dialogues."""
+    """Train the untrained model in `folder` on dialogues, and save it as `folder / "model"`."""
     model = str(folder / "untrained")
     actor = weft.group(
         weft.ActorWorker,
@@ -288,13 +292,14 @@ def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: i
 
 
 def dialogue(system: str, question: str, response: str) -> dict[str, Any]:
-    """Return a question and its response as a row of messages."""
+    """Return a data row with messages: system prompt, question and response."""
     messages = [("system", system), ("user", question), ("assistant", response)]
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
 def wrong_and_right(problems: str, system: str) -> str:
-    """Return a file with a correct and a wrong solution per problem, next to the problems."""
+    """Write a pair of a correct and a wrong solution for each problem. Return the path of the file,
+    which is next to the problems."""
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(
