@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(run: RunName) -> Answer:
-    """Check the buffer's log: no row was lost or used twice, and no group was split.
+    """Check in the buffer's log that no row was lost or used twice, and no group was split.
 
     Exit code 1 if the check fails.
     """

@@ -61,7 +61,7 @@ def export(
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
     """Yield a partial folder next to `out`, which the caller renames to `out` when it is complete.
-    Removes it if writing fails."""
+    The folder is removed if writing fails."""
     from ..dataflow.runs.files import remove
 
     partial = out.with_name(f".{out.name}.partial")

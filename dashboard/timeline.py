@@ -166,7 +166,7 @@ class _Idle(NamedTuple):
     """Idle stretches between calls, in order of time."""
 
     start_s: np.ndarray
-    """[gaps] float64."""
+    """[gaps] float64 start of each gap; `end_s` has the same shape."""
     end_s: np.ndarray
     before: np.ndarray
     """[gaps] int64 index of the last call that ended before the gap, or -1."""
@@ -344,7 +344,8 @@ class Timeline:
         return self.lane(group, self.rows[self.log.columns["group"][self.rows] == number])
 
     def rank_lanes(self, group: str, ranks: Iterable[int]) -> Iterator[Lane]:
-        """Yield a lane for each of these ranks, with its time in each call on several ranks."""
+        """Yield a lane for each of these ranks, with the rank's time in each call on several
+        ranks."""
         c, of, number = self.log.columns, self.log.ranks, self.log.words("group").index(group)
         starts = of["end_s"] - of["worker_s"]
         inside = np.flatnonzero((of["end_s"] > self.start_s) & (starts < self.end_s))

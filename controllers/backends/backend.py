@@ -33,7 +33,7 @@ START_TIMEOUT_S = 300.0
 FILE_BYTES = 16 << 20
 """[bytes] Size of a segment file. A file is recycled when none of its rows are in flight."""
 RETRY_S = 20.0
-"""[s] How long a rank retries to read from a node whose server may be restarting."""
+"""[s] How long a rank keeps trying to read from a node whose server may be restarting."""
 
 
 @dataclass(frozen=True)

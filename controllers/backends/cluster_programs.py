@@ -47,7 +47,8 @@ def probe(address: str) -> None:
     os.environ |= PATIENCE
     import ray
 
-    # Joining a cluster has no timeout in Ray, so this thread ends the process after one.
+    # Ray has no timeout for joining a cluster, so this thread ends the process after
+    # JOIN_TIMEOUT_S.
     late = threading.Timer(
         JOIN_TIMEOUT_S, end, ("it took the connection, but did not answer as a Ray cluster does" + PORT,)
     )

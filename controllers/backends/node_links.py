@@ -449,8 +449,8 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Record that a rank is up. `take_events` returns its reply once it is connected to all
-        nodes."""
+        """Record that a rank is up. `take_events` returns its reply once the rank is connected to
+        all nodes."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
@@ -475,8 +475,8 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Begin to start servers on all used nodes, if there are several. `_advance` completes
-        it."""
+        """Begin to start servers on all nodes in use, if there are several. `_advance` completes
+        the start."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return

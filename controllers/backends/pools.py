@@ -58,7 +58,7 @@ class _ReservedPart:
 @dataclass(frozen=True)
 class ReservedPool:
     parts: Sequence[_ReservedPart]
-    """One part for each of its nodes."""
+    """One part for each node of the pool."""
     cpus: int
     """CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's node."""
 
@@ -235,7 +235,8 @@ class Reservations:
 def _part_of(
     group: Any, index: int, node: str, bundle: Bundle, addresses: Mapping[str, str]
 ) -> _ReservedPart:
-    """Return the part that is a whole bundle of a placement group. `node` is empty without room."""
+    """Return the part that is a whole bundle of a placement group. `node` is empty if the bundle
+    has no room."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

@@ -125,9 +125,9 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
 GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO in linux/pidfd.h, for its first 64 bytes."""
 EXIT = 1 << 3
-"""PIDFD_INFO_EXIT: the exit status is requested, or present."""
+"""PIDFD_INFO_EXIT: requests the exit status, or says that it is present."""
 INFO = struct.Struct("=Q52xi")
-"""Layout: the mask, and the exit status."""
+"""Layout of these bytes: the mask, and the exit status."""
 POLL_S = 0.02
 OOM_COUNTS = ("memory.events", "memory.oom_control")
 """Files of a cgroup (versions 2 and 1) that count the processes killed because it ran out of
@@ -432,8 +432,8 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the settled promises, and return (value in the mapping, result) for those that
-    succeeded."""
+    """Remove the settled promises from `promises`. Return (value in `promises`, result) of those
+    that succeeded."""
     import ray
     from ray.exceptions import RayError
 
@@ -447,8 +447,8 @@ def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K
 
 
 class ProcessDiagnostics:
-    """Collects memory, stacks and exit reasons of all processes on the driver's `node`. Other
-    threads may use it."""
+    """Collects memory, stacks and exit reasons of the processes of all nodes. It runs in the
+    driver, on `node`; other threads may use it."""
 
     def __init__(self, node: str, logs: Path) -> None:
         self._here = node

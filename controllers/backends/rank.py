@@ -178,8 +178,7 @@ def network_environment(address: str) -> dict[str, str]:
     return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
 
 
-# Sample notes: a rank records the sample that it works on, so that the driver knows it if the
-# process dies
+# Sample notes: a rank records the sample that it works on, which is then known if the process dies
 
 
 class _SampleNote:

@@ -48,7 +48,7 @@ def address_of(given: str | None) -> str | None:
     >>> address_of("http://ray-head:8265")
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: RayBackend('http://ray-head:8265') is the address of a dashboard or a job server; a driver \
-    joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
+joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
 
     Raises:
         UserError: The text is not the address of a cluster.
@@ -323,9 +323,9 @@ class RayCluster:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-        if self._reaper is not None:  # the folder is gone, so it ends
+        if self._reaper is not None:  # the folder is gone, so the reaper ends
             self._reaper.close_input()
-            # It may still end processes that outlive the shutdown.
+            # The reaper may still end processes that outlive the shutdown.
             if self._reaper.wait(CLOSE_TIMEOUT_S):
                 self._reaper.kill()  # closes its pipes
             self._reaper = None
@@ -359,7 +359,7 @@ class RayCluster:
 
         # Otherwise Ray hides all GPUs from ranks, which ask it for none (`rank.py`).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Paths of Ray's sockets are 66 characters longer, and are limited to 107 characters.
+        # Ray's socket paths are 66 characters longer than this path, and limited to 107 characters.
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="weft-", dir=where)
         command = "reap", self.folder, str(os.getsid(0))

@@ -117,7 +117,7 @@ def check_best(
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Check graphs, and return their worker groups by name."""
+    """Check the graphs, and return the handles of their worker groups by name."""
     for graph in graphs:
         graph.validate(also=graphs)
     handles: dict[str, Handle] = {}
@@ -418,12 +418,12 @@ def check_apart(
 # Default deadlines. Larger models take longer to start and to answer.
 
 CALL_S = 600.0
-"""[s] Longest time that a call may go without progress, plus the time that the model's size
-adds."""
+"""[s] Longest time that a call may go without progress, without the time to copy the model."""
 READ_BYTES_PER_S = 50e6
-"""Lowest read speed to expect when loading a model: a network disk that many ranks share."""
+"""[bytes/s] Lowest read speed assumed for loading a model: a network disk that many ranks share."""
 COPY_BYTES_PER_S = 200e6
-"""Lowest speed to expect when all parameters are published, received, or moved to the host."""
+"""[bytes/s] Lowest speed assumed for copying all parameters: to publish or receive them, or to move
+them to the host."""
 
 
 def model_bytes(handles: Iterable[Handle]) -> int:
@@ -432,7 +432,7 @@ def model_bytes(handles: Iterable[Handle]) -> int:
 
 
 def longest_start_s(num_bytes: int) -> float:
-    """Return the longest wait for the workers of a group to start [s].
+    """Return the time limit for the workers of a group to start [s].
 
     >>> longest_start_s(0), longest_start_s(140_000_000_000)
     (300.0, 3100.0)
@@ -441,7 +441,8 @@ def longest_start_s(num_bytes: int) -> float:
 
 
 def set_deadlines(call_timeout_s: float | None, handles: Iterable[Handle]) -> dict[str, float]:
-    """Return the deadlines of a run: the user's, or defaults from the size of its largest model."""
+    """Return the time limits of a run: the user's, or defaults from the size of its largest
+    model."""
     num_bytes = model_bytes(handles)
     longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {

@@ -125,7 +125,7 @@ NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fus
 
 
 def disk(folder: Path, todo: str) -> _Finding:
-    """Check that a folder can be written, and that its disk has free space."""
+    """Check that a folder is writable, and that its disk has free space."""
     # The folder need not exist: check the nearest parent that does.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
@@ -514,7 +514,7 @@ def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
 
 
 def fits(need: Requirement, version: str) -> bool:
-    """A CPU build (+cpu) counts as its base version.
+    """Return whether a version meets a requirement. A CPU build (+cpu) counts as its base version.
 
     >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
     (True, False)
@@ -523,7 +523,8 @@ def fits(need: Requirement, version: str) -> bool:
 
 
 def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
-    """Yield the requirements that apply to this machine; with an extra, only its requirements.
+    """Yield the requirements that apply to this machine; with an extra, only the extra's
+    requirements.
 
     >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
     ['ray>=2.60']

@@ -109,7 +109,7 @@ class _StepTime:
     """[s] Time by node, or by group and method outside the graph; empty if only the total is
     known."""
     of: str
-    """Source of the costs."""
+    """Source of the costs, in words."""
     at_best: bool
     """Whether `seconds` is a lower bound, with all possible overlap."""
 
@@ -188,7 +188,7 @@ class Plan:
         away = 0
         for turns in self._turns.values():
             moves = [group.ranks * group.moves for group in turns]
-            # Most is away while the smallest group has its turn.
+            # Most tensors are away while the smallest group has its turn.
             away += sum(moves) - min(moves)
         return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 

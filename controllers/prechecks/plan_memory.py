@@ -39,7 +39,7 @@ from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 TRAINING = 600 * MIB
 """A rank with a training engine, or one that only computes log-probabilities."""
 ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
-"""A rollout rank, by its engine."""
+"""A rollout rank: name of its engine -> bytes."""
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
@@ -85,7 +85,8 @@ class _StageMemory:
     layers: int
     """Number of the model's layers on this stage."""
     in_flight: float
-    """Microbatches whose activations are kept at once. With chunks, this can be a fraction."""
+    """Number of microbatches whose activations are kept at once. With chunks, this can be a
+    fraction."""
     made: TrainingMemory
     activations: int
     """[bytes] Activations of all microbatches in flight."""
@@ -117,7 +118,7 @@ def stage_memory(
 
     Args:
         activations: bytes of one microbatch's activations in the whole model, including logits.
-            They count as equal for all layers.
+            They are divided evenly among its layers.
         trains: whether the group is updated; otherwise a stage keeps the activations of one
             microbatch.
     """
@@ -211,7 +212,7 @@ def group_memory(
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
-            raise  # the run would also fail; a model that is not downloaded yet would not fail
+            raise  # the run would fail, too; a model that is not downloaded yet is no error
         return replace(known, unknown=str(error))
 
 

@@ -39,7 +39,7 @@ from ..simulation.costs import CostModel
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """Work of an update in a step."""
+    """Sizes of an update's work in a step."""
 
     node: str
     rows: int
@@ -61,7 +61,7 @@ class UpdateSizes:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Work of a graph in a training step or an evaluation."""
+    """Sizes of a graph's work in a training step or an evaluation."""
 
     prompts: int
     rows_of_level: Mapping[int, int]
@@ -69,8 +69,8 @@ class StepSizes:
     prompt_tokens: float
     """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Tokens of a response: the sampling limit, or the mean of responses in the data; 0 without
-    either."""
+    """Number of tokens of a response: the sampling limit, or the mean of responses in the data; 0
+    without either."""
     sampled: bool
     """Whether responses are sampled."""
 
@@ -89,7 +89,7 @@ class StepSizes:
 
 
 def step_sizes(graph: Graph, prompts: int) -> StepSizes:
-    """Return the sizes of a graph's work on this many source rows."""
+    """Return the sizes of a graph's work on `prompts` source rows."""
     rows, sampling = {SOURCE: prompts}, None
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

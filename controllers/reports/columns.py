@@ -120,8 +120,8 @@ class EvaluationScore:
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
     """Return the score of an evaluation from its metrics, named `EVALUATION/...`; None without any.
 
-    The score is a metric in `SCORES`, or else the first metric. Of the latter, it is unknown
-    whether larger is better.
+    The score is a metric in `SCORES`, or else the first metric. For the latter, it is unknown
+    whether larger values are better.
     """
     start = f"{evaluation}/"
     own = {n.removeprefix(start): value for n, value in metrics.items() if n.startswith(start)}

@@ -16,7 +16,7 @@ LONGEST_MESSAGE = 20_000
 
 class Display:
     """Base class of displays, which show a run. This one shows nothing. After a method raises
-    OSError, no other is called."""
+    OSError, no other method is called."""
 
     interval_s = math.inf
     """[s] Shortest time between two shown steps; the last step is always shown."""
@@ -38,7 +38,7 @@ class Display:
 
 
 class PlainLines(Display):
-    """One line per step, for files and pipes."""
+    """Prints one line per step, for files and pipes."""
 
     interval_s = 0.0
 

@@ -41,8 +41,8 @@ class _Symptom:
     measured."""
     advice: str
     steps: int = 1
-    """Report the symptom after this many measured steps in a row; 0 if `shows` itself looks
-    back."""
+    """Report the symptom after this many measured steps in a row; 0 if `shows` itself considers
+    earlier steps."""
     spoils: bool = False
     """Whether the weights are spoiled, so that the run saves no checkpoint."""
 

@@ -5,7 +5,7 @@ tracker never stops the run.
                  │ raises: reported once              │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
-The run's own files are the queue: a thread reads the metrics that were added since its last look,
+The run's own files are the queue: a thread reads the metrics that were added since its last read,
 so a slow tracker costs no memory. `trackers/NAME.json` in the run's directory records the sent
 metrics. A resumed run sends the metrics that its trackers missed.
 """
@@ -100,7 +100,7 @@ class _SentMetrics:
             partial.write_text(json.dumps(asdict(self)))
 
     def go_back(self, step: int) -> None:
-        """Forget what was sent for steps after this one.
+        """Forget what was sent for steps after `step`.
 
         >>> sent = _SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
@@ -283,7 +283,7 @@ class TrackerThreads:
         if self._report is not None:
             try:
                 self._report(self._run.name, row)
-            except Exception as error:  # whatever Ray raises: its endpoint must not end a run
+            except Exception as error:  # no error of Ray's endpoint may end a run
                 self._report = None
                 self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
         now = self._clock()

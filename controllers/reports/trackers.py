@@ -70,7 +70,7 @@ class Tracker(Protocol):
         """Store everything logged so far, so that it survives the end of this process."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish: the run is over, or its driver is gone."""
+        """End the tracking, because the run is over or its driver is gone."""
         ...
 
 
@@ -114,8 +114,8 @@ def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bo
 
 
 def new_tracker(name: str) -> Tracker:
-    """Make a tracker from its name or `module:Class`. Its package is imported here or on
-    opening."""
+    """Make a tracker from its name or `module:Class`. The tracker's package is imported here or in
+    `open`."""
     if name in NAMED:
         return NAMED[name][0]()
     module, _, tracker = name.partition(":")

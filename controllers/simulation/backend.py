@@ -79,8 +79,7 @@ class Simulated(Backend):
         placement."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
-        """(graph, source row) -> id of each group made of that row -> number of the group among
-        these."""
+        """(graph, source row) -> group id -> number of the group among those made of the row."""
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._submitted: list[tuple[float, Call, list[tuple[int, Task]]]] = []
         """Calls that have not begun: (time, call, [(rank, task)])."""
@@ -112,8 +111,8 @@ class Simulated(Backend):
         for node, cost in costs.nodes.items():
             name = node.partition(".")[0]
             ranks = costs.replica_ranks(name, configs.get(name))
-            # A cost is for the share of the rows that one replica gets, so it needs the ranks of a
-            # replica.
+            # A cost is for the rows of one replica, so it must be for as many ranks as a replica
+            # has.
             if isinstance(cost, PipelineCost):
                 costs.pipeline(node, configs.get(name))
                 fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"

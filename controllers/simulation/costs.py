@@ -401,7 +401,7 @@ class _Bound:
     pool: str
     """The slowest pool, whose groups are always busy."""
     pools: Mapping[str, float]
-    """Pool -> seconds per step for which its groups are busy at least."""
+    """Pool -> minimum seconds per step for which its groups are busy."""
 
 
 def bound(
@@ -531,7 +531,7 @@ def calibrate(
 def _read(timeline: Path) -> pa.Table:
     try:
         table = read_timeline(timeline) if timeline.is_dir() else pq.read_table(timeline)
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise UserError(f"the timeline of {timeline} cannot be read: {error}") from None
     if table is None:
         raise UserError(

@@ -55,7 +55,7 @@ class Generating:
     prompt_tokens: list[int]
     started: float
     to_make: list[list[int]] = field(init=False)
-    """[prompts] of numbers of the responses to make; earlier calls made the others."""
+    """[prompts] lists of the numbers of the responses to make; earlier calls made the others."""
     left: list[int] = field(init=False)
     """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
@@ -216,7 +216,8 @@ class Replica:
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
-            # The order separates responses that end together, since calls cannot be compared.
+            # The order breaks ties between responses that end together, since calls cannot be
+            # compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:

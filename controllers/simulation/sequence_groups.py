@@ -9,7 +9,7 @@ does the same without an integer program:
   of powers of two. If these are too many, it improves a few of them step by step.
 - It assigns rows longest first, each to the group that would finish it first. Then it moves rows
   away from the slowest group while that helps.
-- It returns a lower bound on the time of groups of any sizes.
+- It also returns a lower bound on the time of any groups.
 
 A group is fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
 uses one degree for all rows.
@@ -153,7 +153,7 @@ class _Table:
         }
         self.degrees = tuple(sorted(sizes))
         self.smallest = min(max(fitting, 1), ranks)
-        """Ranks of the smallest group that has room for the longest row."""
+        """Number of ranks in the smallest group that has room for the longest row."""
         self._ranks, self._rows = ranks, len(tokens)
         fits = tokens <= np.array(self.degrees)[:, None] * cost.memory_tokens
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)

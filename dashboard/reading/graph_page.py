@@ -118,7 +118,7 @@ def _weights(
         ended = calls.columns["end_s"][row]
         age = None
         if goes_on and len(row) and "time_s" in live:
-            # live.json records the moment when it was written, also as time of the run.
+            # live.json records when it was written, as wall-clock time and as run time.
             age = max(0.0, live["time_s"] + time.time() - live["at"] - float(ended[0]))
         found.append(
             {

@@ -15,8 +15,8 @@ from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
-"""Maximum number of calls of a lane to send individually. For a lane with more calls, the busy
-shares of `width / 3` bins are sent."""
+"""Maximum number of calls of a lane to send individually. For a lane with more calls, the page gets
+the busy shares of `width / 3` bins."""
 MOST_GAPS = 60
 """Maximum number of gaps of a lane to explain, longest first."""
 SHORTEST_GAP = 0.002
@@ -78,8 +78,9 @@ class _Lanes:
         """Return lanes, ends of steps, and the critical path of the last step in a window.
 
         Args:
-            start: [s] start of the window, after the start of the run; None for the start of the run.
-            end: [s] end of the window; None for the end of the run.
+            start: start of the window, in seconds since the start of the run; None for the run's start.
+            end: end of the window, in seconds since the start of the run; None for the end of the
+                run.
             width: width of the screen in pixels.
             unfolded: groups that get a lane for each rank.
             steps: first and last step. If the run has any of these steps, their window is shown

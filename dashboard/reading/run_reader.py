@@ -1,4 +1,5 @@
-"""RunReader: one run, as the dashboard reads it. Each part is read once and then followed."""
+"""RunReader: one run, as the dashboard reads it. Each part is read once; afterwards, only its new
+data is read."""
 
 from __future__ import annotations
 

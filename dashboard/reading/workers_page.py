@@ -1,5 +1,4 @@
-"""The workers page: where each rank is, its call, its memory over time, restarts, last error and
-log."""
+"""The workers page: each rank's node, call, memory over time, restarts, last error and log."""
 
 from __future__ import annotations
 

@@ -33,15 +33,16 @@ from ..reading.run_reader import RunReader
 from ..reading.workers_page import log_part, workers_page
 from .safety import Access, Guard
 
-# Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
-# serves all pages.
+# Event stream: server-sent events that tell pages which parts of which run have changed. One
+# watcher serves all pages.
 #
 #     event: hello      data: {"runs": ["a", "b"]}
 #     event: changed    data: {"run": "a", "parts": ["metrics", "live"]}
 #     event: runs       data: {"runs": ["a", "b", "c"]}        a run was added or removed
-#     : beat                                                   every BEAT_S, to keep proxies connected
+#     : beat                                                   every BEAT_S, for proxies
 #
-# The wire format is three lines, so it is written by hand: packages for it install signal handlers.
+# Weft writes this format, which is only three lines, itself: packages for it install signal
+# handlers.
 
 
 LOOK_S = 0.25

@@ -30,7 +30,7 @@ from .safety import Access
 GROUPS = 50
 """Number of sample groups per list, as the pages request it."""
 MAX_SAMPLES_BYTES = 24 << 20
-"""Maximum bytes of samples with their tokens. Groups beyond this limit are left out."""
+"""[bytes] Maximum size of the samples with their tokens. Groups beyond this limit are left out."""
 MOST_UNFOLDED = 8
 """Maximum number of worker groups whose rank lanes are exported individually. One more timeline has
 the rank lanes of all groups."""
