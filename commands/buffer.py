@@ -1,5 +1,4 @@
-"""`weft buffer`: inspect the sample buffer of a run, finished or running: its log, rows and
-samples."""
+"""`weft buffer`: inspect the sample buffer of a run: its log, rows and samples."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class Answer:
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """Return an answer for a run of which parts may be missing. `notes` name the missing parts.
-        The exit code is 1 if a note reports a damaged log."""
+        """Return an answer about a run whose data may be incomplete. `notes` name the missing
+        parts. The exit code is 1 if a note reports a damaged log."""
         from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]

@@ -267,7 +267,7 @@ def _disk(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Align the cells of rows in columns. A long last cell continues below itself."""
+    """Align the cells of rows in columns. A long last cell is wrapped within its column."""
     table = [list(row) for row in rows]
     if not table:
         return

@@ -128,7 +128,7 @@ class Backend(Protocol):
     log, measured on the backend's clock."""
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Reject a placement that does not fit, before anything is started.
+        """Check that the placement fits, before anything is started.
 
         Raises:
             UserError: The placement does not fit. Names the group or pool, and the available

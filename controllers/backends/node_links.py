@@ -5,7 +5,7 @@
          ├──on a new node──> a server starts there ──> all ranks are told of it ──────> ready
          └──CONNECT_TIMEOUT_S──> its failure, which names the node
 
-During a run nothing here blocks: the driver polls for answers of servers and ranks.
+During a run, this module never blocks: the driver polls for the answers of servers and ranks.
 """
 
 from __future__ import annotations

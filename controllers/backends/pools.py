@@ -21,7 +21,7 @@ TELL_S = (3.0, 60.0)
 """[s] Initial and longest time between two lines about waiting. The time doubles after each
 line."""
 LOOK_S = 0.2
-"""[s] Time between two checks for room for the ranks of an elastic group."""
+"""[s] Time between two checks whether the ranks of an elastic group have room."""
 PROBE_TIMEOUT_S = 120.0
 """[s] Longest wait for a process to report the GPUs of a bundle."""
 GROWS = "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
@@ -60,7 +60,8 @@ class ReservedPool:
     parts: Sequence[_ReservedPart]
     """One part for each node of the pool."""
     cpus: int
-    """CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's node."""
+    """Number of CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's
+    node."""
 
 
 class Reservations:

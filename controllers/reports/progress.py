@@ -96,7 +96,7 @@ class Progress:
         return type(self._display) is not Display
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
-        """Show how Weft understood the rows of each source, or, unless `in_full`, only how many it
+        """Show how Weft interpreted the rows of each source, or, unless `in_full`, only how many it
         left out."""
         # Several graphs may share a source.
         for source in {id(source): source for source in sources}.values():

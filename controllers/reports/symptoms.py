@@ -145,8 +145,8 @@ MISTAKES = (
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
-"""Pairs of a function that yields the places of a mistake in a training graph and its groups, and
-advice."""
+"""(function that yields the places of a mistake in a training graph and its groups, advice) for
+each mistake."""
 
 
 def _has_signal(row: Row) -> bool | None:

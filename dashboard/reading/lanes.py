@@ -78,7 +78,7 @@ class _Lanes:
         """Return lanes, ends of steps, and the critical path of the last step in a window.
 
         Args:
-            start: start of the window, in seconds since the start of the run; None for the run's start.
+            start: start of the window, in seconds since the start of the run; None for that start.
             end: end of the window, in seconds since the start of the run; None for the end of the
                 run.
             width: width of the screen in pixels.

@@ -255,7 +255,7 @@ class _Card:
     """A metric of the same group, shown next to the value."""
     scope: Literal["training", "evaluation"] = "training"
     floor: float | None = 0.0
-    """Lower end of the scale unless values are lower, or None for the lowest value."""
+    """Lower end of the scale, unless a value is lower; None for the lowest value."""
     form: Literal["number", "share", "bytes", "count", "small"] = "number"
     several: bool = False
     """Whether the card has a line for each group."""

@@ -147,7 +147,8 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of the prompt of a row with all columns, or None for plain text."""
+    """Return the turns of a row's prompt, or None for plain text. The row must have all of its
+    columns."""
     for name in MESSAGES:
         value = row.get(name)
         try:

@@ -220,8 +220,8 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path) -> str:
-    """Return a module and its imports as one script. Raises UserError if a module imports or
-    exports in another way.
+    """Return a module and its imports as one script. Raises UserError if a module has imports or
+    exports of another form than those below.
 
     Each module becomes a function that returns its exports. Imports must have the form
     `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
