@@ -1,4 +1,5 @@
-"""The command `weft`. `__main__.py` calls `command_line.main`, which has the tree of commands.
+"""The `weft` command. `__main__.py` calls `command_line.main`, which parses the words of a command
+line and runs one command.
 
-Commands import what they need when they run, so that `weft --help` loads neither torch nor Ray.
+Each command imports its dependencies when it runs, so `weft --help` loads neither torch nor Ray.
 """

@@ -1,4 +1,4 @@
-"""`weft buffer`: the sample buffer of a run: its log, rows and samples, finished or running."""
+"""`weft buffer`: inspect the sample buffer of a run: its log, rows and samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def check(run: RunName) -> Answer:
-    """Check in the log that no row was lost or used twice, and no group was split.
+    """Check in the buffer's log that no row was lost or used twice, and no group was split.
 
-    Exit code 1 if the check fails."""
+    Exit code 1 if the check fails.
+    """
     from ..dataflow.buffer.check import check_log
     from ..dataflow.buffer.queries import buffer_folder
 
@@ -89,7 +90,7 @@ def explain(
 
     Args:
         group: The group_id of the group.
-        graph: Refuse groups of graphs other than this one, such as train.
+        graph: Fail if the group does not belong to this graph, such as train.
     """
     from ..dataflow.buffer.queries import buffer_folder, why
 
@@ -108,7 +109,7 @@ def table(
     ] = None,
     limit: int = 20,
 ) -> Answer:
-    """List all rows that the run has issued or made.
+    """List the rows of a run with their states.
 
     Args:
         state: List only rows in this state.
@@ -135,7 +136,7 @@ def sql(
     """Query the tables rows, columns, samples, metrics and timeline with SQL.
 
     Args:
-        query: A query, such as 'select state, count(*) from rows group by state'.
+        query: A SQL query, such as 'select state, count(*) from rows group by state'.
         limit: Show at most this many rows of the answer.
         timeout: Give up after this many seconds.
     """

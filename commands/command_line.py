@@ -1,12 +1,16 @@
 """The tree of commands: their arguments, answers and exit codes.
 
-A command is a function that returns an `Answer`; tyro makes options of its arguments, and their
-help from its docstring. Each also has the option `--json`.
+Each command is a function that returns an `Answer`. tyro derives the command's options from the
+function's arguments, and their help from its docstring. Every command also has the option `--json`.
 
-Exit codes: 0 for success; 1 if the examined files are damaged or unreadable, or a check failed; 2
-for an error that the user can fix; 130 after Ctrl-C. With `--json`, standard output is one JSON
-object, even if a command ends with an error: {"error": ..., "exit_code": ...}. All other messages
-go to standard error.
+Exit codes:
+- 0: success
+- 1: the examined files are damaged or unreadable, or a check failed
+- 2: an error that the user can fix
+- 130: Ctrl-C
+
+With `--json`, standard output is one JSON object, even if a command ends with an error: {"error":
+..., "exit_code": ...}. All other messages go to standard error.
 """
 
 from __future__ import annotations
@@ -56,14 +60,14 @@ TREE: Mapping[str, Any] = {
     "dashboard": "dashboard:dashboard",
     "completion": "command_line:completion",
 }
-"""Name -> module and function of a command, or a tree of its subcommands."""
+"""Command name -> its `module:function`, or the tree of its subcommands."""
 MAX_NUMBER = 2**63 - 1
 MOST_SAID = 300
-"""Most characters of an unexpected error to show."""
+"""Maximum number of characters to show of an unexpected error's message."""
 PRINT_COMPLETION = "--tyro-print-completion"
 DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are running, and check a machine. --version prints the version."
 
-# Types of arguments. An option without a hint does not show its default.
+# Argument types. `help_behavior_hint=""` hides an option's default in its help.
 
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
 Name: TypeAlias = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
@@ -82,9 +86,9 @@ Json: TypeAlias = Annotated[
 @dataclass(frozen=True)
 class Answer:
     found: Mapping[str, Any]
-    """The object that `--json` prints, for programs."""
+    """The object that `--json` prints."""
     text: str = ""
-    """The same as text, or empty if the command has shown it already."""
+    """The same answer for people; empty if the command has printed it already."""
     notes: Sequence[str] = ()
     """Lines for standard error, for example about unreadable files."""
     exit_code: int = 0
@@ -92,8 +96,8 @@ class Answer:
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """Make an answer whose notes name missing parts; exit code 1 if the run's log is
-        damaged."""
+        """Return an answer about a run whose data may be incomplete. `notes` name the missing
+        parts. The exit code is 1 if a note reports a damaged log."""
         from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]
@@ -102,7 +106,8 @@ class Answer:
 
     @classmethod
     def of_table(cls, table: Any, limit: int, notes: Sequence[str]) -> Answer:
-        """Show the first rows of a table, as `partial` does."""
+        """Return an answer with the first `limit` rows of a table. Treats `notes` as `partial`
+        does."""
         from ..dataflow.runs.tables import render_table
 
         found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
@@ -130,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         show(f"weft {version('weft')}", sys.stdout)
         return 0
-    # Parsing itself may fail, before the option is known.
+    # `parse` may fail before it knows whether --json was given.
     as_json = False
     try:
         parsed = parse(words)
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", 130, "interrupted", as_json)
     except BrokenPipeError:
         return _reader_is_gone()
-    except Exception as error:  # damaged files can raise anything
+    except Exception as error:  # reading damaged files can raise anything
         if sys.flags.dev_mode:
             raise
         return _failed(f"unexpected error: {_where(error)}", 1, _where(error), as_json)
@@ -152,9 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> _ParsedCommand:
-    """Parse the words of a command line into a command. Raises UserError if there is no such
-    command, and SystemExit after help or a completion was printed (0), or if an argument is wrong
-    (2)."""
+    """Parse the words of a command line into a command.
+
+    Raises:
+        UserError: There is no such command.
+        SystemExit: Help or a completion was printed (exit code 0), or an argument is wrong (2).
+    """
     if words and words[0] == PRINT_COMPLETION:
         # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))
@@ -175,11 +183,11 @@ def parse(words: Sequence[str]) -> _ParsedCommand:
 
 
 def _collecting(command: Callable[..., Answer]) -> Callable[..., _ParsedCommand]:
-    """Return a function for tyro with the arguments of a command, and `--json`."""
+    """Return a function for tyro that takes a command's arguments and `--json`."""
     own = inspect.signature(command).parameters
 
     def collect(*, json: bool, **arguments: Any) -> _ParsedCommand:
-        # Only commands that print while they run need to know.
+        # Only commands that print while they run take `json` themselves.
         if "json" in own:
             arguments["json"] = json
         return _ParsedCommand(command, arguments, json)
@@ -192,14 +200,14 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., _ParsedCommand]
     ]
     setattr(collect, "__signature__", inspect.Signature(parameters))  # noqa: B010
     collect.__annotations__ = hints
-    # tyro would keep the line breaks in the help of an argument.
+    # Join continuation lines: tyro would keep the line breaks in an argument's help.
     collect.__doc__ = re.sub(r"\n {5,}", " ", inspect.getdoc(command) or "")
     return collect
 
 
 def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
-    """Put `--` before the script, whose arguments come after it. Raises UserError if an option
-    before the script does not belong to this command."""
+    """Insert `--` before the script, so that all later words are the script's. Raises UserError if
+    an option before the script does not belong to this command."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         return list(words)
@@ -229,8 +237,8 @@ def _command(place: str) -> Callable[..., Answer]:
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """Return the commands as a type for tyro; stubs lack their arguments, which take time to
-    import."""
+    """Return a tree of commands as a union type for tyro. With `stubs`, the commands have no
+    arguments, which is faster."""
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
 
@@ -279,14 +287,14 @@ def _where(error: Exception) -> str:
 
 
 def _reader_is_gone() -> int:
-    """Exit quietly: the reader of the pipe has closed it, as in `weft buffer table RUN | head`."""
+    """End quietly after the reader has closed the pipe, as in `weft buffer table RUN | head`."""
     # Otherwise Python reports the broken pipe at exit.
     sys.stderr.close()
     return 0
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types. Numbers that are not finite become null.
+    """Convert a value to JSON types. NaN and infinities become null.
 
     >>> _plain({"loss": float("nan"), "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}
@@ -310,10 +318,10 @@ def _plain(value: Any) -> Any:
 def completion(
     shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(metavar="{bash,zsh,fish}")],
 ) -> Answer:
-    """Print a script for your shell to source, which completes commands and options.
+    """Print a script that completes commands and options; source it in your shell.
 
     Args:
-        shell: The shell.
+        shell: The name of your shell.
     """
     printed = io.StringIO()
     # tyro prints the completion and then exits.
@@ -326,11 +334,11 @@ def completion(
 
 
 RUNS = Path("runs")
-"""Default folder of runs, to look up names."""
+"""Default folder of runs. Names of runs are looked up here."""
 
 
 def run_path(name: str) -> Path:
-    """Return the directory of a run, which need not exist, from a path or a name under `runs/`.
+    """Return the directory of a run, given its path or its name under `runs/`. It need not exist.
 
     >>> run_path("first"), run_path("elsewhere/first")
     (PosixPath('runs/first'), PosixPath('elsewhere/first'))
@@ -339,8 +347,12 @@ def run_path(name: str) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """Return the directory of a run. Raises UserError if it does not exist or is not a run, and
-    suggests the nearest name."""
+    """Return the directory of a run, given its path or its name under `runs/`.
+
+    Raises:
+        UserError: The directory does not exist (the message suggests a similar name), or is not a
+            run.
+    """
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")
@@ -354,7 +366,7 @@ def find_run(name: str) -> Path:
 
 
 def run_names(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, or nothing if it cannot be read."""
+    """Return the sorted names of a folder's subfolders; empty if the folder cannot be read."""
     return sorted(inside.name for inside in _entries(folder) if inside.is_dir())
 
 

@@ -22,15 +22,15 @@ def dashboard(
     export: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="")] = None,
 ) -> Answer:
     """Serve a web page for runs, live and finished: curves, graph, timeline, samples, buffer,
-    workers. Ctrl-C ends it and does not affect the runs.
+    workers. Ctrl-C stops the server, and does not affect the runs.
 
     Args:
         folder: The folder of all runs, or one run: its directory, or its name under runs/.
         host: Address to listen on. Any address but loopback shows the runs to anyone with the token.
         port: Port to listen on; 0 for a free one.
-        token: Token in the dashboard's address. Default: a new one. An empty token turns the check
-            off, on loopback only.
-        export: Write the run to this one file instead, which opens anywhere, and end.
+        token: Token in the dashboard's address. Default: a new one. An empty token disables the
+            check; this is allowed only on loopback.
+        export: Write the run to this HTML file, which opens in any browser, instead of serving it.
     """
     if export is not None and (not export.name or export.is_dir()):
         raise UserError(f"--export {export}: this is a folder; name a new file, such as run.html")

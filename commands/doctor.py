@@ -1,4 +1,4 @@
-"""`weft doctor`: problems of this machine and its packages."""
+"""`weft doctor`: check this machine and its packages for problems."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .command_line import RUNS, Answer, Switch
 
 def doctor(
     *,
-    # Python reserves the name `try`.
+    # `try` is a Python keyword.
     tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False,
     gpu: Switch = False,
     root: Annotated[Path, arg(metavar="FOLDER")] = RUNS,
 ) -> Answer:
     """Report problems of this machine, with advice: incompatible versions, disk and memory, limits,
     ports, GPUs, environment variables. --try and --gpu also run attention, collectives, weight sync
-    and a small training with a random model. Nothing is downloaded. Exit code 1 if something fails.
+    and a small training run of a random model. Nothing is downloaded. Exit code 1 if a check fails.
 
     Args:
-        tried: Also run the checks that a CPU allows; takes some minutes.
+        tried: Also run the checks that need only a CPU. They take some minutes.
         gpu: Also run the checks on the GPUs of this machine.
-        root: The folder of runs, to check its disk.
+        root: The folder of runs, whose disk is checked.
     """
     from ..controllers.prechecks.machine import look, text_of
 

@@ -25,13 +25,13 @@ def export(
     merged: Switch = False,
 ) -> Answer:
     """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. A LoRA
-    adapter is written alone, or merged into its model with --merged.
+    adapter is written alone; --merged merges it into its base model.
 
     Args:
-        out: A new folder.
+        out: The folder to create.
         step: Export the checkpoint of this step. Default: the last one.
         group: Export the model of this worker group. Default: actor, or the only group with a model.
-        merged: Merge an adapter's weights into its model.
+        merged: Merge an adapter's weights into its base model.
     """
     from ..dataflow.runs.manifest import verify_manifest
 
@@ -48,7 +48,7 @@ def export(
         if merged and is_adapter:
             from ..workers.training.safetensors_files import write_merged
 
-            # It writes to the same partial folder, and renames it itself.
+            # `write_merged` writes to the same partial folder, and renames it.
             write_merged(model, out)
         else:
             shutil.copytree(model, partial)
@@ -60,7 +60,8 @@ def export(
 
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `out` when complete, and removed if writing fails."""
+    """Yield a partial folder next to `out`, which the caller renames to `out` when it is complete.
+    The folder is removed if writing fails."""
     from ..dataflow.runs.files import remove
 
     partial = out.with_name(f".{out.name}.partial")
@@ -70,7 +71,7 @@ def _written(out: Path) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             remove(partial)
-        # copytree collects (source, target, reason) of all files that failed.
+        # The error of copytree lists (source, target, reason) for each file that failed.
         files = error.args[0] if isinstance(error, shutil.Error) else None
         why = files[0][2] if isinstance(files, list) and files else error
         raise RunError(f"{out} cannot be written: {why}") from None

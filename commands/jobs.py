@@ -44,23 +44,23 @@ def submit(
     detach: Switch = False,
     json: Json = False,
 ) -> Answer:
-    """Send a script and its folder to a Ray cluster as a job, and follow it there. Options of this
-    command come before the script, and arguments of the script after it.
+    """Send a script and its folder to a Ray cluster as a job, and follow its output. Options of
+    this command come before the script, and arguments of the script after it.
 
     Args:
         script: A Python program in the submitted folder.
         arguments: Arguments of the script.
         name: Folder of the job's runs below --root. Default: the name of the script.
         resume: Resume runs of this name from their last checkpoints, unless the script sets resume.
-        root: Folder for the runs of jobs, on the head node or shared. A relative root in the script
-            is taken relative to ROOT/NAME.
+        root: Folder for the runs of jobs, on the head node or a shared file system. A relative root
+            in the script is resolved below ROOT/NAME.
         working_dir: The folder to submit, without the files that its .gitignore and .rayignore
             exclude.
         exclude: Patterns of files to exclude, as in a .gitignore.
-        env: Variables of the job, as NAME=VALUE; no secrets.
+        env: Environment variables of the job, as NAME=VALUE. Secrets are rejected.
         python: The Python interpreter on the cluster, with Weft installed.
-        stop_wait_s: Seconds for the job to save itself when it is stopped.
-        detach: Do not follow the job.
+        stop_wait_s: Seconds that a stopped job has to save itself before it is killed.
+        detach: Do not follow the job's output.
     """
     from ..controllers.backends.jobs import JobRequest, Jobs
 
@@ -88,7 +88,7 @@ def submit(
 
 
 def list_jobs(*, address: Address = None) -> Answer:
-    """List the jobs that the cluster remembers, latest first."""
+    """List the jobs that the cluster remembers, newest first."""
     from ..controllers.backends.jobs import Jobs
 
     jobs = Jobs(address).list()
@@ -108,7 +108,7 @@ def follow(job: JobId, *, address: Address = None, json: Json = False) -> Answer
 
 
 def stop_job(job: JobId, *, address: Address = None) -> Answer:
-    """Stop a job after it has saved itself, and wait for its end. `weft submit --resume` continues
+    """Let a job save itself, stop it, and wait until it has ended. `weft submit --resume` continues
     it."""
     from ..controllers.backends.jobs import Jobs
 
@@ -116,12 +116,12 @@ def stop_job(job: JobId, *, address: Address = None) -> Answer:
 
 
 def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
-    """Follow a job to its end, with exit code 1 if it failed."""
-    # Standard output is for the answer alone if that is JSON.
+    """Follow a job until it ends. The exit code is 1 if it failed."""
+    # With --json, standard output is for the answer alone.
     stream = sys.stderr if as_json else sys.stdout
 
     def write(text: str) -> None:
-        # Printing would show a carriage return of a progress bar as an escape.
+        # `show` would print the carriage returns of a progress bar as escapes.
         show(text.replace("\r\n", "\n").replace("\r", "\n"), stream, end="")
 
     try:

@@ -33,16 +33,16 @@ def plan(
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None,
 ) -> Answer:
     """Preview a script's run: its settings and their origins, its graphs, the sizes of a step, and
-    the memory and disk space it needs. The script runs up to its first driver; nothing is started
-    or written.
+    the memory and disk space it needs. The script runs until it creates its first Driver; nothing
+    is started or written.
 
     Args:
         script: A Python file.
-        arguments: Arguments of the script: all words after it.
-        machine: Plan for the GPUs of another machine, such as 1x80 for one GPU of 80 GB. Four CPUs
-            per GPU are assumed.
-        like: Directory of an earlier run, or its name under runs/. Its calls are used to compute
-            the time of a step.
+        arguments: The script's arguments: all words after SCRIPT.
+        machine: Plan for the GPUs of another machine, such as 1x80 for one GPU of 80 GB. The plan
+            assumes four CPUs per GPU.
+        like: An earlier run: its directory, or its name under runs/. The plan estimates the time of
+            a step from the durations of its calls.
     """
     from ..controllers.node_layout import assumed_machine
     from ..controllers.prechecks.dry_run import planning
@@ -52,7 +52,7 @@ def plan(
     earlier = None if like is None else find_run(like).resolve()
     with planning() as made, nullcontext() if other is None else assumed_machine(*other):
         try:
-            # Keep the output of the script apart from the plan.
+            # Keep the script's output apart from the plan, which goes to standard output.
             with redirect_stdout(sys.stderr):
                 code = run_script(path, arguments)
         except Planned:
@@ -66,7 +66,7 @@ def plan(
 
 
 def _other(machine: str) -> tuple[int, int]:
-    """Parse `--machine` into GPUs, and bytes of each.
+    """Parse `--machine` into the number of GPUs and the bytes of memory of each.
 
     >>> _other("8x80")
     (8, 85899345920)
@@ -199,7 +199,7 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _count(number: int, what: str) -> str:
-    """Format a number of things.
+    """Format a count with its noun.
 
     >>> _count(1, "row"), _count(2000, "row"), _count(2, "microbatch")
     ('1 row', '2,000 rows', '2 microbatches')
@@ -209,7 +209,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Format seconds.
+    """Format a duration in seconds, minutes or hours.
 
     >>> _duration(12.3), _duration(600), _duration(9000)
     ('12 s', '10 min', '2.5 h')
@@ -267,7 +267,7 @@ def _disk(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Align the cells of rows in columns. Long text continues below its last cell."""
+    """Align the cells of rows in columns. A long last cell is wrapped within its column."""
     table = [list(row) for row in rows]
     if not table:
         return

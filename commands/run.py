@@ -16,13 +16,13 @@ from .command_line import Answer, Json, Script, ScriptArguments
 
 
 def run(script: Script, arguments: ScriptArguments = (), *, json: Json = False) -> Answer:
-    """Run a script as `python SCRIPT ...` does. Words after SCRIPT are its settings, or --config
-    FILE; `weft run SCRIPT --help` lists them. The exit code is the script's. With --json, output of
-    the script goes to standard error.
+    """Run a script as `python SCRIPT ...` does. The words after SCRIPT set its settings, or name a
+    file with them (--config FILE); `weft run SCRIPT --help` lists the settings. The exit code is
+    the script's. With --json, the script's output goes to standard error.
 
     Args:
         script: A Python file.
-        arguments: Arguments of the script: all words after it.
+        arguments: The script's arguments: all words after SCRIPT.
     """
     path = script_file(script)
     with redirect_stdout(sys.stderr if json else sys.stdout):
@@ -31,7 +31,7 @@ def run(script: Script, arguments: ScriptArguments = (), *, json: Json = False) 
 
 
 def script_file(name: str) -> Path:
-    """Return the file of a script. Raises UserError if there is no such file."""
+    """Return the path of a script. Raises UserError if it is not an existing Python file."""
     path = Path(name)
     if path.suffix != ".py":
         raise UserError(f"SCRIPT must be a Python file, such as train.py, not {name!r}")
@@ -42,10 +42,10 @@ def script_file(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script, and return its exit code. Its imports work as with `python SCRIPT`. Raises each
-    WeftError that the script does not catch."""
+    """Run a script and return its exit code. Its imports work as with `python SCRIPT`. A WeftError
+    that the script does not catch is raised here."""
     sys.argv = [str(path), *arguments]
-    # as Python does for a script
+    # Python also puts the script's folder first on the path.
     sys.path[0] = str(path.parent.resolve())
     try:
         runpy.run_path(str(path), run_name="__main__")
@@ -64,7 +64,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """Return a traceback without the frames above the script, or None if it was not reached."""
+    """Return the part of a traceback that starts in the script, or None if there is none."""
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next
     return trace

@@ -1,4 +1,4 @@
-"""`weft runs`, `watch`, `stop` and `diff`: the runs of a folder, with their status."""
+"""`weft runs`, `watch`, `stop` and `diff`: list, watch, stop and compare runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> Answer:
-    """List the runs of a folder, or one run: status, step, time, reward, loss, last warning or
-    error.
+    """List the runs of a folder, or one run, with status, step, time, reward, loss, and last
+    warning or error.
 
     Args:
         folder: The folder of all runs, or the directory of one.
@@ -63,12 +63,12 @@ def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> A
 
 
 def stop(run: RunName, *, timeout: float = 600) -> Answer:
-    """Make a run save itself and end with exit code 0, on any machine. A run with checkpoints
-    writes one and ends. A run without checkpoints ends after the current step, as if it were its
-    last.
+    """Make a run save itself and end with exit code 0, even if it runs on another machine. A run
+    with checkpoints writes one and ends. A run without checkpoints ends after the current step, as
+    if it were its last.
 
     Args:
-        timeout: Seconds to wait for the end; 0 to return at once.
+        timeout: Seconds to wait for the run to end; 0 to return at once.
     """
     from ..dataflow.runs.facts import facts_of
     from ..dataflow.runs.lock import Life, life_of
@@ -90,7 +90,7 @@ def stop(run: RunName, *, timeout: float = 600) -> Answer:
         return answer(facts, "was asked to end", asked=True, ended=False)
     show(f"{path} is asked to end, held by {holder} ...")
     deadline = time.monotonic() + timeout
-    # Another holder has resumed the run, so the driver that was asked has ended.
+    # If the holder changes, another driver has resumed the run, so the first one has ended.
     while life_of(path) == (Life.ALIVE, holder):
         if time.monotonic() > deadline:
             raise RunError(
@@ -115,7 +115,7 @@ def _state(facts: RunFacts) -> str:
 # `weft watch`
 
 LOOK_S = 1.0
-"""[s] Time between two looks at a running run."""
+"""[s] Time between two updates of a watched run."""
 
 
 def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = False) -> Answer:
@@ -146,7 +146,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
 @dataclass
 class _WatchedRun:
-    """A run that is shown on a display. Each look reads only new data."""
+    """A run that is shown on a display. Each update reads only new data."""
 
     run: Path
     display: Display
@@ -155,7 +155,7 @@ class _WatchedRun:
     _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
     _shown: float = -1.0
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
-    """Shown evaluations, with their steps."""
+    """Evaluations that were shown: (name, step)."""
     _alerts: int = 0
 
     def __post_init__(self) -> None:
@@ -176,8 +176,8 @@ class _WatchedRun:
         return life_of(self.run)[0] is Life.ALIVE
 
     def show_news(self) -> None:
-        """Show new data. A step is shown once the next one begins or the run ends, with all
-        metrics."""
+        """Show new data. A step appears when the next one begins or the run ends, so that it has
+        all of its metrics."""
         self._show_alerts()
         self._take_metrics()
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))

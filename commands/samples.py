@@ -18,12 +18,12 @@ def samples(
     graph: str = "train",
     limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None,
 ) -> Answer:
-    """Show samples of a run with their rewards, by default of its last step; or query them with
-    SQL.
+    """Show a run's samples with their rewards, by default those of its last step, or query them
+    with SQL.
 
     Args:
-        sql: Query the table samples, such as 'select step, avg(reward) from samples group by step
-            order by step'.
+        sql: A SQL query of the table samples, such as 'select step, avg(reward) from samples group
+            by step order by step'.
         step: Show samples of this step. Default: the last one with samples.
         graph: Show samples of this graph: train, or the name of an evaluation.
         limit: Show at most this many. Default: 5 samples, or 100 rows of a SQL answer.

@@ -22,12 +22,15 @@ INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 def draw_curve(
     metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
 ) -> Path:
-    """Draw metrics over the steps of a run, and save the picture. `metrics` has one mapping per
-    step, as `Driver.run` returns them; a step may lack a metric. `curves` maps metric names to
-    labels."""
+    """Draw metrics over the steps of a run, and save the picture.
+
+    Args:
+        metrics: one mapping for each step, as `Driver.run` returns them; a step may lack a metric.
+        curves: metric name -> label.
+    """
     import matplotlib
 
-    # Machines that train have no display.
+    # Training machines have no display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -61,17 +64,18 @@ OTHER = "#9aa1ad"
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
-"""Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are
-drawn."""
+"""Maximum number of calls to draw as bars. Bars of more calls would be thinner than a pixel, so
+busy shares are drawn instead."""
 NUM_BINS = 400
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
-    """Draw a lane per group, coloured by node, with the ends of steps. Save the picture in the
-    format of the path's suffix. Raises UserError if the file cannot be written, or the format is
-    unknown.
+    """Draw a lane for each group, coloured by node, and mark the ends of steps. The path's suffix
+    selects the format of the picture. Raises UserError if the file cannot be written, or the format
+    is unknown.
 
-    Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
+    With up to `MAX_BARS` calls, each bar is a call. With more, the height of a bar is the group's
+    busy share.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -87,7 +91,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     for place, lane in enumerate(lanes):
         _draw_lane(axes, place, lane, nodes, colours, as_bars=as_bars)
     _draw_steps(axes, timeline)
-    # matplotlib warns about equal limits.
+    # matplotlib warns if the limits are equal.
     axes.set_xlim(timeline.start_s, max(timeline.end_s, timeline.start_s + 1e-6))
     axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes], color=INK)
@@ -114,7 +118,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
 
 
 HEIGHT = 0.62
-"""Height of a lane; lanes are 1 apart."""
+"""Height of a lane. Lanes are drawn at a distance of 1."""
 
 
 def _draw_lane(

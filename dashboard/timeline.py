@@ -1,8 +1,8 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
-`CallLog` reads the calls and follows a running run. A `Timeline` is a window of them, with a `Lane`
-for each group or rank. The dashboard's page, `weft timeline`, its picture and its trace all show
-these.
+`CallLog` reads the calls of a run, and follows a running one. A `Timeline` has the calls in a
+window of time, and a `Lane` for each group or rank. The dashboard's timeline page and `weft
+timeline` (text, picture and trace) show these.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ compute: Any = pyarrow.compute  # its functions are created on import, so type c
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
 RANKS: dict[str, Any] = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
-"""Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
-and seconds in the worker."""
+"""Columns with a row for each rank of a call on several ranks: index of the call, rank, time of its
+answer [s], and seconds in the worker."""
 
 
 class CallLog:
-    """The calls of one run, which need not have any yet, as arrays in the order of their ends."""
+    """The calls of a run as arrays, in the order in which they ended. The run may have no calls
+    yet."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, TIMELINE)
@@ -107,17 +108,18 @@ class CallLog:
 
     @property
     def steps(self) -> list[tuple[int, float]]:
-        """Each step, with the end of its last call [s]."""
+        """(step, end of its last call [s]) of each step."""
         steps, ends = self.columns["step"].astype(np.int64), self.columns["end_s"]
         last = np.zeros(int(steps.max(initial=0)) + 1)
         np.maximum.at(last, np.maximum(steps, 0), ends)
         return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
 
     def of_steps(self, first: float, last: float) -> Timeline | None:
-        """Return the timeline of some steps, inclusive, or None if the run has none of them.
+        """Return the timeline of the steps `first` to `last`, inclusive, or None if the run has
+        none of them.
 
-        It begins when the step before the first one closes. A step closes when its last call has
-        ended.
+        The timeline begins when the step before the first one closes. A step closes when its last
+        call ends.
         """
         steps = self.steps
         own = [(step, end) for step, end in steps if first <= step <= last]
@@ -127,8 +129,9 @@ class CallLog:
         return Timeline(self, start, max(end for _, end in own), own)
 
     def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return (word of the column `by`, node) -> number, rows and seconds of its calls, and the
-        seconds inside the slowest rank. The rest is spent in the driver and the transport."""
+        """Return (word of the column `by`, node) -> totals of its calls: their number, rows,
+        seconds, and seconds inside the slowest rank. The other seconds are spent in the driver and
+        the transport."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
         keys, of = np.unique(c[by].astype(np.int64) * len(nodes) + c["node"], return_inverse=True)
@@ -163,7 +166,7 @@ class _Idle(NamedTuple):
     """Idle stretches between calls, in order of time."""
 
     start_s: np.ndarray
-    """[gaps] float64."""
+    """[gaps] float64 start of each gap; `end_s` has the same shape."""
     end_s: np.ndarray
     before: np.ndarray
     """[gaps] int64 index of the last call that ended before the gap, or -1."""
@@ -172,8 +175,9 @@ class _Idle(NamedTuple):
 
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> _Idle:
-    """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
-    `starts` and `ends` are [calls] seconds, sorted by start. Times outside the window do not count.
+    """Return the idle stretches between calls in a window. Overlapping calls count as one busy
+    stretch. `starts` and `ends` are [calls] seconds, sorted by start. Times outside the window are
+    ignored.
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
@@ -181,7 +185,7 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
     """
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
-    # The call that ended last so far; of equal ends the later call.
+    # The call that has ended last so far; of calls with equal ends, the later one.
     latest = np.concatenate(
         [[-1], np.where(np.minimum(ends, end_s) >= free_from[1:], np.arange(len(ends)), -1)]
     )
@@ -198,7 +202,8 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
     [1.0, 1.5, 0.0, 0.0]
     """
     edges = begin + width * np.arange(number + 1)
-    # Time covered until each edge: the summed lengths, until then, of the calls that have begun.
+    # Time covered until each edge: for each call that has begun, the time until its end or the
+    # edge.
     s, e = np.sort(starts), np.sort(ends)
     sums_s, sums_e = np.concatenate([[0.0], np.cumsum(s)]), np.concatenate([[0.0], np.cumsum(e)])
     at_s, at_e = np.searchsorted(s, edges), np.searchsorted(e, edges)
@@ -210,9 +215,9 @@ class Gap(NamedTuple):
     start_s: float
     end_s: float
     before: int
-    """Place in the lane of the call before the gap, or -1 at the start of the window."""
+    """Index in the lane of the call before the gap, or -1 at the start of the window."""
     after: int
-    """Place in the lane of the call after the gap, or -1 at the end of the window."""
+    """Index in the lane of the call after the gap, or -1 at the end of the window."""
 
     @property
     def seconds(self) -> float:
@@ -226,16 +231,16 @@ class Lane:
     name: str
     timeline: Timeline
     calls: np.ndarray
-    """[bars] int64 indexes of their calls in the log."""
+    """[bars] int64 index of each bar's call in the log."""
     start_s: np.ndarray
-    """[bars] float64, as is the end."""
+    """[bars] float64 start of each bar. `end_s` has the same shape."""
     end_s: np.ndarray
     worker_s: np.ndarray
     """[bars] seconds in the worker."""
 
     @cached_property
     def nodes(self) -> np.ndarray:
-        """[bars] numbers of their nodes."""
+        """[bars] number of each bar's node."""
         return self.timeline.log.columns["node"][self.calls]
 
     def node_at(self, place: int) -> str:
@@ -255,7 +260,7 @@ class Lane:
         return self.idle_s / self.timeline.seconds if self.timeline.seconds else 0.0
 
     def gaps(self, most: int | None = None, shortest_s: float = 0.0) -> list[Gap]:
-        """Return the longest idle stretches, in order of time."""
+        """Return the `most` longest idle stretches of `shortest_s` seconds or more, in time order."""
         lengths = self._idle.end_s - self._idle.start_s
         told = np.flatnonzero(lengths >= shortest_s)
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:most]])
@@ -263,7 +268,8 @@ class Lane:
 
     @cached_property
     def stretches(self) -> list[tuple[float, float, list[int]]]:
-        """(start, end, nodes) of each stretch with a constant set of calls, without idle ones.
+        """(start, end, nodes) of each stretch of time with a constant set of running calls. Idle
+        stretches are left out.
 
         >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("long", 0, 3), ("inner", 1, 2))]
         >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].stretches
@@ -305,14 +311,15 @@ class Timeline:
     """The calls of a run in a window of time.
 
     A call belongs to the step in which it ended. Step 3 makes policy version 3; step 0 is the start
-    of the run. Times are seconds since that start.
+    of the run. Times are seconds since the start of the run.
     """
 
     log: CallLog
     start_s: float
     end_s: float
     steps: Sequence[tuple[int, float]] = ()
-    """Each step of the window, with the second when it closed; the last one may still be open."""
+    """(step, time when it closed [s]) of each step of the window. The last step may still be
+    open."""
 
     @property
     def seconds(self) -> float:
@@ -337,7 +344,8 @@ class Timeline:
         return self.lane(group, self.rows[self.log.columns["group"][self.rows] == number])
 
     def rank_lanes(self, group: str, ranks: Iterable[int]) -> Iterator[Lane]:
-        """Yield a lane for each of these ranks, with its time in each call on several ranks."""
+        """Yield a lane for each of these ranks, with the rank's time in each call on several
+        ranks."""
         c, of, number = self.log.columns, self.log.ranks, self.log.words("group").index(group)
         starts = of["end_s"] - of["worker_s"]
         inside = np.flatnonzero((of["end_s"] > self.start_s) & (starts < self.end_s))
@@ -364,7 +372,7 @@ class Timeline:
 
     @cached_property
     def node_order(self) -> list[int]:
-        """Numbers of the nodes, the one with the most time first."""
+        """Numbers of the nodes, sorted by their total time, longest first."""
         c = self.log.columns
         nodes, took = c["node"][self.rows], (c["end_s"] - c["start_s"])[self.rows]
         seconds = np.bincount(nodes, took, len(self.log.words("node")))
@@ -383,9 +391,15 @@ class Timeline:
 
 
 def load_timeline(run: Path, steps: str = ":") -> Timeline:
-    """Load the timeline of a run, or of some steps: a number, or a range like a Python slice, such
-    as 10:20, 10: or :20. Raises UserError if the run, its timeline or these steps do not exist, or
-    the timeline is unreadable."""
+    """Load the timeline of a run.
+
+    Args:
+        steps: the steps to load: a number, or a range like a Python slice, such as 10:20, 10: or
+            :20.
+
+    Raises:
+        UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
+    """
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
@@ -401,8 +415,8 @@ def load_timeline(run: Path, steps: str = ":") -> Timeline:
 
 
 def select_steps(log: CallLog, text: str = ":") -> Timeline:
-    """Return the timeline of some steps, as the user names them (see `load_timeline`). Raises
-    UserError if the text has another form, or the run has none of these steps."""
+    """Return the timeline of the steps that the user names (see `load_timeline`). Raises UserError
+    if the text is malformed, or the run has none of these steps."""
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or not text:
         raise UserError(f"steps are given as 10:20 (10 to 19), 10:, :20 or 10, not {text!r}")
@@ -420,10 +434,10 @@ def select_steps(log: CallLog, text: str = ":") -> Timeline:
 
 
 def node_times(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the calls, rows, seconds and share of the window of each node, longest first.
+    """Return each node's calls, rows, seconds, and share of the window, longest first.
 
-    `worker_s` is the time inside the slowest rank. The rest is spent in the driver and the
-    transport. Calls that overlap count in full.
+    `worker_s` is the time inside the slowest rank. The rest of the time is spent in the driver and
+    the transport. Overlapping calls count in full.
     """
     totals = timeline.log.totals("group", timeline.ended)
     found = [
@@ -488,9 +502,9 @@ def write_trace(timeline: Timeline, path: Path) -> Path:
     """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
     Raises UserError if the file cannot be written.
 
-    Each group is a process with a track for its calls, and one for each rank of calls on several
-    ranks. Calls that overlap without nesting continue on further tracks. Ends of steps are
-    instants.
+    Each group is a process in the trace. It has a track for its calls, and one for each rank in
+    calls on several ranks. Calls that overlap without nesting go to additional tracks. Ends of
+    steps are instant events.
     """
     log = timeline.log
     events = [
@@ -520,8 +534,8 @@ def write_trace(timeline: Timeline, path: Path) -> Path:
 
 
 def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
-    """Return the slices of a lane in tracks. In a track, two slices are nested or do not overlap,
-    because viewers stack the slices of a track by time."""
+    """Distribute the slices of a lane over tracks. Two slices of a track are nested or do not
+    overlap, because viewers stack the slices of a track by time."""
     c, names = lane.timeline.log.columns, lane.timeline.log.words("node")
     tracks: list[list[dict[str, Any]]] = []
     open_until: list[list[float]] = []
@@ -551,5 +565,5 @@ def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
 
 
 def _us(seconds: float) -> float:
-    """Return microseconds, the unit of traces, to the nanosecond."""
+    """Convert to microseconds, the unit of traces, rounded to nanoseconds."""
     return round(1e6 * seconds, 3)

@@ -1,4 +1,4 @@
-"""Backend: interface of the things that run worker groups.
+"""The interface of backends, which run worker groups.
 
 - `Local` (`local.py`) runs every group in this process, so that breakpoints work.
 - `RayBackend` (`ray_backend.py`) runs each rank in a separate process.
@@ -29,41 +29,43 @@ from ..ranks.tasks import Reply
 from .process_diagnostics import Memory
 
 START_TIMEOUT_S = 300.0
-"""[s] Longest wait for workers to start, with vLLM's imports and the loading of a large model."""
+"""[s] Longest wait for workers to start, including vLLM's imports and loading a large model."""
 FILE_BYTES = 16 << 20
 """[bytes] Size of a segment file. A file is recycled when none of its rows are in flight."""
 RETRY_S = 20.0
-"""[s] How long a rank retries to read from a node whose server may be restarting."""
+"""[s] How long a rank keeps trying to read from a node whose server may be restarting."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where the processes of a run keep the columns of rows."""
+    """The files in which a run's processes store the columns of rows."""
 
     folder: Path
-    """Has a folder for each node, unless `scratch` is used."""
+    """Has a subfolder for each node. Not used if `scratch` is set."""
     file_bytes: int = FILE_BYTES
-    """[bytes] Largest file of a writer."""
+    """[bytes] Size of a segment file."""
     memory_bytes: int | None = None
-    """[bytes] Segments of a node that stay in memory; None leaves that to the kernel."""
+    """[bytes] Maximum bytes of segments that a node keeps in memory; None leaves this to the
+    kernel."""
     scratch: Scratch | None = None
     """A local folder on each machine; None if all machines see `folder`."""
     start: int = 0
     """Number of restarts of the run. It makes the names of writers unique."""
 
     def of_node(self, node: str) -> Path:
-        """Folder of a node's files, for a process on its machine."""
+        """Folder of a node's segment files, as a process on that node sees it."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def are_beside(self, run: Path) -> bool:
         return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
 
     def logs_of_node(self, node: str, run: Path) -> Path:
-        """Folder for logs of a node's processes: next to the segments if it does not see `run`."""
+        """Folder for the logs of a node's processes: the run's, or the node's own if the node does
+        not see `run`."""
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
-        """Open the files of a process, not yet connected to other nodes."""
+        """Open the segment files for a process. It cannot read from other nodes yet."""
         reader = SegmentReader(self.of_node(node), node, retry_s=RETRY_S)
         return DataAccess(reader, self.writer(node, name))
 
@@ -88,19 +90,19 @@ class Setup:
     start_timeout_s: float = START_TIMEOUT_S
     """[s] Longest time for the workers of a group to start."""
     call_timeout_s: float = math.inf
-    """[s] Longest time without progress in a call of a rank."""
+    """[s] Longest time that a rank's call may go without progress."""
     writers: Collection[str] = ()
     """Groups that write checkpoints or samples into the run's directory."""
     tell: Callable[[str], None] = lambda line: None
 
 
 def plain_name(name: str) -> str:
-    """A name for files: letters, digits, `_` and `-` stay, and `_` replaces all others."""
+    """Make a name safe for files: `_` replaces all characters but letters, digits, `_` and `-`."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
 
 
 def this_node() -> str:
-    """Name of this process's node in references."""
+    """Name of this process's node, as used in references to segments."""
     return plain_name(platform.node())
 
 
@@ -122,42 +124,44 @@ class Backend(Protocol):
     in_process: bool = False
     """Whether workers run, and allocate memory, in the driver's process."""
     sync_interval_s: float = SYNC_INTERVAL_S
-    """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
+    """[s] Interval at which the run's log is synced to disk. A power loss may cost this much of the
+    log, measured on the backend's clock."""
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Reject a placement that does not fit, before anything is started.
+        """Check that the placement fits, before anything is started.
 
         Raises:
-            UserError: Names the group or pool, and the available devices.
+            UserError: The placement does not fit. Names the group or pool, and the available
+                devices.
         """
         ...
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         """Start every rank of every group, wait until all are up, and return the groups by name.
 
-        Groups on the same GPUs start one after the other; afterwards all their models are in host
-        memory. Ranks of elastic groups are absent if the cluster has no room.
+        Groups that share GPUs start one after the other, and each moves its model to host memory.
+        Ranks of elastic groups for which the cluster has no room are absent.
 
         Raises:
-            UserError: A worker cannot be made, and the user can fix it.
-            WorkerError: A rank did not start, or not in time.
+            UserError: A worker cannot start because of an error that the user can fix.
+            WorkerError: A rank did not start in time, or failed.
         """
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Wait for replies and return all that have arrived, or none after the timeout."""
+        """Wait until replies arrive, and return all of them; empty after the timeout."""
         ...
 
     def rest(self, seconds: float) -> None:
-        """Sleep, so that the next `wait` returns more replies, unless nothing runs in the
-        meantime."""
+        """Sleep, so that the next `wait` returns more replies. Does nothing on backends where no
+        worker runs in the meantime."""
 
     def clock(self) -> float:
         """[s] Monotonic time, for deadlines and timelines."""
         return time.monotonic()
 
     def cancel(self, call: Call) -> None:
-        """Cancel an interruptible call on all of its ranks. Its last reply still arrives."""
+        """Cancel an interruptible call on all of its ranks. The call still sends its last reply."""
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
@@ -165,7 +169,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """End every process, and clean up all nodes. It may be called several times."""
+        """End every process, and clean up all nodes. Can be called more than once."""
         ...
 
     @property
@@ -178,21 +182,22 @@ class Backend(Protocol):
         return next(iter(self.nodes))
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Stack traces of ranks, in words, within seconds, if known."""
+        """Return rank -> description of its stack, for ranks that report it within seconds."""
         return {}
 
     @property
     def hanging(self) -> Collection[str]:
-        """Groups that are known to hang and make the others silent."""
+        """Groups known to hang. Other groups may make no progress because they wait for these."""
         return ()
 
     def memory(self) -> Mapping[str, Memory]:
-        """Node -> last known memory of the node and the run's processes on it, without waiting."""
+        """Return node -> last known memory of the node and of the run's processes on it. Does not
+        wait."""
         return {}
 
     @property
     def cluster(self) -> Cluster | None:
-        """The operations of a cluster, whose ranks can die or hang alone; None for a single
+        """The operations of a cluster, whose ranks can die or hang individually; None for a single
         process."""
         return None
 
@@ -201,11 +206,11 @@ class Cluster(Protocol):
     address: str | None
     """Address of the cluster that the run joins; None for a local one."""
     wait_s: float
-    """[s] Longest wait for room for ranks that a run needs."""
+    """[s] Longest wait until there is room for the ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process and start another, without waiting. Calls to the new one wait until
-        it is up; calls to the old one are never answered."""
+        """End a rank's process and start a new one, without waiting. Calls to the new process wait
+        until it is up; calls to the old one get no reply."""
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
@@ -213,20 +218,20 @@ class Cluster(Protocol):
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """Absent ranks of an elastic group that the cluster has room for."""
+        """Absent ranks of an elastic group for which the cluster has room."""
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """Id of the last sample that a rank recorded (`Context.at`), also after its death, or
-        None."""
+        """Id of the last sample that a rank recorded with `Context.at`, or None. Works after the
+        rank has died, too."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Names of lost nodes. A `look` checks the nodes first, which may take seconds."""
+        """Names of lost nodes. With `look`, checks the nodes first, which may take seconds."""
         ...
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Segments that cannot be read on their nodes, and why."""
+        """Return segment -> reason, for the segments that cannot be read on their nodes."""
         ...
 
     def delete(self, node: str, file: str) -> None:
@@ -234,12 +239,13 @@ class Cluster(Protocol):
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Show metrics of a step at the cluster's endpoint for Prometheus."""
+        """Publish metrics of a step at the cluster's Prometheus endpoint."""
         ...
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Raise a `UserError` if this machine has too little memory. On GPUs, the workers check it."""
+    """Raise a `UserError` if this machine has too little memory for the workers. On GPUs, the
+    workers check this themselves."""
     if machine_gpus():
         return
     for name, handle in handles.items():

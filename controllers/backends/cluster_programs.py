@@ -1,4 +1,4 @@
-"""Two programs next to a Ray cluster. They import nothing of Weft, so that they start quickly.
+"""Two helper programs for Ray clusters. They import nothing of Weft, so that they start quickly.
 
 cluster_programs.py probe ADDRESS          checks whether a cluster answers and accepts us
 cluster_programs.py reap FOLDER SESSION    cleans up a local cluster after its driver was killed
@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Probe: its last line is JSON: {"nodes": [...]} with the resources of each node, or {"error": "..."}
+# Probe: its last line of output is JSON, either {"nodes": [...]} with the resources of each node,
+# or {"error": "..."}.
 
 CONNECT_TIMEOUT_S = 3.0
 """[s] Longest wait for a connection."""
@@ -26,7 +27,7 @@ JOIN_TIMEOUT_S = 6.0
 """[s] Longest wait for an answer, after Ray has been imported."""
 PORT = " (its address has the port of its GCS, 6379 by default)"
 PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_timeout_seconds": "4"}
-"""Ray's retry limits, which it reads on import."""
+"""Environment variables with Ray's retry limits. Ray reads them on import."""
 
 
 def probe(address: str) -> None:
@@ -46,7 +47,8 @@ def probe(address: str) -> None:
     os.environ |= PATIENCE
     import ray
 
-    # Ray has no deadline for joining, so this thread ends the process.
+    # Ray has no timeout for joining a cluster, so this thread ends the process after
+    # JOIN_TIMEOUT_S.
     late = threading.Timer(
         JOIN_TIMEOUT_S, end, ("it took the connection, but did not answer as a Ray cluster does" + PORT,)
     )
@@ -61,7 +63,7 @@ def probe(address: str) -> None:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The reason that we cannot join, from an error and its causes."""
+    """The reason that joining failed, from an error and its causes."""
     said: list[str] = []
     while error is not None:
         said.append(str(error))
@@ -90,9 +92,9 @@ def reply(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-# Reaper: the driver keeps its standard input open, and writes the cluster's process groups there, one
-# per line. If the cluster's folder still exists at the end of the input, the reaper kills the
-# cluster's processes and removes the folder.
+# Reaper: the driver keeps a pipe to the reaper's standard input open, and writes the ids of the
+# cluster's process groups to it, one per line. If the cluster's folder still exists at the end of
+# the input, the reaper kills the cluster's processes and removes the folder.
 
 
 GRACE_S = 3.0
@@ -114,8 +116,8 @@ def reap(folder: Path, session: int) -> None:
 
 
 def processes_of(folder: Path, groups: set[int], session: int) -> Iterator[int]:
-    """Processes in one of these groups of the driver's session, or whose command or environment
-    names the folder."""
+    """Yield the ids of processes that are in one of these process groups of the driver's session,
+    or whose command line or environment contains the folder's path."""
     name = os.fsencode(folder)
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process is gone, or belongs to another user

@@ -4,8 +4,8 @@ the cluster.
     checked here ──submit──> pending ──> runs ──> succeeded | failed
                                            └──stop──> saves itself, if it can ──> stopped
 
-The user's folder is sent as the working directory of the job's runtime environment. Ray stores a
-job's settings and shows them to all users of the cluster, so secrets are never sent.
+Weft sends the user's folder as the working directory of the job's runtime environment. Ray stores a
+job's settings and shows them to all users of the cluster, so Weft never sends secrets.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
 from .ray_cluster import UserCode
 
-# Job environment: where a run in a job puts its directory, and whether it resumes. A job works in a
-# package of the user's files, which Ray deletes some time after the job. A relative `root` is
-# therefore taken below `WEFT_ROOT`, or below `~/weft` inside such a package.
+# Job environment: variables that tell a run in a job where to put its directory, and whether to
+# resume. A job works in a package of the user's files, which Ray deletes some time after the job.
+# Weft therefore resolves a relative `root` below `WEFT_ROOT`, or else below `~/weft`.
 
 
 ROOT = "WEFT_ROOT"
 RESUME = "WEFT_RESUME"
-"""Variable with `resume` for runs with checkpoints whose script does not set it."""
+"""Environment variable with the value of `resume`, for runs with checkpoints whose script does not
+set it."""
 DEFAULT_ROOT = "~/weft"
 _PACKAGES = ("runtime_resources", "working_dir_files")
-"""Two nested folders where Ray unpacks the files of jobs."""
+"""The two nested folders in which Ray unpacks the files of jobs."""
 
 
 def in_package(folder: Path) -> bool:
@@ -57,8 +58,8 @@ def in_package(folder: Path) -> bool:
 def root_of(
     root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
 ) -> Path:
-    """Return the folder for run directories: the script's `root`, below another folder if it is
-    relative and the working `folder` belongs to a job.
+    """Return the folder for run directories: the script's `root`, below `WEFT_ROOT` if it is
+    relative, or else below `~/weft` if the working `folder` is in a job's package.
 
     >>> root_of("runs", {"WEFT_ROOT": "/shared/weft"}), root_of("/data/runs", {"WEFT_ROOT": "/shared/weft"}), root_of("runs", {})
     (PosixPath('/shared/weft/runs'), PosixPath('/data/runs'), PosixPath('runs'))
@@ -69,7 +70,7 @@ def root_of(
 
 
 def resume_of(resume: str | Path, environment: Mapping[str, str] = os.environ) -> str | Path:
-    """Return what a run resumes from: the script's value, or the job's if the script says "none".
+    """Return the value of `resume` for a run: the script's, or the job's if the script's is "none".
 
     Raises:
         UserError: The job's value is not "latest", "weights" or "none".
@@ -89,11 +90,11 @@ def resume_of(resume: str | Path, environment: Mapping[str, str] = os.environ) -
 
 
 NUMBER = "WEFT_JOB"
-"""Variable with the id of the job."""
+"""Environment variable with the id of the job."""
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Variable with the seconds between SIGTERM and SIGKILL when Ray stops the job."""
+"""Environment variable with the seconds between SIGTERM and SIGKILL when Ray stops the job."""
 _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-wait-s"}
-"""Variables that --env cannot set, and what sets each."""
+"""Environment variable that --env cannot set -> the option that sets it, or "Weft"."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,14 @@ class JobRequest:
 
     @property
     def program(self) -> str:
-        """Path of the script in the sent folder."""
+        """Path of the script, relative to the sent folder."""
         folder = self.working_dir.expanduser().absolute().resolve()
         return (folder / self.script.expanduser()).resolve().relative_to(folder).as_posix()
 
     def variables(self, job: str) -> dict[str, str]:
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
-        # Users follow the output while the job runs, so Python must not hold it back.
+        # Users follow the output while the job runs, so Python must not buffer it.
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
 
 
@@ -186,14 +187,14 @@ def _check_variable(name: str, value: str) -> None:
 # Jobs
 
 VARIABLE = "RAY_API_SERVER_ADDRESS"
-"""Variable with the address of the job server; Ray's commands read the same one."""
+"""Environment variable with the address of the job server; Ray's commands read the same one."""
 EXAMPLE = "http://ray-head:8265"
 GCS_PORT = 6379
 """Ray's default port for drivers that join a cluster."""
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
 """[s] Longest waits for the job server: to accept a connection, and to answer a request."""
 LOST_TIMEOUT_S = 300.0
-"""[s] How long a job is followed while its server does not answer."""
+"""[s] How long `follow` retries while the job server does not answer."""
 QUIET_S = 300.0
 """[s] After this long without log output, check the job and the connection."""
 POLL_S = 1.0
@@ -203,7 +204,7 @@ OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as its server describes it."""
+    """A job as the job server describes it."""
 
     id: str
     status: str
@@ -234,7 +235,10 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a cluster, by the `address` of its job server (None: `RAY_API_SERVER_ADDRESS`).
+    """The jobs of a cluster.
+
+    Args:
+        address: Address of the cluster's job server. Default: that in `RAY_API_SERVER_ADDRESS`.
 
     Raises:
         UserError: The address or the token is wrong, or the server does not answer.
@@ -247,7 +251,8 @@ class Jobs:
             self._client = _client(self.address)
 
     def submit(self, request: JobRequest, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Send the files of a job, start it, and return its id. `tell` gets a line about the files.
+        """Send the files of a job, start it, and return its id. `tell` receives a line that
+        summarizes the files.
 
         Raises:
             UserError: The files are too large, or do not include the script.
@@ -264,7 +269,7 @@ class Jobs:
             )
 
     def list(self) -> list[Job]:
-        """Return all jobs that the cluster remembers, latest first."""
+        """Return all jobs that the cluster remembers, newest first."""
         with _answers(self.address):
             found = [Job.of(details) for details in self._client.list_jobs() if details.submission_id]
         return sorted(found, key=lambda job: (job.submitted_s, job.id), reverse=True)
@@ -297,16 +302,17 @@ class Jobs:
         return found
 
     def follow(self, job: str, write: Callable[[str], None]) -> Job:
-        """Pass on the output of a job, from its beginning until it ends, and return the job.
+        """Pass all output of a job to `write` until the job ends, and return the job.
 
         Raises:
             UserError: The cluster does not know this job.
-            RunError: Its server did not answer for LOST_TIMEOUT_S.
+            RunError: The job server did not answer for LOST_TIMEOUT_S.
         """
         written, heard = 0, time.monotonic()
 
         def pass_on(text: str, end: int) -> None:
-            """Write the part of a log's piece that earlier connections have not brought."""
+            """Write the part of a text that earlier connections did not deliver. `end` is the
+            position of the text's end in the log."""
             nonlocal written
             if end > written:
                 write(text[max(0, len(text) - (end - written)) :])
@@ -327,7 +333,7 @@ class Jobs:
             time.sleep(POLL_S)
 
     async def _tail(self, job: str, pass_on: Callable[[str, int], None]) -> None:
-        """Follow the log of a job until its server ends it, or sends nothing for QUIET_S."""
+        """Read the log of a job until the server ends it, or sends nothing for QUIET_S."""
         import aiohttp
 
         seen, stream = 0, self._client.tail_job_logs(job)
@@ -345,7 +351,8 @@ class Jobs:
 
 
 def server_address(given: str | None) -> str:
-    """Return the address of the job server in an option or `RAY_API_SERVER_ADDRESS`.
+    """Return the job server's address: that of the option `--address`, or else of
+    `RAY_API_SERVER_ADDRESS`.
 
     >>> server_address("http://ray-head:8265/")
     'http://ray-head:8265'
@@ -354,7 +361,7 @@ def server_address(given: str | None) -> str:
     weft.dataflow.errors.UserError: --address 'ray-head:6379' is not the address of a job server; did you mean 'http://ray-head:8265'?
 
     Raises:
-        UserError: It is not the address of a job server.
+        UserError: There is no address, or it is not that of a job server.
     """
     address = given or os.environ.get(VARIABLE) or ""
     if not address:
@@ -379,7 +386,7 @@ def server_address(given: str | None) -> str:
 
 
 def _require_listener(address: str) -> None:
-    """Check that the server listens, because Ray's client has no connection timeout."""
+    """Raise a `UserError` if no server listens there. Ray's client has no connection timeout."""
     parts = urlsplit(address)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -436,7 +443,8 @@ def _answers(address: str) -> Iterator[None]:
 
 
 def _check_files(request: JobRequest, tell: Callable[[str], None]) -> None:
-    """Check the size of the folder and that it contains the script, and tell what is sent."""
+    """Check that the files are small enough and include the script, and summarize them to
+    `tell`."""
     code = request.code
     code.check()
     assert code.working_dir is not None

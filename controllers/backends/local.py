@@ -34,13 +34,13 @@ from ..ranks.tasks import Task
 from .backend import Backend, Event, Setup, check_machine, this_node
 from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 
-# _SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
-# thread, so another thread has to do it.
+# _SilenceWatch: interrupts a call in this process that makes no progress. The driver waits for the
+# call in the same thread, so a second thread watches it.
 #
 #     limit_s over ──> `Silent` is raised in the thread that executes the call
-#     2 * limit_s  ──> it hangs outside of Python: write all stacks to standard error, and exit
+#     2 * limit_s  ──> the call hangs outside of Python: write all stacks to stderr, and exit
 #
-# A thread checks every second; a call costs two assignments. Time in a debugger does not count.
+# The second thread checks every second. Time in a debugger does not count.
 
 
 LOOK_S = 1.0
@@ -57,7 +57,7 @@ class _SilenceWatch:
         self._thread = threading.get_ident()
         self._limit_s = math.inf
         self._spoke = math.inf
-        """[s] Time of the last progress; infinity without a call."""
+        """[s] Time of the last progress; infinity while no call runs."""
         self._closed = threading.Event()
         self._armed = False
         self._interrupts = threading.current_thread() is threading.main_thread()
@@ -67,7 +67,7 @@ class _SilenceWatch:
 
     @contextmanager
     def over(self, limit_s: float) -> Iterator[None]:
-        """Raise `Silent` if the block makes no progress for longer than this."""
+        """Raise `Silent` if the block makes no progress for longer than `limit_s`."""
         self._limit_s, self._spoke = limit_s, time.monotonic()
         if self._looker is None and limit_s < math.inf:
             self._looker = threading.Thread(target=self._look, name="silence", daemon=True)
@@ -109,7 +109,8 @@ class _SilenceWatch:
         if self._interrupts:
             signal.pthread_kill(self._thread, SIGNAL)
         else:
-            # Python runs signal handlers in the main thread only. This waits for the next bytecode.
+            # Python runs signal handlers only in the main thread. In other threads, the error is
+            # raised only when the next bytecode runs.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread), ctypes.py_object(Silent)
             )
@@ -128,10 +129,9 @@ class _SilenceWatch:
         return False
 
     def _arm(self, seconds: float) -> None:
-        """End the process after this time, even if Python cannot run, unless `_disarm` comes
-        first."""
+        """End the process after this time, even if Python cannot run. `_disarm` prevents it."""
         self._armed = True
-        # An interactive session (with sys.ps1) must not lose its variables.
+        # Do not exit an interactive session (with sys.ps1), whose variables would be lost.
         faulthandler.dump_traceback_later(
             seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2
         )
@@ -155,8 +155,8 @@ REST_S = 0.05
 class Local(Backend):
     """Runs every group in this process, with one rank each. The groups take turns on one thread.
 
-    Ranks and devices in the placement are ignored, so a script for Ray also runs under a debugger.
-    A call that makes no progress for too long is interrupted, and the run ends.
+    `Local` ignores ranks and devices in the placement, so a script for Ray also runs under a
+    debugger. A call that makes no progress for too long is interrupted, and the run ends.
     """
 
     in_process = True
@@ -169,14 +169,14 @@ class Local(Backend):
         self._limits: dict[str, float] = {}
         """[s] Group -> longest time without progress."""
         self._silent: dict[str, str] = {}
-        """Group that exceeded it -> its stack."""
+        """Group that exceeded its limit -> its stack."""
 
     def __repr__(self) -> str:
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` for too little memory, or a transport whose sides must work at
-        once."""
+        """Raise a `UserError` if there is too little memory, or if a weight transport needs both
+        sides to work at the same time."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
@@ -205,7 +205,7 @@ class Local(Backend):
             if shares_gpus(setup.placement, name):
                 worker.offload()
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        # The order of their turns
+        # Groups take turns in this order.
         self._executors = {name: self._executors[name] for name in setup.handles}
         return {name: groups[name] for name in setup.handles}
 
@@ -278,7 +278,8 @@ class Local(Backend):
 
 
 def _unused(placement: Mapping[str, Place]) -> str:
-    """The ranks and GPUs of a placement that one process cannot use; empty if there are none.
+    """Describe the ranks and GPUs of a placement that one process cannot use; empty if there are
+    none.
 
     >>> from weft.controllers.placement import ResourcePool
     >>> _unused({"actor": Place(ResourcePool("p", gpus=4), ranks=2), "reward": Place(ResourcePool("q"))})

@@ -1,8 +1,8 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
 A setting names a folder, or a Hugging Face id that is cached on the driver's node. If a rank's node
-has the same files at the same path or in its cache, the rank uses them. Otherwise one process of
-the node fetches the folder into its cache (`workers/models/node_folder.py`).
+has the same files at the same path or in its cache, the rank uses them. Otherwise one process on
+that node copies the folder into the node's cache (`workers/models/node_folder.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PIECE_TIMEOUT_S = 120.0
 
 
 class _FolderSource:
-    """Reads folders of the driver's node for ranks on other nodes, in a Ray actor."""
+    """A Ray actor on the driver's node that reads folders for ranks on other nodes."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
@@ -53,7 +53,7 @@ class _FolderSource:
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """Model folders in the settings of a group, for its ranks on other nodes."""
+    """The model folders named in a group's settings, for its ranks on other nodes."""
 
     node: str
     """Ray's id of the driver's node."""
@@ -62,11 +62,12 @@ class ModelFolders:
     """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """Return the group's settings with paths of this `node` (Ray's id), copying folders if
-        needed.
+        """Return the group's settings with the paths of its model folders on this node. Copies a
+        folder if this node lacks it.
 
         Args:
-            advance: Called as copies grow.
+            node: Ray's id of this node.
+            advance: Called whenever a copy grows.
 
         Raises:
             UserError: A copy cannot be written on this node.
@@ -82,7 +83,8 @@ class ModelFolders:
         return config.model_copy(update=changed) if changed else config
 
     def _here(self, given: Any, setting: str, folder: Path, advance: Callable[[], None]) -> Any:
-        """The copy of a folder, with the type of the setting; None if this node has the folder."""
+        """Return the copy of a folder, with the type of the setting; None if this node has the
+        folder."""
         weights = _has_weights(setting)
         listing: FolderListing = self._ask(self.source.listing.remote(folder, weights), folder)
         own = Path(given).expanduser()
@@ -119,7 +121,7 @@ class ModelFolders:
 
 
 class SentFolders:
-    """Model folders of a run, on the driver's side."""
+    """The model folders of a run, on the driver's side."""
 
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
@@ -150,8 +152,8 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """Return setting -> folder for the models and tokenizers of a group, also from this node's
-    cache.
+    """Return setting -> folder on this node, for the models and tokenizers in a group's settings.
+    Hugging Face ids map to folders in this node's cache.
 
     Raises:
         UserError: The weight index of a cached model is damaged.

@@ -5,7 +5,7 @@
          ├──on a new node──> a server starts there ──> all ranks are told of it ──────> ready
          └──CONNECT_TIMEOUT_S──> its failure, which names the node
 
-During a run nothing here blocks: the driver polls for answers of servers and ranks.
+During a run, this module never blocks: the driver polls for the answers of servers and ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _logger = logging.getLogger(__name__)
 
 # Node logs: ranks on machines that do not see the run's directory write their logs next to the
 # segments of their node. The driver asks the node's segment server for new text: every LOG_S, after
-# a rank died, and at the end. If a log grows by more than MAX_BYTES in between, its middle is lost.
+# a rank died, and at the end. If a log grows by more than MAX_BYTES between two requests, the
+# driver copies only the last MAX_BYTES.
 
 
 LOG_S = 10.0
@@ -49,7 +50,7 @@ BRING_S = 5.0
 """[s] Longest wait for the last log text of all nodes."""
 
 NewText = Mapping[str, tuple[int, bytes]]
-"""Name of a log -> position of its new text, and the text."""
+"""Name of a log -> (position of its new text in bytes, new text)."""
 
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
@@ -61,7 +62,7 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
-        # A log that has become shorter was begun again.
+        # A log that is shorter than before was started anew.
         begin = max(seen if seen <= size else 0, size - MAX_BYTES)
         if size > begin or path.name not in known:
             with path.open("rb") as file:
@@ -82,7 +83,7 @@ class _NodeLogs:
         """Nodes that did not answer in time. `bring` does not wait for them."""
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Store answers, and ask again if it is time, without waiting."""
+        """Store new text that has arrived, and request more every LOG_S. Does not wait."""
         asked = {*self._asked.values()}
         self._store(take_answers(self._asked))
         self.silent -= asked - {*self._asked.values()}
@@ -90,8 +91,8 @@ class _NodeLogs:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
-        """Ask for new text, and wait up to BRING_S."""
-        # Pending answers may be older than now; the new answers include their text.
+        """Request new text from all nodes, and wait for it, up to BRING_S."""
+        # Drop pending requests: their answers may be old, and the new answers include their text.
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
         silent = {promise: node for promise, node in self._asked.items() if node in self.silent}
@@ -111,7 +112,7 @@ class _NodeLogs:
                 self.append_text(node, found)
             except (
                 OSError
-            ) as error:  # such as a full disk: the run continues, and the text is sent again
+            ) as error:  # such as a full disk: the run continues, and the text is requested again
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def append_text(self, node: str, found: NewText) -> None:
@@ -143,7 +144,7 @@ LOOK_S = 1.0
 
 
 class _SegmentHost:
-    """The segment server of a node, in a Ray actor. It also watches the run's processes there."""
+    """A Ray actor with the segment server of a node. It also watches the run's processes there."""
 
     def __init__(
         self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool
@@ -160,7 +161,8 @@ class _SegmentHost:
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
 
     def location(self) -> tuple[str, bytes | None, list[str]]:
-        """Its address, its certificate if it encrypts, and warnings about its folder."""
+        """The server's address, its certificate (None without encryption), and warnings about its
+        folder."""
         return self.server.location, self._certificate, self._notes
 
     def new_text(self, known: Mapping[str, int]) -> NewText:
@@ -175,7 +177,8 @@ class _SegmentHost:
             time.sleep(SAMPLE_S)
 
     def memory(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes. Return the memory of the node and of processes watched before."""
+        """Watch these processes (worker -> pid). Return the memory of the node and of the processes
+        watched so far."""
         self._processes.watch(processes)
         return self._processes.memory()
 
@@ -187,12 +190,12 @@ class _SegmentHost:
         return self._processes.ending(who, blamed=blamed)
 
     def last(self) -> None:
-        """Never return: a broken promise of this call shows that the process has died."""
+        """Never return. If the process dies, the promise of this call breaks."""
         threading.Event().wait()
 
 
 class _SegmentServers:
-    """The segment servers of a run, one per node; none with a single node."""
+    """The segment servers of a run, one per node. A run on a single node has none."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
@@ -218,8 +221,11 @@ class _SegmentServers:
         return sorted(self._asked.values())
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each new node (Ray's id -> name). Call `advance` until none is
-        `awaited`."""
+        """Start a server on each new node. Call `advance` until no node is `awaited`.
+
+        Args:
+            names: Ray's id of a node -> its name.
+        """
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -246,12 +252,13 @@ class _SegmentServers:
         server = remote(_SegmentHost).options(
             num_cpus=0, scheduling_strategy=strategy, max_concurrency=2
         )
-        # Traffic on loopback does not leave the machine.
+        # Loopback traffic does not leave the machine, so it is not encrypted.
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        """Process answers of servers. Return whether the last one came, so that `peers` are new."""
+        """Process the answers of servers. Return whether the last answer has arrived and `peers`
+        are new."""
         if not self._asked:
             return False
         self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds dead servers
@@ -287,7 +294,8 @@ class _SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Every LOOK_S, forget dead servers, and return whether there were any."""
+        """Forget servers that have died, and return whether there were any. Checks at most once
+        every LOOK_S."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -312,13 +320,13 @@ class _SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return Ray's id -> name, for this node, known nodes, and nodes that are alive. Names come
-    from host names, so that they are the same in the next run.
+    """Return Ray's id -> name for this node, the known nodes, and all nodes that are alive. Names
+    come from host names, so a node keeps its name in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
-        known: Existing names, which are kept and not used for other nodes.
+        known: Existing names (Ray's id -> name). They are kept, and no other node gets one of them.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -357,7 +365,8 @@ class _Arrival:
     reply: Reply
     process: Process
     by: float
-    """[s] Deadline for it to know the other nodes, and for them to know its node."""
+    """[s] Deadline for the rank to know the other nodes, and for the other ranks to know its
+    node."""
 
     @property
     def at(self) -> tuple[str, int]:
@@ -369,7 +378,7 @@ class NodeLinks:
 
     Args:
         processes: (group, rank) -> its current process.
-        died: Describes the process of a rank that died.
+        died: Returns a description of a process that died, given its name and error.
     """
 
     def __init__(
@@ -405,11 +414,11 @@ class NodeLinks:
 
     @property
     def settling(self) -> bool:
-        """Whether an answer is still pending."""
+        """Whether a server or a rank has not answered yet."""
         return self._connecting or bool(self._arrivals)
 
     def connect_all(self, files: Files, run: Path, used: Mapping[str, str], timeout_s: float) -> None:
-        """Before the run, wait until all ranks know all nodes, or raise a `WorkerError`.
+        """Connect all ranks to all nodes, before the run. Raises a `WorkerError` after `timeout_s`.
 
         Args:
             used: Ray's id -> name, for the driver's node and the nodes of all ranks.
@@ -429,7 +438,7 @@ class NodeLinks:
         self.logs.bring(self.servers.hosts)
 
     def sample_at(self, group: str, rank: int) -> int | None:
-        """The last sample that a rank recorded on its node, or None if unknown."""
+        """Id of the last sample that a rank recorded on its node, or None if unknown."""
         node = self.stands_on.get((group, rank), "")
         host = self.servers.hosts.get(node)
         if host is None or node in self.lost or node in self.logs.silent:
@@ -440,13 +449,13 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Note that a rank is up. `take_events` returns its answer when the rank can work."""
+        """Record that a rank is up. `take_events` returns its reply once the rank is connected to
+        all nodes."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take_events(self) -> list[Event]:
-        """Restart dead servers, and return the answers of new ranks that can work, or their
-        failures.
+        """Restart dead servers, and return an event for each new rank that is ready or has failed.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.
@@ -466,7 +475,8 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Begin to start servers on all used nodes, if there are several. `_advance` continues."""
+        """Begin to start servers on all nodes in use, if there are several. `_advance` completes
+        the start."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return
@@ -487,7 +497,7 @@ class NodeLinks:
         if self._telling:
             _, self._telling = ray.wait(self._telling, num_returns=len(self._telling), timeout=wait_s)
         if self._clock() > self._by:
-            self._telling = []  # a hanging rank is found by its call timeout
+            self._telling = []  # the call timeout finds a hanging rank
             coming = {self.stands_on.get(arrival.at) for arrival in self._arrivals}
             if late := [node for node in self.servers.awaited if node not in coming]:
                 raise WorkerDied(_not_serving(late, CONNECT_TIMEOUT_S))
@@ -537,7 +547,7 @@ class NodeLinks:
         return not self._connecting
 
     def _turn_away(self, arrival: _Arrival) -> str:
-        """Reason that a rank cannot work. If its node cannot be reached, continue without the
+        """Return the reason that a rank cannot work. If its node's server did not start, forget the
         node."""
         node = self.stands_on.get(arrival.at)
         if node is None or node not in self.servers.awaited:

@@ -1,4 +1,4 @@
-"""Resource pools on a Ray cluster. Pools that share nodes are one placement group."""
+"""Resource pools on a Ray cluster. Pools that share nodes form one Ray placement group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from ..placement import Place, ResourcePool, is_own
 from .backend import Setup
 
 WAIT_S = 30.0
-"""[s] Default for the longest wait for the pools of a placement, which other jobs may hold."""
+"""[s] Default time limit for reserving the pools of a placement, which other jobs may hold."""
 OWN_POOL_TIMEOUT_S = 1.0
 """[s] Longest wait for a free CPU for a group without a place."""
 TELL_S = (3.0, 60.0)
-"""[s] Time until the first line about waiting, and its maximum: it doubles after each line."""
+"""[s] Initial and longest time between two lines about waiting. The time doubles after each
+line."""
 LOOK_S = 0.2
-"""[s] Time between two checks for room for the ranks of an elastic group."""
+"""[s] Time between two checks whether the ranks of an elastic group have room."""
 PROBE_TIMEOUT_S = 120.0
 """[s] Longest wait for a process to report the GPUs of a bundle."""
 GROWS = "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
@@ -36,7 +37,7 @@ class _ReservedPart:
     """Ray's id of the node; empty if the part had no room when the run started."""
     address: str = ""
     gpus: Sequence[str] = ()
-    """Its GPUs, as in `CUDA_VISIBLE_DEVICES` on the node."""
+    """The part's GPUs, as named in `CUDA_VISIBLE_DEVICES` on the node."""
     bundle_gpus: int = 0
     """Number of GPUs in the bundle, which pools may share."""
     first_gpu: int = 0
@@ -45,7 +46,8 @@ class _ReservedPart:
     """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """Return a promise of its GPUs. Ray moves the bundle of a lost node."""
+        """Return a promise of the part's GPUs. They change when Ray moves the bundle of a lost
+        node."""
         import ray
 
         held: Any = ray.remote(_gpus_from)
@@ -56,9 +58,10 @@ class _ReservedPart:
 @dataclass(frozen=True)
 class ReservedPool:
     parts: Sequence[_ReservedPart]
-    """One part for each of its nodes."""
+    """One part for each node of the pool."""
     cpus: int
-    """CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's node."""
+    """Number of CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's
+    node."""
 
 
 class Reservations:
@@ -75,18 +78,19 @@ class Reservations:
         return self._pools[name]
 
     def reserve(self, setup: Setup) -> None:
-        """Reserve the pools of a placement. Wait for pools that the user sized.
+        """Reserve the pools of a placement. Wait for the pools whose size the user set.
 
-        A group without a place gets a free CPU, near the group that it follows. If there is none,
-        it is a guest on another pool's node, and works while that pool's groups are idle.
+        A group without a place gets a free CPU, on the node of the group that it follows. If no CPU
+        is free, the group becomes a guest on another pool's node, and works while that pool's
+        groups are idle.
 
         Raises:
-            UserError: A pool that the user sized was not free in time.
+            UserError: A pool whose size the user set was not free in time.
         """
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
-        # Without a sized pool, wait for one of the others, which then has room for guests.
+        # If the user sized no pool, wait for one of the others, which then has room for guests.
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
@@ -115,7 +119,8 @@ class Reservations:
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def room(self, name: str) -> dict[int, str]:
-        """Rank of an elastic group that has room now -> Ray's id of the node."""
+        """Return rank -> Ray's id of its node, for the ranks of an elastic group that have room
+        now."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -147,8 +152,8 @@ class Reservations:
             ray.util.remove_placement_group(group)
 
     def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
-        """Request each rank separately, so that Ray's autoscaler sees all, and wait for
-        `min_ranks`."""
+        """Request room for each rank separately, so that Ray's autoscaler sees all requests, and
+        wait until `min_ranks` ranks have room."""
         import ray
 
         pool, least = place.pool, place.min_ranks or 0
@@ -188,7 +193,8 @@ class Reservations:
         tell: Callable[[str], None] = lambda line: None,
         near: Mapping[str, str] = {},
     ) -> None:
-        """Reserve the pools that are free in time. `near`: pool -> Ray's id of its node."""
+        """Reserve the pools that become free within `timeout_s`. `near` maps a pool to Ray's id of
+        the node that it must be on."""
         import ray
 
         asked = [(family, _ask(family, near.get(name))) for name, family in bundles(pools).items()]
@@ -230,7 +236,8 @@ class Reservations:
 def _part_of(
     group: Any, index: int, node: str, bundle: Bundle, addresses: Mapping[str, str]
 ) -> _ReservedPart:
-    """A whole bundle of a placement group, on this node if it has room."""
+    """Return the part that is a whole bundle of a placement group. `node` is empty if the bundle
+    has no room."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -239,14 +246,14 @@ def _part_of(
 
 
 def _addresses() -> dict[str, str]:
-    """Ray's id of each node -> its address."""
+    """Return Ray's id of each node -> its address."""
     import ray
 
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 def _pauses() -> Iterator[float]:
-    """[s] Times between two lines about waiting."""
+    """[s] Yield the times between two lines about waiting."""
     pause_s, longest_s = TELL_S
     while True:
         yield pause_s
@@ -254,7 +261,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _ask(family: Sequence[Bundle], node: str | None) -> Any:
-    """Request bundles, each on a different node."""
+    """Request a placement group of bundles, each on a different node."""
     import ray
 
     wanted = [{"CPU": float(b.cpus), **({"GPU": float(b.gpus)} if b.gpus else {})} for b in family]
@@ -264,7 +271,8 @@ def _ask(family: Sequence[Bundle], node: str | None) -> Any:
 
 
 def _gpus_from(first: int, number: int) -> list[str]:
-    """Some of the bundle's GPUs. Only a process that holds them can find out their numbers."""
+    """Return some of the bundle's GPUs. Only a process that holds the bundle can find out their
+    ids."""
     import ray
 
     held = [str(gpu) for gpu in ray.get_gpu_ids()]

@@ -1,7 +1,7 @@
 """Memory, stacks and exit reasons of a run's processes.
 
-`ProcessWatch` watches one machine, in the driver or in a segment server. `ProcessDiagnostics`
-collects the answers for the driver.
+`ProcessWatch` watches the processes of one machine, in the driver or in a node's segment server.
+`ProcessDiagnostics` collects the findings of all nodes for the driver.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _ProcessMemory:
     resident_bytes: int
     """Private memory: the heap and mapped files."""
     shared_bytes: int
-    """Shared memory that it has touched: row segments, weight transfers, Ray's object store. Other
-    processes may count it as well."""
+    """Shared memory that the process has touched: row segments, weight transfers, Ray's object
+    store. Other processes may count the same memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Memory:
 def memory_of(pid: int) -> _ProcessMemory | None:
     """Return the memory of a process on this machine, or None if it has ended.
 
-    psutil tells shared memory from mapped files only at the cost of milliseconds.
+    This reads `/proc`, because psutil takes milliseconds to distinguish shared memory from mapped
+    files.
 
     >>> memory_of(os.getpid()).resident_bytes > 1 << 20, memory_of(-1)
     (True, None)
@@ -95,7 +96,8 @@ def memory_course(readings: Sequence[tuple[float, int]]) -> str:
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return the memory of processes and stores, and the free memory of the fullest node."""
+    """Return metrics of the memory of processes and stores, and of the free memory of the fullest
+    node."""
     by_group: dict[str, list[_ProcessMemory]] = {}
     for node in nodes.values():
         for who, memory in node.processes.items():
@@ -115,27 +117,29 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
     return metrics
 
 
-# Exit reasons: exit status of a process that need not be a child of this one, through its pidfd.
-# Linux 6.15 and later report it for any process; earlier versions only while no process has waited
-# for it. The kernel counts processes that it kills because memory ran out.
+# Exit reasons: a pidfd gives the exit status of a process that need not be a child of this one.
+# Linux 6.15 and later report it for any process; earlier versions only until its parent has waited
+# for it. The kernel also counts the processes that it kills when memory runs out.
 
 
 GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO in linux/pidfd.h, for its first 64 bytes."""
 EXIT = 1 << 3
-"""PIDFD_INFO_EXIT: the exit status is requested, or present."""
+"""PIDFD_INFO_EXIT: requests the exit status, or says that it is present."""
 INFO = struct.Struct("=Q52xi")
-"""Layout: the mask, and the exit status."""
+"""Layout of these bytes: the mask, and the exit status."""
 POLL_S = 0.02
 OOM_COUNTS = ("memory.events", "memory.oom_control")
-"""Files of a cgroup (versions 2 and 1) that count processes killed because it ran out of memory."""
+"""Files of a cgroup (versions 2 and 1) that count the processes killed because it ran out of
+memory."""
 ADVICE = (
     "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
 )
 
 
 class _HeldProcess:
-    """A handle to a process, which keeps its pid from being reused; OSError if there is none."""
+    """A pidfd of a process, so that a reused pid is not mistaken for it. Raises OSError if there is
+    no such process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -149,8 +153,8 @@ class _HeldProcess:
         return False
 
     def exit_code(self, wait_s: float) -> int | None:
-        """Return the exit code, or minus the signal; None if it is alive after `wait_s`, or
-        unknown."""
+        """Return the exit code, or the negative number of the signal that ended the process; None
+        if it is alive after `wait_s`, or the code is unknown."""
         deadline = time.monotonic() + wait_s
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -190,7 +194,7 @@ def said_of(code: int | None) -> str:
 
 
 def kills(root: Path = Path("/")) -> dict[str, int]:
-    """Return file -> number of processes killed by the kernel because memory ran out."""
+    """Return file -> number of processes that the kernel killed because memory ran out."""
     found: dict[str, int] = {}
     counts = (folder / name for folder in cgroup_folders(root) for name in OOM_COUNTS)
     for file in (*counts, root / "proc/vmstat"):
@@ -201,7 +205,7 @@ def kills(root: Path = Path("/")) -> dict[str, int]:
 
 
 def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
-    """Describe how `kills()` grew while a process was killed; empty if they did not."""
+    """Describe how the counts of `kills()` grew; empty if they did not."""
     grown = [file for file, number in now.items() if number > before.get(file, number)]
     if not grown:
         return ""
@@ -209,7 +213,7 @@ def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
 
 
 def said_by_ray(error: str) -> str:
-    """Describe an error of Ray's memory monitor; empty for other errors."""
+    """Describe a kill by Ray's memory monitor, from Ray's error message; empty for other errors."""
     if not re.search(r"OutOfMemoryError|memory pressure|(?i:memory monitor)", error):
         return ""
     was = re.search(r"was ([\d.]+ ?GB / [\d.]+ ?GB)", error)
@@ -218,20 +222,21 @@ def said_by_ray(error: str) -> str:
 
 
 # Stacks: on a signal, `faulthandler` writes the stacks of all threads of a process to its log, even
-# while it hangs in C. The reader shows the thread that executes calls; the log has all of them.
+# while the process hangs in C code. Messages show only the thread that executes calls; the log has
+# all threads.
 
 
 SIGNAL = signal.SIGURG
-"""Ignored by processes that do not handle it."""
+"""The signal that requests stacks. Processes that do not handle it ignore it."""
 STACKS_S = 2.0
 """[s] Longest wait for the stacks of processes."""
 SETTLED_S = 0.1
-"""[s] The stacks are complete when the logs have not grown for this long."""
+"""[s] The stacks count as complete when the logs have not grown for this long."""
 MAX_BYTES = 1 << 20
 """[bytes] Maximum part of a log that is read."""
 MAX_FRAMES = 12
 EXECUTOR = ("ranks", "executor.py")
-"""File with a frame in the stack of the thread that executes calls."""
+"""The file that identifies the thread that executes calls: its stack has a frame of this file."""
 STATES = {
     psutil.STATUS_STOPPED: "it is stopped, by SIGSTOP or from a terminal",
     psutil.STATUS_TRACING_STOP: "a debugger has stopped it",
@@ -250,7 +255,7 @@ def write_on_request() -> None:
 
 
 def threads_in(text: str) -> list[list[Frame]]:
-    """Parse the output of `faulthandler`: the frames of each thread, innermost first.
+    """Parse the output of `faulthandler` into the frames of each thread, innermost first.
 
     >>> threads_in('noise\\nThread 0x01 (most recent call first):\\n  File "a.py", line 7 in f\\n  File "b.py", line 9 in g\\n')
     [[('a.py', '7', 'f'), ('b.py', '9', 'g')]]
@@ -261,7 +266,8 @@ def threads_in(text: str) -> list[list[Frame]]:
 
 
 def shown(frames: Sequence[Frame]) -> str:
-    """Describe the frames above the executor's. Without any, the worker waits for a call."""
+    """Describe the frames that the executor has called; without any, say that the worker is
+    idle."""
     at = next((k for k, frame in enumerate(frames) if _is_executor(frame)), len(frames))
     own = frames[:at]
     if not own or (at < len(frames) and frames[at][2] == "_serve"):
@@ -276,7 +282,7 @@ def _is_executor(frame: Frame) -> bool:
 
 
 def _written(pid: int, log: Path, begun: int) -> str:
-    """Describe the stacks that a process has written to its log since it had this many bytes."""
+    """Describe the stacks that a process has written to its log after the first `begun` bytes."""
     text = ""
     with suppress(OSError), log.open("rb") as file:
         file.seek(begun)
@@ -303,7 +309,7 @@ SAMPLE_S = 1.0
 READINGS = 120
 """Number of readings kept per process."""
 STORE_S = 10.0
-"""[s] Time between two readings of object stores, which scan all processes."""
+"""[s] Time between two readings of object stores. Each scans all processes."""
 EXIT_S = 2.0
 """[s] Longest wait for the exit status of a process that is gone."""
 
@@ -363,11 +369,12 @@ class ProcessWatch:
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
-        """Return watched worker -> innermost frames of its executor, or why there are none."""
+        """Return worker -> innermost frames of its executor's thread, or why there are none. Only
+        for workers that are watched."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
-            # Measure the logs before the signal, so that earlier stacks are not read.
+            # Measure the logs before the signal, so that older stacks are not read.
             begun = {who: _size(log) for who, log in logs.items()}
             alive = [who for who, process in asked.items() if process.send(SIGNAL)]
         last, deadline = time.monotonic(), time.monotonic() + wait_s
@@ -388,7 +395,7 @@ class ProcessWatch:
         """Describe how a process ended, with its memory over time; empty if unknown.
 
         Args:
-            blamed: Whether the cause is known already.
+            blamed: Whether the cause is known already, so that the kernel's counts do not matter.
         """
         with self._lock:
             watched = self._watched.pop(who, None)
@@ -397,7 +404,7 @@ class ProcessWatch:
             code = watched.process.exit_code(wait_s)
             watched.process.close()
             before, self._kills = self._kills, kills(self._root)
-        # When memory runs out, the kernel sends SIGKILL; an unknown status may be that as well.
+        # When memory runs out, the kernel sends SIGKILL; an unknown status may be one, too.
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
             by_kernel = (
@@ -407,7 +414,7 @@ class ProcessWatch:
 
 
 def log_name(who: str) -> str:
-    """Name of a worker's log.
+    """Return the file name of a worker's log.
 
     >>> log_name("rollout[0]")
     'rollout_0.log'
@@ -425,7 +432,8 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove settled promises of Ray, and return their values with the answers, if any."""
+    """Remove the settled promises from `promises`. Return (value in `promises`, result) of those
+    that succeeded."""
     import ray
     from ray.exceptions import RayError
 
@@ -439,8 +447,8 @@ def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K
 
 
 class ProcessDiagnostics:
-    """Memory, stacks and exit reasons of all processes, collected on the driver's `node`, also from
-    other threads."""
+    """Collects memory, stacks and exit reasons of the processes of all nodes. It runs in the
+    driver, on `node`; other threads may use it."""
 
     def __init__(self, node: str, logs: Path) -> None:
         self._here = node
@@ -460,7 +468,7 @@ class ProcessDiagnostics:
         self._looked = self._asked_at = float("-inf")
 
     def meet(self, who: str, process: Any) -> None:
-        """Start watching the new process of a worker, given a promise of its node and pid."""
+        """Start watching a worker's new process, given a promise of its node and pid."""
         with self._lock:
             self.forget(who)
             self._coming[process] = who
@@ -471,7 +479,7 @@ class ProcessDiagnostics:
             self._processes.pop(who, None)
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Process answers, and take or request new readings, without waiting."""
+        """Process answers, and take or request new readings. Does not wait."""
         now = time.monotonic()
         if now - self._looked < SAMPLE_S:
             return

@@ -36,16 +36,19 @@ if TYPE_CHECKING:
 
 
 # Rank process: the actor class is pickled by value, so that the process gets its environment before
-# it imports Weft or the user's code. Ray's own way to set an environment starts another process
-# that imports Ray as well (0.7 s of CPU), and writes the variables to its logs.
+# it imports Weft or the user's code. Setting the environment through Ray would start another
+# process that also imports Ray (0.7 s of CPU), and would write the variables to Ray's logs.
 
 
 def rank_process(rank_class: type) -> type:
-    """Return a class for a Ray actor that sets its environment, then has the methods of a rank.
+    """Return the class of a Ray actor that first sets its environment, and has the methods of
+    `rank_class`.
 
-    It is made in a function so that it is pickled by value, and its methods use no outside names. Its
-    arguments: an environment with `PYTHONPATH` and `OMP_NUM_THREADS`; a pickled tuple of the rank class
-    and its arguments; and the GPUs to use, or None if the environment names them.
+    The class is made in a function so that Ray pickles it by value, and its methods use no outside
+    names. The actor's arguments are:
+    - an environment with `PYTHONPATH` and `OMP_NUM_THREADS`
+    - a pickled tuple of the rank class and its arguments
+    - the GPUs to use, or None if the environment names them
     """
 
     def __init__(
@@ -89,8 +92,8 @@ def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
     return found
 
 
-# Forwarded variables: a process on an existing cluster has the environment of its node. Settings
-# for NCCL, vLLM, the Hugging Face hub or a tracker must reach the ranks from the driver.
+# Forwarded variables: a process on an existing cluster has the environment of its node, but the
+# ranks need the driver's settings of NCCL, vLLM, the Hugging Face hub and trackers.
 
 
 PREFIXES = (
@@ -125,7 +128,7 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
     "WEFT_CACHE",
 )
-"""Addresses and folders of the driver's node, which are not forwarded."""
+"""Variables with addresses and folders of the driver's node, which are not forwarded."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +145,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# Network interface of a node's address: gloo, NCCL and vLLM would otherwise use the first they find
+# Network interface of a node's address: gloo, NCCL and vLLM would otherwise use the first one that
+# they find
 
 
 def interface_of(address: str) -> str | None:
@@ -164,7 +168,7 @@ def interface_of(address: str) -> str | None:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Return variables that make libraries use the address of this node.
+    """Return environment variables that make gloo, NCCL and vLLM use this address.
 
     >>> network_environment("127.0.0.1")
     {'VLLM_HOST_IP': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo'}
@@ -174,11 +178,12 @@ def network_environment(address: str) -> dict[str, str]:
     return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
 
 
-# Sample notes: a rank notes which sample it works on, so that it is known if the process dies
+# Sample notes: a rank records the sample that it works on, which is then known if the process dies
 
 
 class _SampleNote:
-    """Eight mapped bytes of a file, which outlive the process. `Context.at` makes the file."""
+    """Eight bytes of a memory-mapped file with the current sample's id, which outlive the process.
+    The first call of `Context.at` creates the file."""
 
     FORMAT = struct.Struct("<q")
 
@@ -200,7 +205,7 @@ class _SampleNote:
 
 
 def noted_sample(logs: Path, group: str, rank: int) -> int | None:
-    """The last sample that a rank noted next to its log, or None."""
+    """Return the id of the last sample that a rank recorded next to its log, or None."""
     path = _note_path(logs, group, rank)
     written = path.read_bytes() if path.exists() else b""
     if len(written) != _SampleNote.FORMAT.size:
@@ -216,9 +221,10 @@ def _note_path(logs: Path, group: str, rank: int) -> Path:
 # Rank
 
 MAX_CALLS = 64
-"""Maximum number of running calls with rows on a rank, each on a thread."""
+"""Maximum number of concurrent calls with rows on a rank, each on a thread."""
 CONTROL = "control"
-"""Threads for calls without rows (weights, cancelling), which calls with rows cannot block."""
+"""Ray concurrency group for calls without rows (weights, cancelling), which calls with rows cannot
+block."""
 CONTROL_CALLS = 16
 
 
@@ -228,11 +234,11 @@ class RankFiles:
     node_names: Mapping[str, str]
     """Ray's id of a node -> its name in references."""
     replaced: int
-    """How often the rank was replaced. Each process has separate files."""
+    """Number of times that the rank was replaced. Each of its processes has separate files."""
     peers: Peers | None
     """The other nodes, if known."""
     models: ModelFolders | None = None
-    """Model folders in its settings that other nodes may lack."""
+    """Model folders named in the group's settings that other nodes may lack."""
     written_on: str | None = None
     """Name of the driver's node, for a group that writes into the run's directory."""
     alone: bool = False
@@ -242,9 +248,9 @@ class RankFiles:
 @dataclass(frozen=True)
 class Standing:
     at: Coordinates | Failure
-    """Coordinates in the mesh of its group, or the failure to start."""
+    """Coordinates in its group's mesh, or the reason that it did not start."""
     node: str
-    """Name of its node in references."""
+    """Name of the rank's node in references."""
     node_id: str
 
 
@@ -254,7 +260,7 @@ class _Rank:
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
             └───────────────────────────────┘
 
-    Only rank 0 of a group whose ranks meet takes a port. Ray runs each call on a separate thread;
+    Only rank 0 of a group with a rendezvous takes a port. Ray runs each call on a separate thread;
     the executor's thread does the work.
     """
 
@@ -278,7 +284,7 @@ class _Rank:
         context = replace(context, address=address)
         self._note: _SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        # An unknown node has just joined the cluster.
+        # A node without a name has just joined the cluster.
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"
         self._hidden: str | None = None
         """Reason that the worker cannot be made here."""
@@ -309,7 +315,7 @@ class _Rank:
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Take a free port of this machine where the ranks of the group meet."""
+        """Reserve a free port of this machine, at which the ranks of the group meet."""
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
 
@@ -317,8 +323,9 @@ class _Rank:
         """Make the worker, and wait until it is up.
 
         Args:
-            rendezvous: None if the ranks of the group do not meet.
-            offload: Free device memory at once, for the group that is made next.
+            rendezvous: Where the ranks of the group meet; None if they do not.
+            offload: Offload the worker at once, to free device memory for the group that starts
+                next.
         """
         if rendezvous is not None:
             rendezvous = replace(rendezvous, taken=self._port)
@@ -367,8 +374,8 @@ class _Rank:
 def start_rank(
     handle: Handle, place: Place, context: Context, pool: ReservedPool, sharing: int, files: RankFiles
 ) -> Any:
-    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` counts
-    the groups on the pool."""
+    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` is the
+    number of groups on the pool."""
     import ray
     from ray import cloudpickle
 
@@ -385,7 +392,7 @@ def start_rank(
     )
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(_Rank)).options(
-        # Groups on a pool take turns, so together they count as its CPUs.
+        # Groups on a pool take turns, so together they request only the pool's CPUs.
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
         scheduling_strategy=part.strategy,
@@ -398,7 +405,7 @@ def start_rank(
 
 
 def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
-    """Environment of a rank's process, which must be set before any import that reads it."""
+    """Environment of a rank's process. It must be set before any import that reads it."""
     return {
         **forwarded(os.environ),
         # Thread counts must be set before torch is imported.
@@ -406,9 +413,9 @@ def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
         "MKL_NUM_THREADS": str(place.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        # Rank i of every group on a pool sees the same devices, or none without GPUs. Ray cannot
-        # guarantee this with fractional GPUs, so it is asked for no GPUs. The last variable stops
-        # Ray from changing CUDA_VISIBLE_DEVICES.
+        # Rank i of every group on a pool sees the same devices, or none if the pool has no GPUs.
+        # Ray cannot guarantee this with fractional GPUs, so Weft requests no GPUs from it. The last
+        # variable stops Ray from changing CUDA_VISIBLE_DEVICES.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -1,7 +1,7 @@
 """RayBackend: run each rank as a Ray actor.
 
-Ray carries calls and small replies. Columns of rows are in segments, which workers write and map,
-and fetch from other nodes by Arrow Flight.
+Ray carries calls and small replies. Workers write columns of rows to segment files, map those of
+their own node, and fetch those of other nodes by Arrow Flight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _new_gauge(gauge: str, metric: str) -> Any:
 
 
 def labelled(name: str) -> tuple[str, str]:
-    """Return the gauge of a metric, and its evaluation.
+    """Return the name of a metric's gauge, and its evaluation (empty for training).
 
     >>> labelled("actor/entropy"), labelled("heldout/failed_rows"), labelled("eval/reward/mean"), labelled("reward/my own")
     (('weft_actor_entropy', ''), ('weft_failed_rows', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
@@ -80,17 +80,18 @@ CLOSE_TIMEOUT_S = 5.0
 
 @names_arguments
 class RayBackend(Backend, Cluster):
-    """Run worker groups on a Ray cluster: the one at `address` (or in `RAY_ADDRESS`), or else a new
-    local one.
+    """Run worker groups on the Ray cluster at `address` (or in `RAY_ADDRESS`), or else on a new
+    local cluster.
 
     Args:
         address: `host:port`, or "auto".
         wait_s: [s] How long to wait for the pools of a placement while the cluster grows. By
-            default 30 s, and a placement that is larger than the cluster is rejected at once.
-        working_dir: Folder to send to every node; ranks work there and import from it. By default
-            ranks import from the paths of this process, so all nodes must see them. With `ray job
-            submit --working-dir` they do.
-        py_modules: More folders of packages to send.
+            default, `RayBackend` waits 30 s, and rejects a placement larger than the cluster at
+            once.
+        working_dir: Folder to send to every node, as the ranks' working directory and import path.
+            By default, ranks import from the paths of this process, which all nodes must see. With
+            `ray job submit --working-dir` they do.
+        py_modules: Other package folders to send.
         excludes: Patterns of files not to send, as in a `.gitignore`.
 
     Raises:
@@ -136,7 +137,7 @@ class RayBackend(Backend, Cluster):
         self._starts: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
-        """Calls to ranks that have no process anymore."""
+        """Calls to ranks that have no process."""
         self._streams: dict[Any, tuple[Call, int]] = {}
 
     def __repr__(self) -> str:
@@ -166,7 +167,7 @@ class RayBackend(Backend, Cluster):
             for rank in range(place.ranks):
                 if parts[position(place, rank).node_rank].node:
                     self._start_rank(name, rank)
-        # Absent ranks of elastic groups are independent, so their coordinates are known.
+        # Ranks of elastic groups are independent, so the coordinates of absent ones are known.
         meshes = {
             name: [Coordinates(dp=r) for r in range(placement[name].ranks)] for name in setup.handles
         }
@@ -229,11 +230,15 @@ class RayBackend(Backend, Cluster):
         }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """Wait for starting ranks: promise -> group and rank. Progress restarts the timeout.
+        """Wait for starting ranks, and return (group, rank) -> answer. Progress restarts the
+        timeout.
+
+        Args:
+            promises: Promise of an answer -> (group, rank).
 
         Raises:
             WorkerError: A rank did not answer in time, died, or could not start.
-            UserError: A worker could not start, and the user can fix it.
+            UserError: A worker could not start because of an error that the user can fix.
         """
         import ray
         from ray.exceptions import RayError
@@ -397,7 +402,7 @@ class RayBackend(Backend, Cluster):
         return events
 
     def _without_streams(self, timeout_s: float) -> list[Event]:
-        """Return failures of calls to ranks without processes. If there are none, sleep."""
+        """Return failures of calls to ranks without processes, or sleep if there are none."""
         if not self._unheard:
             time.sleep(timeout_s)
         unheard, self._unheard = self._unheard, []
@@ -408,7 +413,7 @@ class RayBackend(Backend, Cluster):
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Describe a process that died, with the end of its log, which says more than Ray's
+        """Describe a process that died. Quotes the end of its log, which says more than Ray's
         error."""
         # The process may have written its log on a machine that does not see the run's directory.
         self._links.bring_logs()
@@ -454,8 +459,8 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Error message if a process died because its node lacks a module of this process, else
-    None."""
+    """Return an error message if a process died because its node lacks a module that this process
+    has, else None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

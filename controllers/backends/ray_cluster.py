@@ -28,20 +28,20 @@ from ..placement import Place
 from ..signals import signals_deferred
 from .token_file import keep_private
 
-# Address of an existing cluster, and its nodes. Ray has no deadline for joining a cluster, and a
-# hanging connection cannot be ended in this process, so another program asks first.
+# Address of an existing cluster, and its nodes. Ray has no timeout for joining a cluster, and this
+# process could not end a hanging connection, so a separate program (the probe) connects first.
 
 
 VARIABLE = "RAY_ADDRESS"
 PROBE_TIMEOUT_S = 60.0
-"""[s] Longest wait for the probe, with the import of Ray from a slow disk."""
+"""[s] Longest wait for the probe, including importing Ray from a slow disk."""
 EXAMPLE = "ray-head:6379"
 PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
 
 def address_of(given: str | None) -> str | None:
-    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local
-    one.
+    """Return a cluster's address from an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for
+    a local cluster.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -151,7 +151,7 @@ class UserCode:
     working_dir: Path | None
     """Working directory of ranks; they can import from it."""
     py_modules: tuple[Path, ...]
-    """Folders of packages that they can import."""
+    """Package folders that ranks can import."""
     excludes: tuple[str, ...]
     """Patterns of files not to send, as in a `.gitignore`."""
 
@@ -181,7 +181,7 @@ class UserCode:
         return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
 
     def check(self) -> None:
-        """Raise a `UserError` if a folder is too large, with its largest entries."""
+        """Raise a `UserError` if a folder is too large. The message lists its largest entries."""
         for folder in self.folders:
             sizes = Counter[str]()
             for name, size in self.files(folder).items():
@@ -251,7 +251,7 @@ class RayCluster:
         self.folder: str | None = None
         """Folder of the local cluster while it runs."""
         self.is_connected = False
-        """Whether this object connected to Ray, and not the script, so that it must disconnect."""
+        """Whether this object, rather than the script, connected to Ray and must disconnect."""
         self._sizes: list[tuple[int, int]] | None = None
         """CPUs and GPUs of each node of the cluster, if known."""
         self._reaper: ChildProcess | None = None
@@ -270,14 +270,15 @@ class RayCluster:
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
     def connect(self, placement: Mapping[str, Place]) -> None:
-        """Start or join the cluster, unless this process is connected.
+        """Start or join the cluster, unless this process is connected already.
 
         Raises:
             UserError: The cluster cannot be joined.
         """
         if not self.address:
-            # Ray reads these on import: listen only on loopback (checked by test_sockets.py), and
-            # require a token, which is the default, but avoids a warning.
+            # Ray reads these on import. The first makes it listen only on loopback (checked by
+            # test_sockets.py). The second requires a token, which is the default, but setting it
+            # avoids a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             # Ranks have their own environments, so workers that Ray starts in advance would never
@@ -291,7 +292,7 @@ class RayCluster:
         if self.address:
             _check_joined(self.address)
             self._node_sizes(self.address)  # checks that the cluster answers
-            # Nodes may join later, so the next reader asks again.
+            # Nodes may join later, so ask again the next time.
             self._sizes = None
         if ray.is_initialized():
             if self._code.folders and not ray.get_runtime_context().runtime_env.get("working_dir"):
@@ -313,7 +314,7 @@ class RayCluster:
                 utils.set_sigterm_handler = set_handler
 
     def disconnect(self) -> None:
-        """Leave the cluster. A local one is ended and removed."""
+        """Leave the cluster. Ends a local cluster and deletes its folder."""
         import ray
 
         if self.is_connected:
@@ -322,9 +323,9 @@ class RayCluster:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-        if self._reaper is not None:  # the folder is gone, so it ends
+        if self._reaper is not None:  # the folder is gone, so the reaper ends
             self._reaper.close_input()
-            # It may still end processes that outlive the shutdown.
+            # The reaper may still end processes that outlive the shutdown.
             if self._reaper.wait(CLOSE_TIMEOUT_S):
                 self._reaper.kill()  # closes its pipes
             self._reaper = None
@@ -358,7 +359,7 @@ class RayCluster:
 
         # Otherwise Ray hides all GPUs from ranks, which ask it for none (`rank.py`).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's sockets are 66 characters deeper, and a socket path has at most 107 characters.
+        # Ray's socket paths are 66 characters longer than this path, and limited to 107 characters.
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="weft-", dir=where)
         command = "reap", self.folder, str(os.getsid(0))
@@ -393,7 +394,8 @@ class RayCluster:
 
 
 def _check_joined(address: str) -> None:
-    """Reject the address if this process has joined another cluster. It can only be in one."""
+    """Reject the address if this process has joined another cluster. A process can be in only
+    one."""
     ray = sys.modules.get("ray")
     joined: str = (
         ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
@@ -406,6 +408,6 @@ def _check_joined(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory, because the store only carries calls and replies."""
+    """An eighth of the free shared memory. The store carries only calls and replies."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

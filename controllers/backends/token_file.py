@@ -1,5 +1,4 @@
-"""Ray's authentication token. It lets programs run on the cluster, so only its owner may read
-it."""
+"""Keep Ray's authentication token private: whoever reads it can run programs on the cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def token_file(environment: Mapping[str, str], home: Path) -> Path | None:
 
 
 def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> None:
-    """Make the token file readable only by its owner. Ray creates it readable by others."""
+    """Make the token file readable only by its owner. Ray itself lets others read it."""
     file = token_file(environment, home)
     if file is None:
         return
@@ -47,7 +46,7 @@ def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> N
 
 
 def unprotected(address: str, environment: Mapping[str, str]) -> str:
-    """Return a warning about a cluster that was joined without a token, or an empty string.
+    """Return a warning if the cluster was joined without a token, or else an empty string.
 
     >>> unprotected("head:6379", {"RAY_AUTH_MODE": "token"})
     ''

@@ -1,7 +1,7 @@
-"""Checks of a whole run, made before any process starts. `../node_layout.py` checks that a placement
-fits the cluster.
+"""Check a whole run before any process starts. Each check raises a `UserError` that names the
+setting, group or node, and the fix.
 
-Each raises a `UserError` that names the setting, group or node, and the fix.
+`../node_layout.py` checks that a placement fits the cluster.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
 _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
-"""Columns of a source that models read after its prompts."""
+"""Columns of a source that models read after its prompts: responses."""
 
 
 _EXAMPLES: Mapping[str, tuple[type, str]] = {
@@ -59,11 +59,12 @@ _EXAMPLES: Mapping[str, tuple[type, str]] = {
     "buffer": (BufferConfig, "a weft.BufferConfig(...)"),
     "checkpoint": (CheckpointConfig, "a weft.CheckpointConfig(every=...)"),
 }
-"""Argument of the driver -> its type, and a valid example."""
+"""Argument of the driver -> (its type, a valid example)."""
 
 
 def check_kinds(*, placement: object, backend: object, **others: object) -> None:
-    """Check the types of the driver's arguments, for example an instance and not its class."""
+    """Check the types of the driver's arguments; a backend, for example, must be an instance, not a
+    class."""
     wanted = [(n, others[n], isinstance(others[n], kind), how) for n, (kind, how) in _EXAMPLES.items()]
     of_places = isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())
     how = 'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}'
@@ -86,7 +87,7 @@ def check_numbers(**numbers: object) -> None:
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return the names of a run's graphs, the training graph's first."""
+    """Check and return the names of a run's graphs, starting with the training graph's."""
     names = [TRAIN, *(e.name for e in evaluations)]
     for taken in names:
         check_name(taken, "Evaluation(..., name")
@@ -116,7 +117,7 @@ def check_best(
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Check graphs, and return their worker groups by name."""
+    """Check the graphs, and return the handles of their worker groups by name."""
     for graph in graphs:
         graph.validate(also=graphs)
     handles: dict[str, Handle] = {}
@@ -130,7 +131,8 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
 
 
 def check_workers(graphs: Iterable[Graph]) -> None:
-    """Check that every source has rows, and that worker classes can do what their nodes ask."""
+    """Check that every source has rows, and that worker classes support the operations of their
+    nodes."""
     for graph in graphs:
         if not len(graph.source.table):
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
@@ -187,9 +189,10 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
 
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
-    """Return the settings under a rule that have changed since the checkpoint was written."""
+    """Return the settings under `rule` that have changed since the checkpoint was written."""
     settings, rules = spec.recorded
-    # Without rows in flight the data may change: training then begins at their first row.
+    # Without rows in flight, the data may change: training then begins at the first row of the new
+    # data.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
     before = with_present_names(point.state.settings, settings)
     changed = changes(before, settings, {**rules, **alone}, rule)
@@ -209,8 +212,8 @@ def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | 
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Check that the group which generates samples for a policy gradient gets each version in
-    time."""
+    """Check that a group that generates samples for a policy gradient follows the trained group,
+    and often enough for the schedule's maximum staleness."""
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
@@ -224,7 +227,7 @@ def check_followed(graph: Graph, schedule: Training) -> None:
                     f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows no group: "
                     f"add {group}.follows({node.group})"
                 )
-            # Between two updates, the follower lags by up to every - 1 versions.
+            # Between two weight syncs, the follower lags by up to every - 1 versions.
             if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
                 raise UserError(
                     f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
@@ -254,7 +257,8 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Check that every model can read its rows, with responses of up to `max_tokens`."""
+    """Check that every row, with responses of up to `max_tokens`, fits the contexts of the
+    models."""
     tokens, context = _row_tokens(graph), _shortest_context(graph)
     if tokens is None or context is None or not len(tokens):
         return
@@ -320,11 +324,12 @@ def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> No
 
 
 MAX_ROWS = 10_000_000
-"""Rows that a graph may have in flight at once. The driver keeps an entry for each."""
+"""Maximum number of rows that a graph may have in flight at once. The driver keeps an entry for
+each."""
 
 
 def check_rows(graph: Graph, prompts: int, setting: str) -> None:
-    """Check that these prompts make no more rows at once than the driver can hold.
+    """Check that this number of prompts makes no more rows at once than the driver can hold.
 
     Args:
         setting: the setting that decides the number of prompts, for the error message.
@@ -413,11 +418,12 @@ def check_apart(
 # Default deadlines. Larger models take longer to start and to answer.
 
 CALL_S = 600.0
-"""[s] Base limit on a rank's silence, for any model."""
+"""[s] Longest time that a call may go without progress, without the time to copy the model."""
 READ_BYTES_PER_S = 50e6
-"""Slowest disk to expect when loading a model: one that many ranks share over a network."""
+"""[bytes/s] Lowest read speed assumed for loading a model: a network disk that many ranks share."""
 COPY_BYTES_PER_S = 200e6
-"""Slowest copy of all parameters to expect: publishing, receiving, or moving them to the host."""
+"""[bytes/s] Lowest speed assumed for copying all parameters: to publish or receive them, or to move
+them to the host."""
 
 
 def model_bytes(handles: Iterable[Handle]) -> int:
@@ -426,7 +432,7 @@ def model_bytes(handles: Iterable[Handle]) -> int:
 
 
 def longest_start_s(num_bytes: int) -> float:
-    """Return the longest wait for the workers of a group to start [s].
+    """Return the time limit for the workers of a group to start [s].
 
     >>> longest_start_s(0), longest_start_s(140_000_000_000)
     (300.0, 3100.0)
@@ -435,7 +441,8 @@ def longest_start_s(num_bytes: int) -> float:
 
 
 def set_deadlines(call_timeout_s: float | None, handles: Iterable[Handle]) -> dict[str, float]:
-    """Return the deadlines of a run: the user's, or defaults from the size of its largest model."""
+    """Return the time limits of a run: the user's, or defaults from the size of its largest
+    model."""
     num_bytes = model_bytes(handles)
     longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {

@@ -1,6 +1,7 @@
-"""Planning: `weft plan` runs a script up to its driver, and checks the driver without starting it.
+"""Planning: `weft plan` runs a script until it makes its driver, and checks the driver without
+starting it.
 
-A script must write nothing until then.
+Before it makes its driver, a script must write no files and start no processes.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Planning:
     spec: RunSpec | None = None
     """The run that the script's driver describes, or None if it made no driver."""
     sketched: list[Path] = field(default_factory=list)
-    """Paths that the run would make first and that do not exist yet."""
+    """Paths given to `prepared` that do not exist, so that a run would make them first."""
     stands_for: dict[Path, Path] = field(default_factory=dict)
     """Folder of sketches -> the folder that it replaces."""
     passes: list[tuple[str, int]] = field(default_factory=list)
-    """(graph, rows) of graphs that would make one pass over their rows first."""
+    """(graph, number of rows) of graphs that would make one pass over their rows before the run."""
 
 
 class _Present:
@@ -45,8 +46,8 @@ class _Present:
 
 @contextmanager
 def planning() -> Iterator[Planning]:
-    """Plan a script: its first driver ends it with `Planned`, and writing before that is an
-    error."""
+    """Plan the script that runs in the block: its first driver ends it with `Planned`. Writing
+    files or starting processes before that is an error."""
     with tempfile.TemporaryDirectory(prefix="weft-plan-") as scratch:
         _Present.planning = made = Planning(Path(scratch))
         if not _Present.listens:
@@ -60,25 +61,24 @@ def planning() -> Iterator[Planning]:
 
 
 def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
-    """Make something that a script needs before its run, such as data, on first use; return its
-    path.
+    """Make a file or folder that a script needs before its run, unless it exists. Return its path.
 
         model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path:
         make_model(path))
 
     `weft plan` does not call `make`. If the path does not exist, it calls `sketch` in a folder that
-    is removed afterwards. A sketch has the same sizes (a model with random weights, data of the
-    same shape) and takes no training.
+    is removed afterwards. A sketch has the same sizes, but needs no training: for example, a model
+    with random weights, or data of the same shape.
 
     Args:
         made: the file or folder. It counts as complete once it exists, so `make` must give it its
             final name last.
         make: makes the file or folder.
-        sketch: makes a sketch at the given path. The path has the same name, in a folder that
-            replaces the parent and is shared by everything prepared there.
+        sketch: makes a sketch at the given path. The path has the same name, in a temporary folder
+            that replaces its parent. All sketches with the same parent share this folder.
 
     Raises:
-        FileNotFoundError: `make` did not make it.
+        FileNotFoundError: `make` did not create the file or folder.
     """
     made = Path(made)
     if made.exists():

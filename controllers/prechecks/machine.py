@@ -1,6 +1,6 @@
 """Findings about this machine and its packages, for `weft doctor`.
 
-Nothing is started or imported; the whole look takes well under two seconds.
+The checks import no large packages, and take well under two seconds together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ok, _warn, _fail = partial(_Finding, "ok"), partial(_Finding, "warn"), partial(
 
 
 def text_of(findings: Sequence[_Finding]) -> str:
-    """Format findings for a terminal: one line each, and one for advice.
+    """Format findings for a terminal: one line for each, and one for its advice.
 
     >>> full = _Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
     >>> print(text_of([_Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
@@ -117,7 +117,7 @@ def _judged(value: float, warn_below: float, fail_below: float, found: str, todo
     return _fail(found, todo) if value < fail_below else _warn(found, todo)
 
 
-# Room: disks, shared memory and memory, as a run needs them.
+# Room: space on disks, in shared memory and in memory.
 
 KERNEL_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs"}
 NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs"}
@@ -125,7 +125,7 @@ NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fus
 
 
 def disk(folder: Path, todo: str) -> _Finding:
-    """Check that a folder can be written, and that its disk has free space."""
+    """Check that a folder is writable, and that its disk has free space."""
     # The folder need not exist: check the nearest parent that does.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
@@ -141,7 +141,7 @@ def disk(folder: Path, todo: str) -> _Finding:
 
 
 def segments(runs: Path) -> _Finding:
-    """Check that rows in flight, files in the folder of the run, stay on a local disk."""
+    """Check that the folder of runs, which also stores rows in flight, is on a local disk."""
     kind = file_system(runs, Path("/proc/mounts"))
     if kind in NETWORK_FILE_SYSTEMS:
         found = f"{runs} is on another machine ({kind}), which slows down the rows in flight"
@@ -161,7 +161,7 @@ def file_system(folder: Path, mounts: Path) -> str:
         for at, words in enumerate(lines)
         if place.is_relative_to(words[1])
     ]
-    # The deepest mount point counts, and of equal ones the last.
+    # The deepest mount point counts; of equally deep ones, the last.
     return max(over)[2] if over else ""
 
 
@@ -176,7 +176,7 @@ def shared_memory(folder: Path) -> _Finding:
 
 
 def memory(root: Path = Path("/")) -> _Finding:
-    """Check how much memory is free, by the tightest limit."""
+    """Check how much memory is free under the tightest limit."""
     found = node_memory(root)
     if found is None:
         return _warn("unknown: the kernel does not report it", "check the limits of this container")
@@ -236,7 +236,8 @@ def cpus(there: int, quota: float | None) -> _Finding:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return the CPUs that the container may use (by cgroup v2, or v1), or None for all."""
+    """Return the number of CPUs that the container may use (by cgroup v2, or v1), or None for
+    all."""
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -246,7 +247,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def pids_left(root: Path) -> int | None:
-    """Return the processes and threads that the container may still start, or None without a
+    """Return how many processes and threads the container may still start, or None without a
     limit."""
     most, now = (_words(root / f"sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     return int(most[0]) - int(now[0]) if most and now and most[0] != "max" else None
@@ -276,7 +277,7 @@ def loopback() -> _Finding:
 
 
 def host_name() -> _Finding:
-    # gloo needs an address.
+    # gloo needs a host name that resolves to an address.
     name = socket.gethostname()
     with suppress(OSError):
         return _ok(f"{name} is {socket.gethostbyname(name)}")
@@ -296,7 +297,7 @@ def ports(root: Path) -> _Finding:
             taken |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     free = sum(port not in taken for port in range(low, high + 1))
     todo = "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them"
-    # A Ray node with its workers takes several hundred.
+    # A Ray node with its workers takes several hundred ports.
     return _judged(free, 5_000, 0, f"{free} free between {low} and {high}", todo)
 
 
@@ -359,7 +360,8 @@ def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, _Fin
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> _Finding:
-    """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
+    """Check the number of torch threads of `Local()` and scripts. Ray ranks get theirs from their
+    place."""
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
     if not value:
@@ -391,8 +393,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> _Finding
 
 
 def hidden_modules(folders: Sequence[Path]) -> _Finding:
-    """Check whether a user's file in these folders hides a package or a module of Python's
-    library."""
+    """Check whether a user's file in these folders hides a package or a standard library module."""
     ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
     for folder in (folder for folder in folders if folder.resolve() not in ours):
         for name in (*LIBRARIES, *sorted(sys.stdlib_module_names)):
@@ -490,7 +491,8 @@ def package_findings(
 
 
 def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
-    # A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
+    # A missing requirement is a failure if it is Weft's, and a warning if it is another package's,
+    # since Weft may not need it.
     own = package.name == "weft"
     problems: list[str] = []
     outcome = _fail if own else _warn
@@ -512,7 +514,7 @@ def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
 
 
 def fits(need: Requirement, version: str) -> bool:
-    """A CPU build (+cpu) counts as its base version.
+    """Return whether a version meets a requirement. A CPU build (+cpu) counts as its base version.
 
     >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
     (True, False)
@@ -521,7 +523,8 @@ def fits(need: Requirement, version: str) -> bool:
 
 
 def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
-    """Yield the requirements that apply to this machine; with an extra, only its requirements.
+    """Yield the requirements that apply to this machine; with an extra, only the extra's
+    requirements.
 
     >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
     ['ray>=2.60']
@@ -552,8 +555,8 @@ def _extras(weft: _Package) -> Iterator[tuple[str, _Finding]]:
 
 
 def _is_met(need: Requirement) -> bool:
-    """Return whether a package is installed, with everything that its extras require:
-    ray[default]."""
+    """Return whether a package is installed, with everything that its extras require, as in
+    `ray[default]`."""
     package = installed(need.name)
     if package is None or not fits(need, package.version):
         return False
@@ -569,7 +572,7 @@ def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, _Finding
     query = "--query-gpu=name,driver_version,memory.total,memory.used"
     driver: str | None = None
     try:
-        # It answers within a second unless a GPU hangs.
+        # nvidia-smi answers within a second unless a GPU hangs.
         asked = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=10.0)
         driver = said.stdout if not said.returncode else None

@@ -41,7 +41,7 @@ class _SequencePlan:
 
     node: str
     degrees: tuple[int, ...]
-    """Ranks of each group, in the slowest optimizer step."""
+    """Number of ranks of each group, in the slowest optimizer step."""
     seconds: float
     """[s] Time of the slowest group, summed over the optimizer steps."""
     gap: float
@@ -51,17 +51,17 @@ class _SequencePlan:
     equal_s: float
     """[s] Time with groups of that size."""
     optimizer_steps: int
-    """Optimizer steps of the update. Groups are chosen for each."""
+    """Number of optimizer steps of the update. Groups are chosen for each."""
 
 
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int, seed: int = 0
 ) -> _SequencePlan | None:
-    """Choose the groups of each optimizer step, of the replica with the longest row. Return None if
-    the cost is not a `SequenceParallelCost`.
+    """Choose groups for each optimizer step of the replica with the longest row. Return None if the
+    cost is not a `SequenceParallelCost`.
 
     Raises:
-        UserError: the largest power of two of the ranks has no room for the longest row.
+        UserError: a replica has no room for the longest row.
     """
     cost = costs.linear(update.node) if costs is not None else None
     if costs is None or not isinstance(cost, SequenceParallelCost):
@@ -86,8 +86,8 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel, seed: int) -> np.ndarray:
-    """Return the tokens of each row, drawn as in a simulation, or all equal to the expected
-    ones."""
+    """Return the number of tokens of each row: drawn as in a simulation, or else the expected
+    number."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
@@ -106,9 +106,10 @@ class _StepTime:
 
     seconds: float
     nodes: Mapping[str, float]
-    """[s] By node, or by group and method outside the graph; empty if only the total is known."""
+    """[s] Time by node, or by group and method outside the graph; empty if only the total is
+    known."""
     of: str
-    """Source of the costs."""
+    """Source of the costs, in words."""
     at_best: bool
     """Whether `seconds` is a lower bound, with all possible overlap."""
 
@@ -130,14 +131,14 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
         rows = sizes.rows_of_level[level] / replicas
         tokens, steps = rows * sizes.tokens(level), OptimizerSteps.of_node(node)
         nodes[node.name] = costs.linear(node.name).seconds(rows, tokens, steps)
-    # Calls outside the graph that a step makes once each.
+    # Calls outside the graph, of which a step makes one each.
     methods = ("publish_weights", "receive_weights", "onload", "offload")
     beside = (f"{group}.{method}" for group in spec.handles for method in methods)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
         return _StepTime(sum(nodes.values()), nodes, of, at_best=False)
-    # Other schedules overlap pools, while calls on one pool take turns.
+    # In other schedules, pools work at the same time, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
@@ -180,20 +181,20 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the host memory of all processes, as if all groups peak at once.
+        """Upper bound on the host memory of all processes, as if all groups peaked at once.
 
         A group's GPU tensors move to the host while another group has its turn on the GPU.
         """
         away = 0
         for turns in self._turns.values():
             moves = [group.ranks * group.moves for group in turns]
-            # Most is away while the smallest group has its turn.
+            # Most tensors are away while the smallest group has its turn.
             away += sum(moves) - min(moves)
         return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 
     @property
     def device_bytes(self) -> Mapping[str, int]:
-        """Pool with GPUs -> upper bound of the bytes on each GPU: the largest of its groups."""
+        """Pool with GPUs -> upper bound on the bytes on each GPU: those of its largest group."""
         found: dict[str, int] = {}
         for pool, turns in self._turns.items():
             gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
@@ -216,13 +217,14 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Checkpoints on the disk at once: those kept, the one being written, and the best one."""
+        """Maximum number of checkpoints on disk: those kept, the one being written, and the best
+        one."""
         config = self.spec.checkpoint
         return config.keep + 1 + (config.best is not None) if config.writes else 0
 
     @property
     def sample_bytes(self) -> int:
-        """Upper bound of the bytes of a run's samples, without evaluations."""
+        """Upper bound on the bytes of a run's samples, without evaluations."""
         every = self.spec.record_every
         steps = self.spec.schedule.steps // every if every else 0
         return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * steps
@@ -233,12 +235,13 @@ class Plan:
 
 
 def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
-    """Plan a run, with the costs of the calls of an earlier one if `like` is its directory.
+    """Plan a run. If `like` is the directory of an earlier run, estimate times from that run's
+    calls.
 
     Raises:
-        UserError: that run has no timeline.
+        UserError: the earlier run has no timeline.
     """
-    # Planning itself imports torch, so look first whether the script has.
+    # Planning imports torch, so look first whether the script has imported it.
     driver = driver_bytes(in_process=spec.backend.in_process)
     train, machine = spec.graphs[TRAIN], this_machine()
     sizes = step_sizes(train, spec.schedule.prompts_per_step)
@@ -271,7 +274,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
 
 
 def this_machine() -> _Machine:
-    """Return the resources of this machine, or its GPUs as planned for."""
+    """Return the resources of this machine. GPUs are those of the machine that the plan is for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
     gpus, gpu_bytes = machine_gpus(), 0

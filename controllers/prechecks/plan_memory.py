@@ -39,9 +39,9 @@ from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 TRAINING = 600 * MIB
 """A rank with a training engine, or one that only computes log-probabilities."""
 ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
-"""A rollout, by its engine."""
+"""A rollout rank: name of its engine -> bytes."""
 WITH_TORCH = 350 * MIB
-"""A rank for the functions of graphs if one uses torch, as advantages do."""
+"""A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
 """A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with
 rows."""
@@ -80,12 +80,13 @@ CACHE = "key/value cache"
 
 @dataclass(frozen=True)
 class _StageMemory:
-    """Memory of each rank of a stage."""
+    """Memory of each rank of a pipeline stage."""
 
     layers: int
-    """Layers of the model on this stage."""
+    """Number of the model's layers on this stage."""
     in_flight: float
-    """Microbatches whose activations are kept at once. With chunks, this can be a fraction."""
+    """Number of microbatches whose activations are kept at once. With chunks, this can be a
+    fraction."""
     made: TrainingMemory
     activations: int
     """[bytes] Activations of all microbatches in flight."""
@@ -112,11 +113,12 @@ def stage_memory(
     lora: Lora | None,
     saves: bool,
 ) -> tuple[_StageMemory, ...]:
-    """Return the memory of each stage. Layers are cut evenly, and its ranks share its memory.
+    """Return the memory of a rank of each pipeline stage. Layers are divided evenly among the
+    stages, and a stage's memory among its ranks.
 
     Args:
-        activations: bytes of one microbatch in the whole model, including logits. They are spread
-            evenly over its layers.
+        activations: bytes of one microbatch's activations in the whole model, including logits.
+            They are divided evenly among its layers.
         trains: whether the group is updated; otherwise a stage keeps the activations of one
             microbatch.
     """
@@ -144,10 +146,10 @@ class GroupMemory:
     libraries: int
     """Host memory of a rank before it holds a tensor, or 0 if it is not a separate process."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Phase ("at rest", "generate", ...) -> name -> bytes. Other phases add to the memory at
-    rest."""
+    """Phase ("at rest", "generate", ...) -> name of a part -> bytes. All other phases add to the
+    memory at rest."""
     on_host: Mapping[str, int] = field(default_factory=dict)
-    """Name -> bytes of tensors that are always in host memory, from the first step on."""
+    """Name of a part -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
     """Bytes of the whole group in a checkpoint."""
     stages: tuple[_StageMemory, ...] = ()
@@ -157,7 +159,8 @@ class GroupMemory:
 
     @property
     def moves(self) -> int:
-        """Bytes of a rank that move to the host during another group's turn. A cache is dropped."""
+        """Bytes of a rank that move to the host during another group's turn. A key/value cache is
+        dropped."""
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
@@ -168,12 +171,12 @@ class GroupMemory:
 
     @property
     def host(self) -> int:
-        """Upper bound of a rank's host memory."""
+        """Upper bound on a rank's host memory."""
         return self.libraries + sum(self.on_host.values()) + (0 if self.on_gpu else self.peak)
 
     @property
     def device(self) -> int:
-        """Upper bound of a rank's GPU memory."""
+        """Upper bound on a rank's GPU memory."""
         return self.peak if self.on_gpu else 0
 
 
@@ -209,7 +212,7 @@ def group_memory(
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
-            raise  # the run would also fail; a model that is not downloaded yet would not fail
+            raise  # the run would fail, too; a model that is not downloaded yet is no error
         return replace(known, unknown=str(error))
 
 
@@ -257,7 +260,7 @@ def _trained(
 def placed(
     made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the bytes at rest, the extra bytes in a pass, and the bytes on the host, by name."""
+    """Return three mappings of name -> bytes: at rest, additional in a pass, and on the host."""
     rest = {"weights": made.weights, "moments": made.moments}
     in_pass = {
         "gradients": made.gradients,

@@ -39,20 +39,20 @@ from ..simulation.costs import CostModel
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """Work of an update in a step."""
+    """Sizes of an update's work in a step."""
 
     node: str
     rows: int
     replicas: int
     rows_per_replica: int
     tokens: int
-    """Upper bound, with responses of the longest length."""
+    """Upper bound, with responses of the maximum length."""
     rows_per_microbatch: int
     microbatches_per_replica: int
     """Upper bound."""
     optimizer_steps: int
     epochs: int = 1
-    """Passes over the rows, with equally many optimizer steps each."""
+    """Number of passes over the rows, each with the same number of optimizer steps."""
 
     @property
     def steps(self) -> OptimizerSteps:
@@ -61,22 +61,22 @@ class UpdateSizes:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Work of a graph in a training step or an evaluation."""
+    """Sizes of a graph's work in a training step or an evaluation."""
 
     prompts: int
     rows_of_level: Mapping[int, int]
-    """Level of the graph -> rows of a step."""
+    """Level of the graph -> number of rows in a step."""
     prompt_tokens: float
-    """Mean tokens of a prompt, or 0 if the source has none."""
+    """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Tokens of a response: the sampling limit, or the mean of responses in the data; 0 without
-    either."""
+    """Number of tokens of a response: the sampling limit, or the mean of responses in the data; 0
+    without either."""
     sampled: bool
     """Whether responses are sampled."""
 
     @property
     def rows(self) -> int:
-        """Rows of the last level, which are trained on."""
+        """Number of rows on the last level, which the model is trained on."""
         return list(self.rows_of_level.values())[-1]
 
     @property
@@ -84,12 +84,12 @@ class StepSizes:
         return self.prompt_tokens + self.response_tokens
 
     def tokens(self, level: int) -> float:
-        """Return the tokens of a row on a level."""
+        """Return the number of tokens of a row on a level."""
         return self.prompt_tokens if level == SOURCE else self.tokens_a_row
 
 
 def step_sizes(graph: Graph, prompts: int) -> StepSizes:
-    """Return the sizes of a graph's work on this many source rows."""
+    """Return the sizes of a graph's work on `prompts` source rows."""
     rows, sampling = {SOURCE: prompts}, None
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
@@ -134,7 +134,7 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
 
 
 def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
-    """Return an upper bound of the bytes of a step's samples, with the longest responses."""
+    """Return an upper bound on the bytes of a step's samples, with the longest responses."""
     number = 4  # [bytes] of a token's id, log-probability, version or advantage
     plain = 72  # [bytes] of a row's identity, reward, finish reason, offsets and share of the metadata
     written = {c for node in graph.nodes for c in node.writes}
@@ -149,8 +149,8 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Return the mean length of a source column: tokens of a list, bytes of a text; 0 without
-    it."""
+    """Return the mean length of a source column: items of a list, or characters of a text; 0
+    without the column."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])
@@ -170,7 +170,7 @@ class PipelinePlan:
     stages: int
     chunks: int
     microbatches: int
-    """Microbatches of an optimizer step on each replica."""
+    """Number of microbatches of an optimizer step on each replica."""
     bubble: float
     """Idle time of a stage, divided by its compute time."""
     played: bool
@@ -179,7 +179,8 @@ class PipelinePlan:
 
 
 def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
-    """Return the schedule of an optimizer step. An interleaved one is padded to whole rounds."""
+    """Return the schedule of an optimizer step. An interleaved schedule is padded to whole
+    rounds."""
     stages = config.pipeline_parallel
     number = max(1, passes.microbatches_per_replica // max(1, passes.optimizer_steps))
     return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
@@ -191,7 +192,7 @@ def pipeline_plan(
     """Return the pipeline schedule of an update, or None if its group is not a pipeline.
 
     Raises:
-        UserError: its cost has a different number of stages.
+        UserError: the update's cost has a different number of stages.
     """
     cost = costs.pipeline(passes.node, config) if costs is not None else None
     if config.pipeline_parallel == 1:

@@ -21,7 +21,7 @@ class _Column(NamedTuple):
     spread: str = ""
     """Name of the metric with the standard deviation, in the same group."""
     instead_of: str = ""
-    """Show this one only if the step has no column with this label."""
+    """Show this column only if the step has no column with this label."""
 
 
 _COLUMNS = (
@@ -35,7 +35,7 @@ _COLUMNS = (
     _Column("gap", "mean_logprob_gap", ".0e"),
     _Column("tokens/s", "tokens_per_s", ",.0f"),
 )
-"""In display order. Columns that were not measured are left out."""
+"""The columns of a step, in display order. Columns that were not measured are left out."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """Label -> number of the measured columns, without NaN.
+        """Label -> formatted value of each measured column.
 
         >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).numbers
         {'reward': '0.500 ±0.250', 'truncated': '100%'}
@@ -89,9 +89,9 @@ class EvaluationScore:
     mean_reward: float | None = None
     """Mean reward, if it differs from the value."""
     lost: int = 0
-    """Prompts without a scored response, excluded from the value."""
+    """Number of prompts without a scored response, excluded from the value."""
     asked: int = 0
-    """All prompts of the evaluation, if some are lost."""
+    """Number of all prompts of the evaluation, if some are lost."""
     larger_is_better: bool = True
 
     @property
@@ -120,7 +120,8 @@ class EvaluationScore:
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
     """Return the score of an evaluation from its metrics, named `EVALUATION/...`; None without any.
 
-    The score is a metric in `SCORES`, or else the first metric, whose better direction is unknown.
+    The score is a metric in `SCORES`, or else the first metric. For the latter, it is unknown
+    whether larger values are better.
     """
     start = f"{evaluation}/"
     own = {n.removeprefix(start): value for n, value in metrics.items() if n.startswith(start)}
@@ -140,7 +141,8 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the measured interval, or for mean rewards one from their deviation."""
+    """Return the measured interval, or, for mean rewards, one computed from their standard
+    deviation."""
     if f"{name}_low" in metrics and f"{name}_high" in metrics:
         return metrics[f"{name}_low"], metrics[f"{name}_high"]
     of = name.removesuffix("mean")
@@ -157,10 +159,10 @@ class Ending:
     steps: int
     seconds: float
     best: tuple[EvaluationScore, ...]
-    """Best score of each evaluation whose better direction is known."""
+    """Best score of each evaluation for which larger values are better."""
     last: tuple[EvaluationScore, ...]
     places: Mapping[str, Path]
-    """Result, such as the samples -> its path."""
+    """Name of a result, such as samples -> its path."""
     best_checkpoint: str = ""
     """Path and value of the checkpoint for `CheckpointConfig.best`, shown with the places."""
 

@@ -1,7 +1,7 @@
-"""The dashboard that a run starts, in a separate process that the run never waits for.
+"""Start a run's dashboard in a separate process, which the run never waits for.
 
 The process has its own session, so it survives Ctrl-C and the end of the terminal or the run. It
-ends when the run is over and no page was open for IDLE_S. The run does not depend on it; `weft
+ends when the run is over and no page has been open for IDLE_S. The run does not depend on it; `weft
 dashboard` shows the same pages.
 """
 
@@ -19,10 +19,10 @@ from ...dataflow.untrusted_text import VIEW
 
 PROGRAM = "weft.dashboard.server.serving"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
-"""Environment variable of that process only, with its token."""
+"""Environment variable with the token, set only for that process."""
 IDLE_S = 3600.0
 LOG = "dashboard.log"
-"""The output of the process, in `logs/` of the run."""
+"""File with the output of the process, in the run's `logs/`."""
 
 
 def start_dashboard(run: Path) -> str:

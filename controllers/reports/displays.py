@@ -15,7 +15,8 @@ LONGEST_MESSAGE = 20_000
 
 
 class Display:
-    """Shows a run. This one shows nothing. After an OSError, no further method is called."""
+    """Base class of displays, which show a run. This one shows nothing. After a method raises
+    OSError, no other method is called."""
 
     interval_s = math.inf
     """[s] Shortest time between two shown steps; the last step is always shown."""
@@ -37,7 +38,7 @@ class Display:
 
 
 class PlainLines(Display):
-    """One line per step, for files and pipes."""
+    """Prints one line per step, for files and pipes."""
 
     interval_s = 0.0
 
@@ -64,7 +65,8 @@ class PlainLines(Display):
 
 
 class JsonLines(Display):
-    """One JSON object per event, for programs. `event` names its kind; a step has all metrics."""
+    """Prints one JSON object per event, for programs. Its key `event` names the kind of event; a
+    step has all metrics."""
 
     interval_s = 0.0
 
@@ -109,7 +111,7 @@ class JsonLines(Display):
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace numbers that are not finite by None, since JSON has none."""
+    """Replace NaN and infinities by None, since JSON has no such numbers."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 

@@ -23,7 +23,7 @@ from .displays import Display, JsonLines, PlainLines
 from .sample import Sample, read_sample
 
 Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""Form of the display; auto is rich on a terminal and plain otherwise."""
+"""Form of the display. "auto" is "rich" on a terminal, and "plain" otherwise."""
 
 
 def is_closed() -> bool:
@@ -80,7 +80,7 @@ class Progress:
         self._show_every = show_every
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
-        """First step since the start, and its time. The pace excludes this step, which is slow."""
+        """(first step since the start, its time). The pace excludes this step, which is slow."""
         self._shown_at = 0.0
         self._step: Step | None = None
         self._waits = False
@@ -89,14 +89,15 @@ class Progress:
         self._sample: Sample | None = None
         """A sample to show after its step."""
         self._recorded: tuple[int, Sequence[Path]] | None = None
-        """Latest step with recorded samples, and the paths to look for them."""
+        """(latest step with recorded samples, paths where they may be)."""
 
     @property
     def shows(self) -> bool:
         return type(self._display) is not Display
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
-        """Show how the rows of each source were understood, or only how many are left out."""
+        """Show how Weft interpreted the rows of each source, or, unless `in_full`, only how many it
+        left out."""
         # Several graphs may share a source.
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
@@ -146,7 +147,7 @@ class Progress:
         self.alerts.step = step
         if not step:
             return
-        # The first step is slow, so it counts only until the second one.
+        # The first step is slow, so its time counts only until there is a second one.
         if self._paced_from is None:
             self._paced_from, pace_s = (step, now), now - self._began
         else:
@@ -162,7 +163,8 @@ class Progress:
             self._show(lambda: self._display.evaluated(score))
 
     def recorded(self, step: int, paths: Sequence[Path]) -> None:
-        """Record that samples of a step were written to the first existing path."""
+        """Note that samples of a step were written. They are in the first of the paths that
+        exists."""
         self._recorded = step, paths
         if self.shows and step > self._sampled and self._show_every and step % self._show_every == 0:
             self._sample = read_sample(paths, step)
@@ -176,7 +178,7 @@ class Progress:
         return read_sample(self._recorded[1], self._recorded[0]) if self._recorded else None
 
     def ended(self, ending: Callable[[float], Ending]) -> None:
-        """Show the summary that `ending` makes from the seconds since the last start."""
+        """Show the summary of a run. `ending` makes it, given the seconds since the last start."""
         if self._waits:
             self._show_step()
         if self.shows:

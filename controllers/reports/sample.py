@@ -29,7 +29,7 @@ LONGEST = 1200
 """[characters] Longest text to show."""
 MOST_LINES = 16
 MOST_TOKENS = 40
-"""Most tokens to show without a text."""
+"""Maximum number of token ids to show if there is no text."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def shown(self) -> dict[str, str]:
-        """The texts, with control characters escaped for the terminal."""
+        """The texts, shortened, with control characters escaped for the terminal."""
         return {name: cut_lines(readable(text), MOST_LINES) for name, text in self.texts.items()}
 
     @property
@@ -71,7 +71,7 @@ class Sample:
 
 
 def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
-    """Read only the first row of the first readable file of samples, or None."""
+    """Return the first row of the first readable file of samples, or None."""
     for path in paths:
         try:
             with pa.memory_map(str(path)) as file:

@@ -1,7 +1,7 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A mistake is found in the graph before anything starts, and a symptom in the metrics of steps. To
-add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
+Weft looks for mistakes in the graph before anything starts, and for symptoms in the metrics of
+steps. To add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Row = Mapping[str, float]
 
 NO_SIGNAL, SHORT_STEP = "no_signal", "short_step"
 FIRST = 3
-"""First steps with a metric that form the baseline for later ones."""
+"""Number of first values of a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
-"""Report "no signal" after this many steps without any signal from the start of a run."""
+"""Report "no signal" if this many steps from the start of a run have no signal."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,12 @@ class _Symptom:
     name: str
     """Name in alerts and in `Driver(stop_on=...)`."""
     shows: Callable[[_Past], str | None]
-    """Returns a description if the last step shows it, "" if not, and None if it was not
+    """Returns a description if the last step shows the symptom, "" if not, and None if it was not
     measured."""
     advice: str
     steps: int = 1
-    """Report it after this many measured steps in a row; 0 if the rule itself looks back."""
+    """Report the symptom after this many measured steps in a row; 0 if `shows` itself considers
+    earlier steps."""
     spoils: bool = False
     """Whether the weights are spoiled, so that the run saves no checkpoint."""
 
@@ -53,7 +54,7 @@ class _Past:
         self.rows: deque[Row] = deque(maxlen=64)
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
-        """Step -> whether it had signal, if measured."""
+        """Step -> whether rewards differed within any group, if measured."""
 
     def add_step(self, row: Row) -> None:
         if not row["step"]:
@@ -77,8 +78,8 @@ class _Past:
 
 
 def check_group_sizes(graph: Graph) -> None:
-    """Raise a `UserError` if a node compares the responses to a prompt, but there is only one
-    each."""
+    """Raise a `UserError` if a node compares the responses to a prompt, but each prompt has only
+    one."""
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
         compares = node.function in (drop_zero_variance, best_and_worst) or (
@@ -101,7 +102,8 @@ def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]
 
 
 def _rows_of_group(graph: Graph, node: Node) -> int | None:
-    """Return the rows of a group at a node, or None if the graph leaves this open."""
+    """Return the number of rows in a group at a node, or None if the graph does not determine
+    it."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -143,7 +145,8 @@ MISTAKES = (
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
-"""(function that yields the places of a mistake in a training graph and its groups, advice)."""
+"""(function that yields the places of a mistake in a training graph and its groups, advice) for
+each mistake."""
 
 
 def _has_signal(row: Row) -> bool | None:
@@ -182,7 +185,7 @@ def _signal_lost(past: _Past) -> str | None:
 
 
 def _equal_rewards(past: _Past) -> str | None:
-    """Check rewards that no group compares, such as PPO's."""
+    """Report equal rewards in methods that compare no groups, such as PPO."""
     deviations = dict(_training(past.last, "std"))
     if not deviations or _has_signal(past.last) is not None:
         return None
@@ -201,8 +204,8 @@ def _all_are(row: Row) -> str:
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """Return a message for a first step that cannot end, because a filter drops every group as one
-    of equal rewards. Return an empty string if it is too early to tell.
+    """Return a message if the first step cannot end because a filter drops every group for its
+    equal rewards. Return an empty string if it is too early to tell.
 
     Args:
         row: the metrics of the step so far.
@@ -223,7 +226,7 @@ def all_filtered(row: Row, groups: int) -> str:
 
 
 def rewards_of(row: Row) -> str:
-    """Return the means of the rewards of a step so far, for a message, or an empty string.
+    """Format the mean rewards of a step so far for a message; empty without rewards.
 
     >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
     ' (mean 0.12, std 0.1, right 0.02)'
@@ -287,7 +290,7 @@ def _memory_low(past: _Past) -> str | None:
     if free is None or not limit:
         return None
     own = _resident(past.last)
-    # Report it only if the run itself uses a part of the node's memory.
+    # Report it only if the run itself uses a considerable part of the node's memory.
     if free > 0.1 * limit or sum(own.values()) < 0.05 * limit:
         return ""
     largest = sorted(own, key=lambda group: -own[group])[:3]
@@ -304,7 +307,7 @@ def _memory_grows(past: _Past) -> str | None:
         quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
-        # Each quarter must rise by at least half of an even share.
+        # Each quarter must rise by at least half of an even share of the growth.
         if grown >= max(256 << 20, 0.1 * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step
@@ -381,8 +384,8 @@ SYMPTOMS = (
     ),
 )
 SYMPTOM_NAMES = (*(symptom.name for symptom in SYMPTOMS), SHORT_STEP)
-"""Names for `Driver(stop_on=...)`. Steps that lack groups show before they are trained on
-(`../loop/admission.py`)."""
+"""Names for `Driver(stop_on=...)`. `../loop/admission.py` detects a step that lacks groups before
+the run trains on it."""
 
 
 def check_stop_on(names: object) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
 class Terminal(Display):
     """Shows steps as table rows, samples in frames, and the end as lines.
 
-    Text of the model is never read as markup, and `NO_COLOR` is respected. If the columns do not
-    fit into the terminal, a step is one line with labelled numbers.
+    The model's text is never interpreted as markup, and `NO_COLOR` is respected. If the columns do
+    not fit into the terminal, a step is one line with labelled numbers.
     """
 
     interval_s = 0.2
@@ -38,7 +38,7 @@ class Terminal(Display):
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._widths: dict[str, int] = {}
         self._rows = 0
-        """Steps since the last header; 0 prints it again."""
+        """Number of steps since the last header; 0 prints it again."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         text = readable(cut(text, LONGEST_MESSAGE))

@@ -5,7 +5,7 @@ tracker never stops the run.
                  │ raises: reported once              │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
-The run's own files are the queue: a thread reads the metrics that were added since its last look,
+The run's own files are the queue: a thread reads the metrics that were added since its last read,
 so a slow tracker costs no memory. `trackers/NAME.json` in the run's directory records the sent
 metrics. A resumed run sends the metrics that its trackers missed.
 """
@@ -38,7 +38,7 @@ from .trackers import PROMETHEUS, TrackedRun, Tracker, new_tracker
 logger = logging.getLogger("weft.trackers")
 
 POLL_S = 1.0
-"""[s] Time between two looks at the metrics."""
+"""[s] Time between two reads of the metrics."""
 FINISH_S = 30.0
 """[s] How long a finished run waits for its trackers."""
 LEAVE_S = 5.0
@@ -49,10 +49,11 @@ FINISHED, FAILED = "finished", "failed"
 
 
 def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield steps and their new metrics. A step comes again when more of its metrics are measured.
+    """Yield (step, its new metrics). A step is repeated when more of its metrics have been
+    measured.
 
     Args:
-        sent: Metric -> latest sent step. The rows of a finished run are read from later steps on.
+        sent: Metric -> latest sent step. For a finished run, only later steps are read.
     """
     try:
         news = table.news()
@@ -99,7 +100,7 @@ class _SentMetrics:
             partial.write_text(json.dumps(asdict(self)))
 
     def go_back(self, step: int) -> None:
-        """Forget what was sent for later steps.
+        """Forget what was sent for steps after `step`.
 
         >>> sent = _SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
@@ -130,17 +131,17 @@ def path_of(run: Path, tracker: str) -> Path:
 
 
 class _Follower(threading.Thread):
-    """Sends the metrics of a run to one tracker, on its own thread. The run resumes `after` a
-    step."""
+    """Sends the metrics of a run to one tracker, on its own thread. If the run was resumed, `after`
+    is the step of its checkpoint."""
 
     def __init__(self, run: Path, tracker: str, after: int | None, samples: int = 0) -> None:
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.error = tracker, ""
         self.looks = 0
-        """Looks at the metrics so far, a sign of life."""
+        """Number of times that the thread has read the metrics, as a sign of life."""
         self.is_left_behind = False
-        """Whether the run ended before this tracker. It must not send anything any more, because
-        the run may have been resumed, with another follower."""
+        """Whether the run ended before this thread. The thread must then send nothing, because the
+        run may have been resumed with another thread."""
         self._run, self._after, self._samples = run, after, samples
         self._metrics = FollowedTable(run, METRICS)
         self._path = path_of(run, tracker)
@@ -155,7 +156,7 @@ class _Follower(threading.Thread):
             logger.info("tracker %s failed", self.tracker, exc_info=True)  # the alert of the run warns
 
     def say_ended(self, said: str) -> None:
-        """Let it send what remains, and end. `said` is FINISHED or FAILED."""
+        """Let the thread send what remains, and end. `said` is FINISHED or FAILED."""
         self._said = said
         self._ended.set()
 
@@ -163,8 +164,8 @@ class _Follower(threading.Thread):
         """Send metrics until the run is over.
 
         Args:
-            said_within: waits this many seconds for FINISHED or FAILED, and returns None before the
-                end of the run.
+            said_within: waits up to this many seconds for the end of the run, and returns FINISHED,
+                FAILED, or None if the run continues.
         """
         tracker = new_tracker(self.tracker)
         if tracker.overwrites and self._after is not None:
@@ -194,7 +195,8 @@ class _Follower(threading.Thread):
         sent |= self._send_samples(tracker, max(steps, default=-1))
         if sent:
             tracker.flush()
-        # Save after the flush: after a crash, values may come twice, but none is missing.
+        # Save after the flush: after a crash in between, values are sent twice, but none is
+        # missing.
         self._sent.save(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
@@ -260,17 +262,17 @@ class TrackerThreads:
     ) -> None:
         samples = trackers if isinstance(trackers, Mapping) else dict.fromkeys(trackers, 0)
         self._samples = {name: number for name, number in samples.items() if name != PROMETHEUS}
-        """Tracker -> recorded samples of each step to send."""
+        """Tracker -> number of recorded samples to send of each step."""
         self._report = report if PROMETHEUS in trackers else None
         self._warn, self._clock = warn, clock
         self._run = run
         self._threads: list[_Follower] = []
         self._seen: dict[str, tuple[int, float]] = {}
-        """Tracker -> its looks, and when this number was seen first."""
+        """Tracker -> (its number of reads, [s] time when this number was first seen)."""
         self._reported: set[str] = set()
 
     def start(self, after: int | None) -> None:
-        """Start the threads of a run that resumes after this step, if any."""
+        """Start the threads. If the run was resumed, `after` is the step of its checkpoint."""
         for name, samples in self._samples.items():
             self._seen[name] = 0, self._clock()
             self._threads.append(_Follower(self._run, name, after, samples))
@@ -281,7 +283,7 @@ class TrackerThreads:
         if self._report is not None:
             try:
                 self._report(self._run.name, row)
-            except Exception as error:  # whatever Ray raises: its endpoint must not end a run
+            except Exception as error:  # no error of Ray's endpoint may end a run
                 self._report = None
                 self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
         now = self._clock()
@@ -295,7 +297,8 @@ class TrackerThreads:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def end_all(self, *, finished: bool) -> None:
-        """Have the trackers send the rest, and wait FINISH_S or LEAVE_S for them."""
+        """Let the trackers send what remains, and wait for them: FINISH_S, or LEAVE_S if the run
+        failed or was stopped."""
         threads, self._threads = self._threads, []
         for one in threads:
             one.say_ended(FINISHED if finished else FAILED)

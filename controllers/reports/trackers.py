@@ -1,4 +1,4 @@
-"""Tracker: the protocol for sinks of metrics, and the trackers with names."""
+"""Tracker: the protocol of metric sinks, and the built-in trackers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...dataflow.config import flattened
 from ...dataflow.errors import UserError, nearest
 
 MOST_SAMPLES = 100
-"""Most samples of a step to send to trackers."""
+"""Maximum number of samples of a step to send to a tracker."""
 PROMETHEUS = "prometheus"
-"""The endpoint of the Ray cluster. The driver reports to it itself."""
+"""Name of the Ray cluster's Prometheus endpoint. The driver itself reports to it."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is opened for."""
+    """The run for which a tracker is opened."""
 
     name: str
     folder: Path
@@ -38,7 +38,7 @@ class TrackedRun:
     after: int | None = None
     """The step that the run resumes after, or None for a new run."""
     logged: int = 0
-    """Calls of `Tracker.log` in earlier starts of the run."""
+    """Number of calls of `Tracker.log` in earlier starts of the run."""
 
 
 class Tracker(Protocol):
@@ -46,28 +46,31 @@ class Tracker(Protocol):
     tracker.
 
     A tracker may also have `log_samples(step, rows)` for samples of a step. Each row has the texts
-    `prompt`, `response`, `answer` and `verdict`, and the number `reward`. It counts as a call of
-    `log`.
+    `prompt`, `response`, `answer` and `verdict`, and the number `reward`. Calling it counts as a
+    call of `log`.
     """
 
     overwrites: ClassVar[bool] = False
-    """Whether a run that went back to a checkpoint sends later steps again, as replacements.
+    """Whether a run that went back to a checkpoint sends the steps after it again, as replacements.
 
-    Otherwise these steps are not sent again."""
+    Otherwise these steps are not sent again.
+    """
 
     def open(self, run: TrackedRun) -> str:
-        """Begin, or continue an earlier start. Return the id for the next start."""
+        """Begin a run, or continue one that was started before. Return the `id` for its next
+        start."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Steps may repeat with others, and evaluations come late."""
+        """Log metrics of a step. A step may come again with other metrics, such as those of an
+        evaluation."""
         ...
 
     def flush(self) -> None:
         """Store everything logged so far, so that it survives the end of this process."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish: the run is over, or its driver is gone."""
+        """End the tracking, because the run is over or its driver is gone."""
         ...
 
 
@@ -75,7 +78,8 @@ def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bo
     """Check that each tracker is known and its package is installed, without importing it.
 
     Raises:
-        UserError: names the tracker, and the nearest known name or the package to install.
+        UserError: a tracker is unknown, or its package is missing. Names the tracker, and the
+            nearest known name or the package to install.
 
     >>> check_trackers(["tensorbord"], has_endpoint=False)
     Traceback (most recent call last):
@@ -110,8 +114,8 @@ def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bo
 
 
 def new_tracker(name: str) -> Tracker:
-    """Make a tracker from its name or `module:Class`. Its package is imported here or on
-    opening."""
+    """Make a tracker from its name or `module:Class`. The tracker's package is imported here or in
+    `open`."""
     if name in NAMED:
         return NAMED[name][0]()
     module, _, tracker = name.partition(":")
@@ -136,7 +140,7 @@ class _TensorboardTracker(Tracker):
     torch.
 
     After a resume, new steps replace earlier ones: the new file begins with a `purge_step`, from
-    which TensorBoard ignores other files.
+    which on TensorBoard ignores other files.
     """
 
     overwrites = True
@@ -167,7 +171,7 @@ class _TensorboardTracker(Tracker):
 
 
 def _new_writer(folder: Path, purge_step: int | None) -> Any:
-    """Make a writer of event files. tensorboardX would import torch for nothing."""
+    """Make a writer of event files. Hides torch, which tensorboardX would import without need."""
     had = "torch" in sys.modules
     if not had:
         # This makes `import torch` fail.
@@ -186,9 +190,9 @@ class _WandbTracker(Tracker):
     """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its
     id.
 
-    W&B drops values for steps before its latest one, such as values of evaluations. So its own step
-    only counts calls, and the training step is a metric that is the x-axis of all curves. Logged
-    values cannot be replaced, so repeated steps are not sent again.
+    W&B drops values for steps before its latest one, such as values of evaluations. Its own step
+    therefore only counts calls. The training step is a metric, which is the x-axis of all curves.
+    Logged values cannot be replaced, so repeated steps are not sent again.
     """
 
     def open(self, run: TrackedRun) -> str:
@@ -305,4 +309,4 @@ NAMED: Mapping[str, tuple[type[Tracker], str]] = {
     "mlflow": (_MlflowTracker, "mlflow"),
     "trackio": (_TrackioTracker, "trackio"),
 }
-"""Name -> tracker, and the package that it imports."""
+"""Name -> (tracker, the package that it needs)."""

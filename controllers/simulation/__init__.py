@@ -1,4 +1,4 @@
-"""Simulated runs: the same graph, driver and schedule, with costs instead of workers.
+"""Simulated runs: the graph, driver and schedule of a real run, with costs instead of workers.
 
 backend.py           the backend without workers, on a virtual clock
 replica.py           the calls of one replica: a continuous batch in virtual time

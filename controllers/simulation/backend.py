@@ -1,7 +1,7 @@
 """Simulated: a backend without workers, on a virtual clock.
 
-A cost model gives the time of each call, and the clock jumps from one event to the next. No rows are
-written: references to columns are invented.
+A cost model gives the time of each call, and the clock jumps from one event to the next. The
+backend writes no rows, and invents the references to their columns.
 
     CostModel -> Simulated(costs) -> Driver(..., backend=...)   a run with a log, in virtual seconds
     calibrate(run) -> CostModel                                 from the timeline of a real run
@@ -47,12 +47,12 @@ from .costs import (
 from .replica import Generating, Replica, Work
 
 NODE = "simulated"
-"""Node of invented references. None of its files exist."""
+"""Node name in the invented references. None of their files exist."""
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights published by a simulated leader: a version without tensors."""
+    """Weights published by a simulated leader: a version number without tensors."""
 
     version: int
     num_bytes: int = 0
@@ -66,7 +66,7 @@ class _Weights:
 
 
 class Simulated(Backend):
-    """Worker groups that only let virtual time pass, on any placement.
+    """Backend whose workers do nothing but let virtual time pass, on any placement.
 
     Args:
         costs: the time of each call; calls without a cost take no time.
@@ -75,18 +75,19 @@ class Simulated(Backend):
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
         self._seed = 0
-        """The driver's seed. A prompt gets the same lengths under every schedule and placement."""
+        """The driver's seed. A prompt gets the same response lengths under every schedule and
+        placement."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
-        """(graph, source row) -> group made of it -> its number among these."""
+        """(graph, source row) -> group id -> number of the group among those made of the row."""
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._submitted: list[tuple[float, Call, list[tuple[int, Task]]]] = []
-        """Calls made since the clock last moved: (time, call, tasks by rank)."""
+        """Calls that have not begun: (time, call, [(rank, task)])."""
         self._replies: list[tuple[float, int, Event]] = []
-        """Heap of replies by their time."""
+        """Heap of replies, ordered by time."""
         self._due: list[tuple[float, int, Replica]] = []
-        """Heap of replicas by the time of their next event. Outdated entries are skipped when they
-        come up."""
+        """Heap of replicas, ordered by the time of their next event. `wait` skips outdated
+        entries."""
         self._order = itertools.count()
         self._offset = 0
 
@@ -98,7 +99,8 @@ class Simulated(Backend):
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that the costs name groups of the graphs and match their ranks."""
+        """Check that the costs name groups of the graphs, and fit the numbers of ranks of these
+        groups."""
         costs = self.costs
         for name in (node.partition(".")[0] for node in costs.nodes if "." in node):
             if name not in placement:
@@ -109,7 +111,8 @@ class Simulated(Backend):
         for node, cost in costs.nodes.items():
             name = node.partition(".")[0]
             ranks = costs.replica_ranks(name, configs.get(name))
-            # A cost has as many ranks as a replica, which its share of the rows is based on.
+            # A cost is for the rows of one replica, so it must be for as many ranks as a replica
+            # has.
             if isinstance(cost, PipelineCost):
                 costs.pipeline(node, configs.get(name))
                 fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
@@ -151,7 +154,7 @@ class Simulated(Backend):
         return groups
 
     sync_interval_s = math.inf
-    """Never sync: a power failure could not destroy any results."""
+    """Never sync the log: a simulation has no results that a power loss could destroy."""
 
     @property
     def nodes(self) -> tuple[str]:
@@ -181,7 +184,8 @@ class Simulated(Backend):
             self._note(replica)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return the next replies, and move the clock to their time, or else by `timeout_s`."""
+        """Return the next replies, and move the clock to their time. If there are none within
+        `timeout_s`, move the clock by `timeout_s`."""
         self._begin()
         end = self._now + timeout_s
         while self._due:
@@ -239,7 +243,7 @@ class Simulated(Backend):
         ids = held.ids.tolist() if held is not None else []
         tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
-        # If an update comes in parts, only the last part takes the constant.
+        # If an update comes in parts, only the last part takes the constant time of the cost.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
         steps, key = OptimizerSteps.of_node(call.node), (self._seed, call.group.version)
         done: dict[int, np.ndarray] = {}
@@ -272,7 +276,7 @@ class Simulated(Backend):
         cost: LinearCost,
         seconds: float,
     ) -> Reply:
-        """Return the reply of a rank. Subclasses may depend on the rank."""
+        """Return the reply of a rank. In subclasses, it may depend on the rank."""
         if task.rows is None:
             return Reply(value=_value(task) if task.keep else None, done=True, seconds=seconds)
         published = self._published(call, task, cost) if task.keep and len(task.rows.ids) else None
@@ -282,7 +286,7 @@ class Simulated(Backend):
         return Reply(published, segment, _trained(call, trained), done=True, seconds=seconds)
 
     def _published(self, call: Call, task: Task, cost: LinearCost) -> Published | None:
-        """Return the report of a simulated call to the ledger."""
+        """Return the rows that a call publishes to the ledger, or None if it publishes none."""
         share = task.rows
         assert share is not None
         operation, ids = share.operation, share.ids
@@ -319,7 +323,7 @@ class Simulated(Backend):
         return bool(np.random.default_rng(key).random() < cost.keep)
 
     def _key(self, graph: str, row: Row) -> list[int]:
-        """Return the seed of the draws for a row."""
+        """Return the key that seeds the random draws for a row."""
         turns = self._turns.setdefault((graph, row.position), {})
         turn = turns.setdefault(row.group.id, len(turns))
         path: list[int] = []
@@ -354,7 +358,7 @@ class Simulated(Backend):
 
 
 def _value(task: Task) -> Any:
-    """Return the result of a method that belongs to no node."""
+    """Return the result of a call outside the graph."""
     if task.method in ("publish_weights", "finish_publishing"):
         return _Weights(task.arguments["version"])
     if task.method == "receive_weights":

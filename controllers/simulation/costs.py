@@ -33,7 +33,8 @@ from ..ranks.row_io import num_tokens
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
-"""Forward share of a microbatch's time: a backward pass has twice the matrix products."""
+"""Share of the forward pass in the time of a microbatch: a backward pass has twice as many matrix
+products."""
 
 
 class LogNormal(Config):
@@ -84,8 +85,7 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """Return the seconds of a call on rows of equal length.
 
-        Times of this class are for all optimizer steps of a call; times of subclasses, for one
-        pass.
+        Times of this class cover all optimizer steps of a call; times of subclasses cover one pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
@@ -96,7 +96,7 @@ class LinearCost(Config):
             cuts: indexes of the rows of each optimizer step.
 
         Returns:
-            [optimizer steps]; replicas wait for each other after each. Or [1] if only the
+            [optimizer steps], since replicas wait for each other after each; or [1] if only the
             time of the whole call is known.
         """
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
@@ -151,7 +151,7 @@ class PipelineCost(LinearCost):
         return self.fixed_s + steps.number * of_step.seconds
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """See `LinearCost`. Rows are cut into microbatches as the engine does."""
+        """See `LinearCost`. Cuts rows into microbatches as the training engine does."""
         found: list[float] = []
         for own in (lengths[cut] for cut in cuts):
             parts = plan_microbatches(own, self.microbatch_tokens, packed=True)
@@ -159,12 +159,12 @@ class PipelineCost(LinearCost):
         return np.array(found)
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """See `LinearCost`: the compute time of the busiest stage."""
+        """See `LinearCost`: the bound is the compute time of the busiest stage."""
         stages = self._shares.reshape(self.chunks, self.stages).sum(0)
         return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
 
     def played(self, rows: float, tokens: float) -> PipelineRun:
-        """Play the schedule of one optimizer step on rows of equal length."""
+        """Simulate the schedule of one optimizer step on rows of equal length."""
         number = self.microbatches(rows, tokens)
         each = self._rows_of_one(rows, tokens)
         sizes = [min(each, rows - k * each) for k in range(number)]
@@ -175,8 +175,8 @@ class PipelineCost(LinearCost):
         return max(1, math.ceil(rows / self._rows_of_one(rows, tokens)))
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
-        """Return the whole rows in a full microbatch."""
-        # A row that fits exactly must not be lost to rounding.
+        """Return the number of whole rows in a full microbatch."""
+        # The small addend keeps a row that fits exactly from being lost to rounding.
         fit = self.microbatch_tokens * rows / tokens + 1e-9 if tokens else math.ceil(rows)
         return max(1, math.floor(fit))
 
@@ -187,9 +187,9 @@ class PipelineCost(LinearCost):
         return shares / shares.sum()
 
     def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
-        """Play microbatches, each given as (rows, tokens).
+        """Simulate microbatches, each given as (rows, tokens).
 
-        Empty ones pad an interleaved schedule to whole rounds.
+        Empty microbatches pad an interleaved schedule to whole rounds.
         """
         number = max(1, len(microbatches))
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
@@ -242,8 +242,8 @@ class SequenceParallelCost(LinearCost):
         )
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """See `LinearCost`. Rows of equal length need the least attention; no rank exchanges
-        any."""
+        """See `LinearCost`. The bound assumes rows of equal length, which need the least attention,
+        and no exchanges between ranks."""
         linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
@@ -251,7 +251,7 @@ class SequenceParallelCost(LinearCost):
         """Return the groups of an optimizer step on rows of these lengths.
 
         Args:
-            degree: ranks of every group; None allows groups of different sizes.
+            degree: number of ranks of every group; None allows groups of different sizes.
 
         Raises:
             UserError: no group has room for the longest row.
@@ -312,7 +312,7 @@ class Generation(Config):
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
     def seconds_by_batch(self, max_num_seqs: int) -> np.ndarray:
-        """[max_num_seqs + 1] seconds of a decode step, by the number of responses."""
+        """[max_num_seqs + 1] seconds of a decode step, by the number of responses in the batch."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
@@ -320,7 +320,8 @@ class Generation(Config):
 
 
 def batch_limit(config: object) -> int:
-    """Return the most responses in the batch of a replica, by the configuration of its group."""
+    """Return the maximum number of responses in a replica's batch, from its group's
+    configuration."""
     return getattr(config, "max_num_seqs", 256)
 
 
@@ -347,8 +348,8 @@ class CostModel(Config):
     }
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Return the ranks of one replica of a group: as in its configuration, or else as many as
-        share rows or layers by its cost."""
+        """Return the number of ranks of one replica of a group: that of its configuration, or else
+        that of its `SequenceParallelCost` or `PipelineCost`."""
         configured = ranks_of_a_replica(config)
         if configured > 1:
             return configured
@@ -374,18 +375,18 @@ class CostModel(Config):
         return cost
 
     def linear(self, name: str) -> LinearCost:
-        """Return the cost of a call that does not generate, or zero cost by default."""
+        """Return the cost of a call that does not generate; zero by default."""
         cost = self.nodes.get(name)
         return cost if isinstance(cost, LinearCost) else LinearCost()
 
 
 def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
-    """Return the seed of the draws for a row, which is the same under every schedule.
+    """Return the key that seeds the random draws for a row. It is the same under every schedule.
 
     Args:
         position: position of the source row.
-        turn: number of its group among those made of that source row.
-        path: number of the row among its siblings, after the numbers of its ancestors.
+        turn: number of the row's group among the groups made of that source row.
+        path: numbers of the row's ancestors and then of the row itself, each among its siblings.
     """
     # Python's `hash` of a text differs between processes.
     return [seed, zlib.crc32(graph.encode()), position, turn, *path]
@@ -403,7 +404,7 @@ class _Bound:
     pool: str
     """The slowest pool, whose groups are always busy."""
     pools: Mapping[str, float]
-    """Pool -> seconds per step that its groups are busy at least."""
+    """Pool -> minimum seconds per step for which its groups are busy."""
 
 
 def bound(
@@ -418,12 +419,12 @@ def bound(
 ) -> _Bound:
     """Return a lower bound on the time of a step, for any schedule in this placement.
 
-    It counts the work of each pool's groups, perfectly balanced: generation runs at its best batch
-    size, no group waits, and weight transfers and the driver cost nothing.
+    The bound assumes that the work of each pool is perfectly balanced, generation runs at the most
+    efficient batch size, no group waits, and weight transfers and the driver take no time.
 
     Args:
-        costs: the costs of the calls. Filters are assumed to drop nothing.
-        steps: number of steps whose rows are counted, from the first.
+        costs: the costs of the calls. The bound assumes that filters drop nothing.
+        steps: number of steps, from the first one, whose rows are counted.
         seed: the driver's seed, for the order of the prompts and the lengths of responses.
     """
     places = resolve(placement, {**graph.handles, FUNCTIONS: None})
@@ -454,7 +455,8 @@ def bound(
 def _load(
     costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
 ) -> tuple[Counter[int], Counter[int]]:
-    """Return the rows and the tokens of each level, for the first `groups` groups of a run."""
+    """Return the number of rows and the number of tokens on each level of the graph, for the first
+    `groups` groups of a run."""
     batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
@@ -489,17 +491,18 @@ def calibrate(
     nodes: Mapping[str, LinearCost | Generation] | None = None,
     **others: Any,
 ) -> CostModel:
-    """Fit a cost model to the timeline of a real run, by least squares with nonnegative costs.
+    """Fit a cost model to the timeline of a real run, by nonnegative least squares.
 
-    If several lines fit equally well (for example because all calls had as many rows), the one with
-    the fewest terms wins. For an update that came in parts, the last part carries the constant. A
-    timeline has no response lengths, so give the `Generation` of a generating node in `nodes`.
+    If several costs fit equally well (for example because all calls had the same number of rows),
+    the one with the fewest terms wins. If an update came in parts, the last part carries the
+    constant. A timeline has no response lengths, so give the `Generation` of a generating node in
+    `nodes`.
 
     Args:
         timeline: the folder of a run, whose `config.json` has the ranks of each group; or a
             `timeline.parquet`, or its table, with the columns group, node, worker_s, rows, tokens,
-            and perhaps last.
-        replicas: group -> replicas that shared the rows of a call; 1 by default.
+            and optionally last.
+        replicas: group -> number of replicas that shared the rows of a call; 1 by default.
         nodes: known costs, which are kept as they are.
         others: further settings of `CostModel`.
 
@@ -531,7 +534,7 @@ def calibrate(
 def _read(timeline: Path) -> pa.Table:
     try:
         table = read_timeline(timeline) if timeline.is_dir() else pq.read_table(timeline)
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise UserError(f"the timeline of {timeline} cannot be read: {error}") from None
     if table is None:
         raise UserError(
@@ -541,7 +544,7 @@ def _read(timeline: Path) -> pa.Table:
 
 
 def _ranks(config: Path) -> dict[str, int]:
-    """Return the ranks of each group of a run, or nothing for a run in one process."""
+    """Return group -> number of ranks for a run; empty for a run in one process."""
     try:
         described = read_json(config)
         if described["backend"] == "Local()":
@@ -558,15 +561,15 @@ def _ranks(config: Path) -> dict[str, int]:
 
 
 def _fit(calls: np.ndarray) -> LinearCost:
-    """Return the closest line with nonnegative slopes and the fewest terms.
+    """Fit a cost with nonnegative coefficients, and with as few terms as possible.
 
     `calls`: [calls, (seconds, rows, tokens, constants)].
     """
     seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
-    # Fewer terms come first: a later line has to fit clearly better.
+    # Try fewer terms first: a cost with more terms has to fit clearly better.
     for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
-        # If all calls had as many rows, for example, these terms have no unique weights.
+        # Skip terms without unique weights, for example if all calls had the same number of rows.
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
             continue
         weights = np.linalg.lstsq(terms[:, chosen], seconds, rcond=None)[0]

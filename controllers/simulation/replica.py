@@ -1,4 +1,4 @@
-"""Replica: a continuous batch in virtual time, and the other calls on the same ranks."""
+"""Replica: simulates a continuous batch, and the other calls on the same ranks, in virtual time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Work:
     call: Call
     seconds: float
     replies: list[tuple[int, Reply]]
-    """(rank, reply)."""
+    """Pairs (rank, reply)."""
     version: int | None = None
     """Version of the weights that the call receives, if any."""
     interruptible = False
@@ -44,27 +44,28 @@ class Work:
 
 @dataclass(eq=False)
 class Generating:
-    """A call that generates. Its responses share the batch of the replica."""
+    """A call that generates. Its responses join the replica's batch."""
 
     call: Call
     tasks: list[tuple[int, Task]]
-    """(rank, task)."""
+    """Pairs (rank, task)."""
     rows: RowTask
     lengths: list[np.ndarray]
     """[prompts] of [n] response lengths in tokens."""
     prompt_tokens: list[int]
     started: float
     to_make: list[list[int]] = field(init=False)
-    """[prompts] numbers of the responses to make; earlier calls made the others."""
+    """[prompts] lists of the numbers of the responses to make; earlier calls made the others."""
     left: list[int] = field(init=False)
-    """[prompts] unfinished responses."""
+    """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
     """[prompts] of [n] versions of the weights that wrote the first token."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, number) of finished responses in the batching delay (`../ranks/row_io.py`)."""
+    """(prompt, response number) of finished responses that are held back by the batching delay
+    (`../ranks/row_io.py`)."""
     due_s: float = math.inf
-    """[s] Time when they are published."""
+    """[s] Time when the delayed responses are published."""
     interruptible = True
 
     def __post_init__(self) -> None:
@@ -86,15 +87,16 @@ class Replica:
 
     Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
     batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. Decode steps where no response ends or joins form one event.
+    between two decode steps. Consecutive decode steps in which no response ends or joins form one
+    event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
     be ahead of the clock.
 
     Args:
         cost: the cost of generation, or None for a group that does not generate.
-        invent: makes a reference to a number of bytes.
-        max_num_seqs: the most responses in the batch.
+        invent: returns an invented reference to a number of bytes.
+        max_num_seqs: the maximum number of responses in the batch.
     """
 
     def __init__(
@@ -113,10 +115,10 @@ class Replica:
         self._invent = invent
         self._calls: CallOrder[Work | Generating] = CallOrder()
         self._steps = 0
-        """Decode steps made until `at`."""
+        """Number of decode steps made until `at`."""
         self._running: list[tuple[int, int, int, Generating, int, int]] = []
-        """Heap of (last step, order, steps made before the first, call, prompt, response
-        number)."""
+        """Heap of responses in the batch: (last step, order, steps made before the first, call,
+        prompt, response number)."""
         self._waiting: deque[tuple[Generating, int, int]] = deque()
         """(call, prompt, response number) of responses that queue for the batch."""
         self._due_s = math.inf
@@ -158,7 +160,8 @@ class Replica:
             self._admit()
 
     def cancel_call(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a generating call, or its remaining work on some parents, unless it has ended."""
+        """End a generating call, or only its work on the prompts `parents`. Does nothing if the
+        call has ended."""
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
@@ -184,12 +187,13 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
-            # Changes take effect after the current decode step, up to rounding.
+            # Changes take effect after the current decode step. The small subtrahend absorbs
+            # rounding.
             steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - 1e-9)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
     def _decode(self, steps: int) -> None:
-        """Make decode steps. Responses may end only in the last one."""
+        """Simulate decode steps. Responses may end only in the last one."""
         self.at += steps * self._seconds_by_batch[len(self._running)]
         self._steps += steps
         ended: dict[Generating, list[tuple[int, int]]] = {}
@@ -212,11 +216,13 @@ class Replica:
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
-            # Responses that end together stay in order, since calls cannot be compared.
+            # The order breaks ties between responses that end together, since calls cannot be
+            # compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
-        """Delay responses (prompt, number) that ended in one step, unless they are the last."""
+        """Hold back responses (prompt, number) that ended in one step for the batching delay.
+        Publish them at once if there is no delay, or if they are the last of the call."""
         call.open_prompts -= sum(not call.left[k] for k in {k for k, _ in responses})
         gather_s = call.tasks[0][1].gather_s
         call.ended += responses
@@ -232,7 +238,7 @@ class Replica:
             self._publish(call, call.due_s)
 
     def _publish(self, call: Generating, at: float | None = None) -> None:
-        """Publish the finished responses, and finish the call with its last one."""
+        """Publish the call's finished responses, and finish the call with its last response."""
         responses, call.ended, call.due_s = call.ended, [], math.inf
         # The values are None, so another default marks a missing call.
         if self._gathering.pop(call, self) is None:

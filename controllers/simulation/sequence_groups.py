@@ -1,17 +1,18 @@
-"""Groups of ranks that share the tokens of rows: large for a few long rows, small for short rows.
+"""Choose groups of ranks that share the tokens of rows: large groups for long rows, small groups
+for short ones.
 
-Ulysses with one degree for all rows makes short rows pay for the exchange that only long rows need.
+Ulysses with one degree for all rows makes short rows pay for an exchange that only long rows need.
 FlexSP (arXiv:2412.01523) chooses groups so that all finish at about the same time. This planner
 does the same without an integer program:
 
-- It tries all partitions of up to 8 ranks. For more ranks it tries groups of equal size and groups
-  of powers of two, with a descent if there are too many.
-- It deals out rows longest first, each to the group that finishes it first. Then it moves rows
+- With up to 8 ranks, it tries all partitions. With more, it tries groups of equal size and groups
+  of powers of two. If these are too many, it improves a few of them step by step.
+- It assigns rows longest first, each to the group that would finish it first. Then it moves rows
   away from the slowest group while that helps.
-- It returns a lower bound that no groups of any sizes beat.
+- It also returns a lower bound on the time of any groups.
 
 A group is fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
-has one degree for all rows.
+uses one degree for all rows.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ...dataflow.errors import UserError
 from ...workers.dispatch import RowCost
 
 WAYS = 256
-"""Try all partitions into powers of two up to this many; 32 ranks have 202."""
+"""Maximum number of partitions into powers of two to try; 32 ranks have 202."""
 FEW_RANKS = 8
-"""Most ranks for which all partitions are tried."""
+"""Maximum number of ranks for which all partitions are tried."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class SequenceCost:
     per_token_s: float
     """[s] Time of a token's linear layers, forward and backward, on one rank."""
     row_cost: RowCost = field(default_factory=RowCost)
-    """Cost of a row, in tokens of linear layers."""
+    """Cost of a row, in units of a token's linear layers."""
     exchange_s: Mapping[int, float] = field(default_factory=dict)
-    """[s] Degree -> time of the all-to-all exchanges for each token of a rank. A missing degree
-    takes the value of the next smaller one; degree 1 has no exchange."""
+    """[s] Number of ranks in a group -> time of the all-to-all exchanges for each token of a rank.
+    A missing number takes the value of the next smaller one; a single rank has no exchange."""
 
     def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
-        """Return the seconds of each row on a group of this many ranks: [rows]."""
+        """Return the seconds of each row on a group of `degree` ranks: [rows]."""
         known = [each for each in self.exchange_s if each <= degree]
         exchange = self.exchange_s[max(known)] if known and degree > 1 else 0.0
         return (self.per_token_s * self.row_cost(lengths) + exchange * np.asarray(lengths)) / degree
@@ -64,7 +65,7 @@ class SequenceGroups:
     """Groups of ranks, and the rows of each."""
 
     degrees: tuple[int, ...]
-    """Ranks of each group, the largest first."""
+    """Number of ranks of each group, largest first."""
     rows: tuple[tuple[int, ...], ...]
     """Row indexes of each group."""
     group_s: tuple[float, ...]
@@ -79,13 +80,13 @@ class SequenceGroups:
 
     @property
     def gap(self) -> float:
-        """Excess over the lower bound, as a share of it; the best plan is at most this much
-        faster."""
+        """Excess of `seconds` over the lower bound, as a share of the bound. No plan can gain more
+        than this."""
         return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost) -> SequenceGroups:
-    """Cut the ranks into groups for these rows.
+    """Divide the ranks into groups for rows of these lengths [tokens].
 
     Raises:
         UserError: all ranks together have no room for the longest row.
@@ -97,7 +98,8 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """
     table = _Table(lengths, ranks, cost)
     ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
-    # Too many partitions: begin with some large groups and others of one smaller size, then descend.
+    # With too many partitions, begin with some large groups and others of one smaller size.
+    # `_descended` improves them.
     if len(ways) > WAYS:
         ways = list(_large_and_small(ranks))
     ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
@@ -109,7 +111,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
 def equal_groups(
     lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost
 ) -> SequenceGroups:
-    """Deal out rows to groups of one size, as Ulysses does.
+    """Assign rows to groups of one size, as Ulysses does.
 
     Raises:
         UserError: the size does not divide the ranks, or a group has no room for the longest row.
@@ -129,7 +131,7 @@ class _Table:
     """Seconds of each row on groups of each size, and the assignment of rows to groups.
 
     Args:
-        also: an extra group size, besides the powers of two.
+        also: an additional group size.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class _Table:
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        # the quickest size of each exchange time
+        # For each exchange time, the largest group size with this time is the quickest.
         levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]
         fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
         sizes = {
@@ -151,7 +153,7 @@ class _Table:
         }
         self.degrees = tuple(sorted(sizes))
         self.smallest = min(max(fitting, 1), ranks)
-        """Ranks of the smallest group that has room for the longest row."""
+        """Number of ranks in the smallest group that has room for the longest row."""
         self._ranks, self._rows = ranks, len(tokens)
         fits = tokens <= np.array(self.degrees)[:, None] * cost.memory_tokens
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
@@ -172,9 +174,10 @@ class _Table:
     def bound_s(self) -> float:
         """A lower bound on the time of the slowest group.
 
-        Every row takes at least the rank-seconds of its best group, which the ranks share, and at
-        least the seconds of its quickest group. Rank-seconds depend on a group's size only through
-        its exchange time, so the sizes of the table are enough.
+        Every row takes at least the rank-seconds of its cheapest group size, and the ranks share
+        the sum of these. It also takes at least the seconds of its quickest group size.
+        Rank-seconds depend on a group's size only through its exchange time, so it is enough to
+        compare the sizes of the table.
         """
         if not self._rows:
             return 0.0
@@ -206,7 +209,7 @@ class _Table:
         return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
-        """Move rows away from the slowest group, or swap them, while that lowers the larger
+        """Move or swap rows between the slowest group and others, while that lowers the larger
         load."""
         swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
@@ -304,7 +307,8 @@ def _large_and_small(ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
-    """Return these groups, others of a smaller size, and powers of two for the rest."""
+    """Return a partition: the `large` groups, as many of size `small` as fit, and powers of two for
+    the rest."""
     number, left = divmod(ranks - sum(large), small)
     return (
         *large,

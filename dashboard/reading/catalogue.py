@@ -14,13 +14,13 @@ from ...dataflow.runs.files import is_run
 from .run_reader import RunReader
 
 LOOK_S = 1.0
-"""[s] Time before the list of runs is refreshed."""
+"""[s] Age at which the list of runs is refreshed."""
 DEPTH = 3
-"""Levels of folders to search for runs. Cluster jobs each have a folder of runs."""
+"""Number of folder levels to search for runs. Each cluster job has a folder of runs."""
 
 
 class Catalogue:
-    """The runs of a folder, or the run in a directory."""
+    """The runs below a folder, or one run if the folder is the directory of a run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -37,7 +37,7 @@ class Catalogue:
             if now - self._looked >= LOOK_S:
                 self._looked = now
                 found = self._find()
-                # A new reader would read all files of its run again.
+                # Keep known readers: a new reader would read all files of its run again.
                 self._readers = {
                     name: self._readers.get(name) or RunReader(name, found[name])
                     for name in sorted(found)
@@ -50,15 +50,15 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """Return the reader of a run. Raises NoSuchRunError, with the nearest name, if there is
-        none."""
+        """Return the reader of a run. Raises NoSuchRunError, which suggests the nearest name, if
+        there is no such run."""
         readers = self.readers
         if name not in readers:
             raise NoSuchRunError(f"there is no run {name!r}{nearest(name, list(readers))}")
         return readers[name]
 
     def chosen(self, names: str) -> list[RunReader]:
-        """Return the readers of several runs, whose names `parted` splits."""
+        """Return the readers of several runs, given their names as text that `parted` splits."""
         return [self[name] for name in dict.fromkeys(parted(names))]
 
 
@@ -68,7 +68,7 @@ def parted(names: str) -> list[str]:
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
     """
-    # Percent signs come last, because a name may contain the text %2C.
+    # Decode percent signs last, because a name may contain the text %2C.
     return [name.replace("%2C", ",").replace("%25", "%") for name in names.split(",") if name]
 
 

@@ -26,8 +26,8 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations in settings, versions and data: name ->
-    both values."""
+    """Return the differences between two configurations in settings, versions and data, each as
+    name -> both values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -92,8 +92,8 @@ def _are_records(value: Any) -> bool:
 def compare_metrics(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, dict[str, list[float]]]:
-    """Return the first step with a different metric, and those metrics, largest difference first.
-    Metrics that measure time are skipped."""
+    """Return the first step at which a metric differs, and the metrics that differ there, largest
+    relative difference first. Skips metrics that always differ, such as times."""
     for step in sorted(set(a) & set(b)):
         parts: dict[str, float] = {}
         for name in a[step].keys() & b[step].keys():
@@ -110,7 +110,7 @@ def compare_metrics(
 def _at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of both runs at the last step that both have made.
+    """Return the metrics of both runs at the last step that both have finished.
 
     >>> _at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
     [{'name': 'loss', 'a': 1.0, 'b': 2.0}]
@@ -138,7 +138,7 @@ def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
 
 
 AROUND = 4
-"""Tokens to show before and after the first difference."""
+"""Number of tokens to show before and after the first difference."""
 IDS = ("prompt_ids", "response_ids")
 LOGPROBS = "response_logprobs"
 
@@ -149,13 +149,13 @@ class _SampleDifference:
     step: int
     sample_id: int
     what: str
-    """The first difference: prompt_ids, response_ids, response_logprobs, reward, or a missing
+    """What differs first: prompt_ids, response_ids, response_logprobs, reward, or a missing
     sample."""
     place: int | None = None
     """Index of the first different token, from 0."""
     tokens: tuple[dict[str, Any], ...] = ()
-    """Tokens around it: place, ids `a` and `b`, `logprob_a` and `logprob_b`. None after the end of
-    a response."""
+    """Tokens around the first difference, each with `place`, ids `a` and `b`, `logprob_a` and
+    `logprob_b`. Values after the end of a response are None."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
@@ -198,7 +198,7 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> _SampleDifference | 
 
 
 def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
-    """Return sample number -> the compared columns."""
+    """Return sample id -> the columns that are compared."""
     kept = (*IDS, LOGPROBS, "reward", "response", "sample_id")
     found: dict[int, dict[str, Any]] = {}
     for table in parts:

@@ -61,8 +61,8 @@ def _node(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return a node with its rows `now`, its group in `live.json`, and the totals of its `own`
-    calls."""
+    """Return a node of the page: `now` has its current rows, `group` its group in `live.json`, and
+    `own` the totals of its calls."""
     busy = any(call.get("what") == node["name"] for call in group.get("calls", ()))
     return {
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
@@ -88,7 +88,7 @@ def _edges(source: str, node: Mapping[str, Any], now: Mapping[str, Any]) -> list
     columns: dict[str, list[str]] = {writer: [] for writer in node.get("after", ())}
     for column, writer in nested(node, "writers").items():
         columns.setdefault(writer, []).append(column)
-    # Rows wait on the last edge.
+    # Only the last edge shows the waiting rows.
     return [
         {
             "from": writer or source,
@@ -118,7 +118,7 @@ def _weights(
         ended = calls.columns["end_s"][row]
         age = None
         if goes_on and len(row) and "time_s" in live:
-            # live.json has the time of the run when it was written, and that moment.
+            # live.json records when it was written, as wall-clock time and as run time.
             age = max(0.0, live["time_s"] + time.time() - live["at"] - float(ended[0]))
         found.append(
             {
@@ -150,7 +150,7 @@ def received(calls: CallLog, follower: str | None = None) -> np.ndarray:
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
 """[s] Upper edges of the age bins. One more bin holds older groups."""
 MOST_BARS = 200
-"""Most bars of the staleness chart; each covers a range of steps."""
+"""Maximum number of bars in the staleness chart; each covers a range of steps."""
 
 
 def buffer_page(run: RunReader) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """Count trained samples by the lag of their oldest token, in versions behind the trained
-    weights, for ranges of steps that begin with `step`.
+    weights, for each range of steps that begins with `step`.
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
@@ -226,7 +226,7 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // MOST_BARS)
     bars = (steps - first) // width
-    # Lags are at most 1000, so each pair of bar and lag is one number.
+    # Lags are at most 1000, so each pair of bar and lag maps to one number.
     keys, numbers = np.unique(bars * 1001 + lags, return_counts=True)
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):

@@ -15,9 +15,10 @@ from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
-"""Most calls of a lane to send one by one. Beyond that, send the busy share of `width / 3` bins."""
+"""Maximum number of calls of a lane to send individually. For a lane with more calls, the page gets
+the busy shares of `width / 3` bins."""
 MOST_GAPS = 60
-"""Most gaps of a lane to explain, longest first."""
+"""Maximum number of gaps of a lane to explain, longest first."""
 SHORTEST_GAP = 0.002
 """Shortest gap to explain, as a share of the window. Shorter ones are invisible."""
 TOUCHING_S = 0.05
@@ -74,10 +75,17 @@ class _Lanes:
         unfolded: Collection[str] = (),
         steps: tuple[float, float] | None = None,
     ) -> dict[str, Any]:
-        """Return lanes, ends of steps, and the critical path of the last step in a window. `start`
-        and `end` are seconds since the start of the run; None for its beginning and end. `width` is
-        the width of the screen in pixels. Groups in `unfolded` get a lane for each rank. If the run
-        has any of `steps`, their window is shown instead."""
+        """Return lanes, ends of steps, and the critical path of the last step in a window.
+
+        Args:
+            start: start of the window, in seconds since the start of the run; None for that start.
+            end: end of the window, in seconds since the start of the run; None for the end of the
+                run.
+            width: width of the screen in pixels.
+            unfolded: groups that get a lane for each rank.
+            steps: first and last step. If the run has any of these steps, their window is shown
+                instead.
+        """
         total = self.total_s
         if steps is not None:
             chosen = self.log.of_steps(*steps)
@@ -132,8 +140,8 @@ class _Lanes:
 
     @cached_property
     def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each: from the copy of the state until it is
-        on disk."""
+        """[checkpoints] first call, start and end of each checkpoint, from copying the state until
+        it is on disk."""
         c = self._columns
         begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
         begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
@@ -252,8 +260,8 @@ class _Lanes:
     def critical(self, step: int) -> list[dict[str, Any]]:
         """Return the chain of calls that a step waited for, with unexplained time in between.
 
-        It is traced back from the end of the step. The predecessor of a call is the call that ended
-        last before it began. If rows stream from an upstream call, that call is the predecessor.
+        The chain is traced back from the end of the step. The predecessor of a call is the upstream
+        call that still streams rows to it, or else the call that ended last before it began.
         """
         c, timeline = self._columns, self.log.of_steps(step, step)
         if timeline is None:
@@ -286,7 +294,7 @@ class _Lanes:
         return [*path, *self._unexplained(begin, at)][::-1]
 
     def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
-        """Return the latest upstream call that was still streaming rows at this time; None if there
+        """Return the latest upstream call that was still streaming rows at time `at`; None if there
         is none, or if another upstream call had just ended."""
         c, upstream = self._columns, self._upstream.get(self._node(row), ())
         near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
@@ -296,8 +304,8 @@ class _Lanes:
         return max(near, key=lambda other: c["start_s"][other], default=None)
 
     def _unexplained(self, start: float, end: float) -> list[dict[str, Any]]:
-        """Return the part of the critical path without any call that the step waited for, if
-        any."""
+        """Return the gap in the critical path between these times, or nothing if it is
+        negligible."""
         if end - start <= 1e-4:
             return []
         _, begun, written = self._checkpoints

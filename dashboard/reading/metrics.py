@@ -21,12 +21,12 @@ from ...dataflow.runs.follow import FollowedTable
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] increasing steps, and the value at each."""
 MOST = 5000
-"""Most metrics of a run to read, in their order; a damaged file may have any number."""
+"""Maximum number of metrics of a run to read. A damaged file may have any number."""
 MOST_LEFT_OUT = 5000
 
 
 class MetricLog:
-    """The metrics of one run, which need not have any yet."""
+    """The metrics of one run, which may have none yet."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS, MOST)
@@ -35,7 +35,7 @@ class MetricLog:
         self._series: dict[str, Series] = {}
         """Metric -> sorted series; cached until the metric changes."""
         self._left_out: set[str] = set()
-        """Names beyond MOST, at most MOST_LEFT_OUT."""
+        """Names of metrics beyond MOST. At most MOST_LEFT_OUT are kept."""
         self._columns_left_out = 0
         self.damage: str | None = None
 
@@ -97,8 +97,8 @@ class MetricLog:
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric by step; the last written value counts. Unknown metrics
-        have none."""
+        """Return the steps and values of a metric. If a step has several values, the last one
+        counts. An unknown metric has none."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -143,9 +143,9 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve over increasing `x` [n] to about this many points, at least 4. Keep the extremes
-    of each stretch, so no peak is lost. Values that are not finite are dropped if others are near
-    them.
+    """Thin a curve over increasing `x` [n] to about `points` points, at least 4. Keep the extremes
+    of each stretch, so no peak is lost. Drop values that are not finite if their stretch has finite
+    ones.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)
@@ -191,8 +191,8 @@ def curve(
     points: int = 800,
     window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric over an axis, thinned. `window` has the first and last x; one more point is
-    kept on either side."""
+    """Return a metric over an axis, thinned. `window` has the first and last x to include; one more
+    point is kept on each side."""
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)
@@ -203,7 +203,7 @@ def curve(
 
 
 def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float | None]:
-    """Round numbers for JSON. Values that are not finite become null.
+    """Round numbers for JSON. NaN and infinities become null.
 
     >>> numbers([0.1 + 0.2, float("nan"), 12.0, 1e-9 / 3])
     [0.3, None, 12.0, 3.333333e-10]
@@ -215,13 +215,13 @@ def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float
 
 
 MOST_ALERTS, MOST_CHARACTERS = 500, 300
-"""Most alerts to mark on a curve, latest first, and most characters of each."""
+"""Maximum number of alerts to mark on a curve (the latest are kept), and of characters of each."""
 
 
 def marks(
     metrics: MetricLog, evaluations: Sequence[str], alerts: Sequence[Alert], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return events by step: evaluations, kept checkpoints, restarts and other alerts."""
+    """Return events, sorted by step: evaluations, kept checkpoints, restarts and other alerts."""
     found: list[dict[str, Any]] = [
         {"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints
     ]
@@ -239,7 +239,7 @@ def marks(
     return sorted(found, key=lambda mark: mark["step"])
 
 
-# Cards: the dozen curves that matter, in reading order; and the meaning of each metric.
+# Cards: the most important curves, in reading order; and the meaning of each metric.
 
 
 @dataclass(frozen=True)
@@ -247,17 +247,18 @@ class _Card:
     id: str
     title: str
     metric: str
-    """Patterns of metrics, without evaluation and group. The first one that matches counts."""
+    """Regular expressions of metric names without evaluation and group, separated by `|`. The first
+    one that matches counts."""
     spread: str = ""
     """The metric with the standard deviation, in the same group."""
     beside: str = ""
     """A metric of the same group, shown next to the value."""
     scope: Literal["training", "evaluation"] = "training"
     floor: float | None = 0.0
-    """Lower end of the scale unless values are lower, or None for the lowest value."""
+    """Lower end of the scale, unless a value is lower; None for the lowest value."""
     form: Literal["number", "share", "bytes", "count", "small"] = "number"
     several: bool = False
-    """Whether it has a line for each group."""
+    """Whether the card has a line for each group."""
 
 
 KINDS = (
@@ -282,7 +283,7 @@ KINDS = (
 
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the cards for these metrics, without kinds that none of them belongs to.
+    """Return the cards for these metrics. Kinds of cards without a metric are left out.
 
     >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
     >>> [(card["id"], card["names"]) for card in found]
@@ -312,7 +313,8 @@ def _shown(kind: _Card, names: Sequence[str]) -> list[str]:
 
 
 def _matching(kind: _Card, names: Sequence[str]) -> list[str]:
-    """Return the metrics for the first matching pattern of a kind, the group `reward` first."""
+    """Return the metrics that match the first matching pattern of a kind, the group `reward`
+    first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
         own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]

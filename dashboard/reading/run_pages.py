@@ -21,22 +21,22 @@ from .run_reader import RunReader, read_live
 from .workers_page import workers_page
 
 MOST_VERSIONS = 2000
-"""Most versions of weights to send, latest first."""
+"""Maximum number of weight versions to send, latest first."""
 SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
 """Limits of a SQL query: rows, seconds, bytes of memory."""
 TOKEN_COLUMNS = re.compile(
     r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
 )
-"""Token columns, which only the sample files have."""
+"""Pattern of token columns, which only the sample files have."""
 MOST_LOG = 16 << 20
 """[bytes] Largest log to read in full while a page waits."""
 MOST_CELL = 20_000
-"""Most characters of a value in a SQL answer."""
+"""Maximum number of characters of a value in a SQL answer."""
 
 
 def weights(run: RunReader) -> dict[str, Any]:
-    """Return the versions that followers received: transfer time, bytes, and the pause of
-    generation."""
+    """Return the weight versions that followers received, with the time and bytes of their
+    transfer, and the pause of generation."""
     live, edges = read_live(run.path), graph_page(run)["weights"]
     began_at = live["at"] - live["time_s"] if live else None
     with run.parts() as (metrics, calls):
@@ -82,8 +82,8 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def why(run: RunReader, number: int) -> list[str]:
-    """Return what a group waits for, from the driver's last report or from the log. Raises
-    UserError if there is no such group, or the log is larger than MOST_LOG."""
+    """Return what a group waits for, according to the driver's last report, or else to the log.
+    Raises UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
@@ -97,8 +97,8 @@ def why(run: RunReader, number: int) -> list[str]:
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
-    """Answer a SQL query in the locked DuckDB of `weft buffer sql`. Raises UserError if DuckDB is
-    not installed, cannot answer, or takes too long."""
+    """Answer a SQL query in the restricted DuckDB that `weft buffer sql` uses. Raises UserError if
+    DuckDB is not installed, cannot answer, or takes too long."""
     notes: list[str] = []
 
     def light_samples() -> pa.Table | None:

@@ -1,4 +1,5 @@
-"""RunReader: one run, as the dashboard reads it. Each part is read once and then followed."""
+"""RunReader: one run, as the dashboard reads it. Each part is read once; afterwards, only its new
+data is read."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 
-# The content of `live.json` (rows at each node, groups, leases, memory) and of `graph.json` (nodes and
-# followers): the fields that pages rely on. Other fields are allowed. A damaged file counts as missing.
+# Types of the fields that pages rely on, in `live.json` (rows at each node, groups, leases, memory)
+# and in `graph.json` (nodes and followers). Other fields are allowed. A damaged file counts as
+# missing.
 
 MOST_BYTES = 32 << 20
 """[bytes] Largest file to read. Drivers write far less, and pages request these files again and
@@ -125,7 +127,7 @@ _LIVE, _GRAPHS = TypeAdapter(_Live), TypeAdapter(dict[str, _Graph])
 
 
 def read_live(run: Path) -> dict[str, Any]:
-    """Return the run's latest state from its driver, or an empty mapping."""
+    """Return the latest state that the run's driver has written, or an empty mapping."""
     return _read(run / LIVE, _LIVE)
 
 
@@ -157,7 +159,7 @@ def nested(value: Any, *names: str) -> dict[str, Any]:
 # Run reader
 
 SPARK = 40
-"""Points of the small curve in the list of runs."""
+"""Number of points of the small curve in the list of runs."""
 
 
 class RunReader:
@@ -168,7 +170,7 @@ class RunReader:
         self._lock = threading.Lock()
         self._metrics, self._calls = MetricLog(path), CallLog(path)
         self._summary: tuple[dict[str, object], dict[str, Any]] | None = None
-        """State of the files, and the summary made from them."""
+        """(state of the run's files, summary made from them)."""
         self.samples = SampleIndex(path)
         self.sample_pages = SamplePages(self.samples)
 
@@ -189,7 +191,8 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run's line in the list, cached for finished runs until their files change."""
+        """The run's entry in the list of runs. For a finished run, it is cached until its files
+        change."""
         state = state_of(self.path)
         if self._summary is not None and self._summary[0] == state:
             return self._summary[1]
@@ -235,7 +238,7 @@ class RunReader:
         }
 
     def damaged(self, why: str) -> dict[str, Any]:
-        """Return the line of a run whose files are damaged."""
+        """Return the list entry of a run whose files are damaged."""
         names = {"run": self.name, "name": self.path.name, "status": "damaged"}
         empty = {"step": 0, "spark": [], "settings": {}}
         return {**names, **empty, "updated_at": self._updated_at, "damage": [why]}
@@ -251,7 +254,7 @@ class RunReader:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The run without its data: its line in the list, and latest values."""
+        """The run's entry in the list, and its latest values."""
         facts, live = self.facts, read_live(self.path)
         schedule = nested(facts.config, "schedule")
         if live:

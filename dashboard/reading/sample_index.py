@@ -1,8 +1,8 @@
 """SampleIndex: the columns for filtering, sorting and searching samples.
 
 A row of the index has the sample's scalars, the length of its response, means of its token columns,
-its oldest and newest version, and its texts. Texts are cut if all of them take too much memory.
-Tokens stay in the files, and each file is read once.
+its oldest and newest version, and its texts. If the texts of a run take too much memory, they are
+cut. Tokens stay in the files, and each file is read once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ...dataflow.runs.tables import read_parquet
 
 compute: Any = pyarrow.compute  # its functions are created on import
 TEXT_BYTES = 256 << 20
-"""Limit for complete texts, stored twice (original and lower case). Beyond it, keep the first SHORT
-characters of each text."""
+"""[bytes] Limit for complete texts, stored twice (original and lower case). Beyond it, keep the
+first SHORT characters of each text."""
 SHORT = 500
 READ_S = 0.1
 """[s] Time that a request spends on new files. A thread reads the rest."""
 FEW_PARTS = 64
-"""Most tables to concatenate for each query. Beyond that, they are combined permanently."""
+"""Maximum number of tables to concatenate for each query. More tables are combined permanently."""
 TEXTS = ("prompt", "response", "answer")
 LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
@@ -74,7 +74,7 @@ class SampleIndex:
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
     def wait(self, limit_s: float) -> bool:
-        """Read all files within a time limit [s]. Return whether all are read."""
+        """Read files for up to `limit_s` seconds. Return whether all have been read."""
         deadline = time.monotonic() + limit_s
         self.table()
         while self._pending and time.monotonic() < deadline:
@@ -102,7 +102,8 @@ class SampleIndex:
         except OSError as error:
             self.damage = [f"{self._folder}: {error}"]
             return
-        # Folder times have a coarse resolution: another file may still come at the same time.
+        # Folder times have a coarse resolution: another file may be added without changing the
+        # time.
         if time.time_ns() - now > 10**9:
             self._seen = now
         if self._known - found:
@@ -228,7 +229,7 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
 
 
 def _of_tokens(name: str, column: Any) -> dict[str, Any]:
-    """Return length, mean, or minimum and maximum of a token column."""
+    """Return the index columns of a token column: its lengths, means, or minima and maxima."""
     lengths = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     if name in LISTS_OF_TOKENS:
         return {

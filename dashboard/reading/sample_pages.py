@@ -23,7 +23,7 @@ from .turns import cut, gist, token_texts, tokenizer_of, turns_of_prompt, turns_
 
 
 PIECE = 8192
-"""Rows that a thread searches at once."""
+"""Number of rows that a thread searches at once."""
 compute: Any = pyarrow.compute  # its functions are created on import
 OPERATORS = {
     "<=": compute.less_equal,
@@ -36,10 +36,16 @@ OPERATORS = {
 
 
 def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
-    """Return the indexes of the matching rows, without copying texts. `filters` are conditions
-    joined by `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~ for text that contains
-    the value. `search` is text to find in the prompt or response, ignoring case. Raises UserError
-    if a filter has no operator, an unknown column, or a value of the wrong type."""
+    """Return the indexes of the matching rows, without copying texts.
+
+    Args:
+        filters: conditions joined by `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~
+            for text that contains the value.
+        search: text to find in the prompt, response or answer, ignoring case.
+
+    Raises:
+        UserError: a filter has no operator, an unknown column, or a value of the wrong type.
+    """
     passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
         passes &= _condition(table, one).to_numpy()
@@ -63,7 +69,7 @@ def _has(column: Any, text: str, **options: Any) -> Any:
 
 
 def _condition(table: pa.Table, text: str) -> Any:
-    # Take the first operator, and the longest one there: <= before <.
+    # Take the first operator in the text, and the longest one at its place: <= before <.
     operator = min(
         (op for op in (*OPERATORS, "~") if op in text),
         key=lambda op: (text.index(op), -len(op)),
@@ -87,7 +93,7 @@ def _condition(table: pa.Table, text: str) -> Any:
 
 
 QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
-"""Names of columns on the pages -> names in the index."""
+"""Name of a column on the pages -> its name in the index."""
 
 
 def require_column(table: pa.Table, name: str) -> str:
@@ -121,7 +127,7 @@ def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
 PREVIEW = 200
 MOST_TOKENS = 20_000
 MOST_TEXT = 400_000
-"""Most characters of a text to send."""
+"""Maximum number of characters of a text to send."""
 MOST_OF_GROUP, MOST_VISITS = 64, 500
 NAMES = {
     "response_logprobs": "logprob",
@@ -143,7 +149,8 @@ class SamplePages:
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
         self._grouped: tuple[object, pa.Table, _Groups] | None = None
-        """The last group query and its result, since a page requests a list in parts."""
+        """(query, table, groups) of the last group query, kept because a page requests a list in
+        parts."""
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
         table = self._index.table()
@@ -155,7 +162,7 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses. They are
+        """Return a part of the list of groups, each with the rewards of its responses. Groups are
         sorted by step, mean, spread, length or group; a leading minus sorts descending."""
         table = self._index.table()
         key = self._index.version, filters, search
@@ -215,7 +222,7 @@ class SamplePages:
 
 
 class _Groups:
-    """Groups of the samples at these places of a table, with their sort keys."""
+    """The groups of the samples at some row indexes of a table, with their sort keys."""
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
         self._places = places
@@ -361,8 +368,8 @@ def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, A
 
 
 def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return gap and ratio between trainer and generator, if trainer log-probabilities were
-    recorded."""
+    """Return the gap and ratio between trainer and generator for each token, if trainer
+    log-probabilities were recorded."""
     own, generated = row.get("old_logprobs"), row.get("response_logprobs")
     if not own or not generated or not len(own) == len(generated) == len(ids):
         return {}

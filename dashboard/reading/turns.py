@@ -1,8 +1,9 @@
-"""Turns of a conversation: speakers, tool calls and tool results, in text from chat templates.
+"""Split text from chat templates into the turns of a conversation: speakers, tool calls and tool
+results.
 
-The turns of a prompt come from its messages, if a column has them, or from the markers of its chat
-template. A response is one assistant turn, or several with tool results in between. Its turns are
-ranges of its tokens, so that each token keeps its values.
+The turns of a prompt come from its messages, if a column has them, or else from the markers of its
+chat template. A response is one assistant turn, or several with tool results in between. The turns
+of a response are ranges of its tokens, so that each token keeps its values.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ MESSAGES = ("prompt_messages", "messages", "context_messages", "turns", "convers
 """Columns with the messages of a prompt, as lists or JSON."""
 MOST_TURNS = 500
 MOST_TEXT = 100_000
-"""Most characters of a prompt's turn to send."""
+"""Maximum number of characters of a prompt's turn to send."""
 
 
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template, or return None without markers.
-    `role` is the speaker at the beginning. If empty, text before the first marker is not a turn.
+    `role` is the speaker at the beginning. If empty, text before the first marker is a system turn.
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
@@ -95,7 +96,8 @@ def _without_end(text: str, start: int, end: int) -> int:
 
 
 def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
-    """Yield text, thinking, tool calls and tool results of a turn. Unmarked text is `otherwise`."""
+    """Yield the parts of a turn: text, thinking, tool calls and tool results. Unmarked text has the
+    kind `otherwise`."""
     at = start
     closed = text.find("</think>", start, end)
     if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt ends with <think>
@@ -145,7 +147,8 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of the prompt of a row with all columns, or None for plain text."""
+    """Return the turns of a row's prompt, or None for plain text. The row must have all of its
+    columns."""
     for name in MESSAGES:
         value = row.get(name)
         try:
@@ -230,7 +233,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer | None:
 
 @lru_cache(maxsize=8)
 def _load(where: str) -> Tokenizer | None:
-    """Load a tokenizer from a folder, or from the cache of a Hugging Face id."""
+    """Load a tokenizer from a folder, or from the cached files of a Hugging Face id."""
     file: Any = Path(where) / "tokenizer.json"
     if not file.is_file():
         try:

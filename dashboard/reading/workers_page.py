@@ -1,5 +1,4 @@
-"""The workers page: where each rank is, its call, its memory over time, restarts, last error and
-log."""
+"""The workers page: each rank's node, call, memory over time, restarts, last error and log."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from .metrics import numbers, thinned
 from .run_reader import RunReader, nested, read_live
 
 MOST_POINTS = 300
-"""Most memory readings of one worker."""
+"""Maximum number of memory readings to send of one worker."""
 MOST_LOG = 256 << 10
-"""[bytes] Most of a log to send at once."""
+"""[bytes] Maximum part of a log to send at once."""
 TAIL = 64 << 10
-"""[bytes] End of a log to send first."""
+"""[bytes] Size of the end of a log that is sent first."""
 OVER = {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}
-"""State of all workers after the run."""
+"""Life of a run that is over -> state of all of its workers."""
 
 
 def workers_page(run: RunReader) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def _state(group: Mapping[str, Any], rank: int, live: Mapping[str, Any]) -> dict
 
 
 def _memory(run: Path) -> dict[str, list[list[float]]]:
-    """Return worker -> [seconds, resident bytes], thinned."""
+    """Return worker -> list of [seconds, resident bytes], thinned."""
     readings: dict[str, list[np.ndarray]] = {}
     for batch in batches(run / f"{PROCESSES}{STREAM}"):
         workers = np.asarray(batch["worker"].to_pylist())
@@ -107,8 +106,9 @@ def _logs(run: Path) -> dict[str, int]:
 
 
 def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
-    """Return the log after a byte offset, or its end for 0. The name of a log or worker is looked
-    up among the logs, never used as a path. Raises UserError if there is no such log."""
+    """Return the part of a log after a byte offset, or the log's end for offset 0. `name`, of a log
+    or worker, is looked up among the logs and never used as a path. Raises UserError if there is no
+    such log."""
     logs = _logs(run)
     file = name if name in logs else f"{name.removesuffix(']').replace('[', '_')}.log"
     if file not in logs:

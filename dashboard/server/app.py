@@ -33,26 +33,28 @@ from ..reading.run_reader import RunReader
 from ..reading.workers_page import log_part, workers_page
 from .safety import Access, Guard
 
-# Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
-# serves all pages.
+# Event stream: server-sent events that tell pages which parts of which run have changed. One
+# watcher serves all pages.
 #
 #     event: hello      data: {"runs": ["a", "b"]}
 #     event: changed    data: {"run": "a", "parts": ["metrics", "live"]}
 #     event: runs       data: {"runs": ["a", "b", "c"]}        a run was added or removed
-#     : beat                                                   every BEAT_S, to keep proxies connected
+#     : beat                                                   every BEAT_S, for proxies
 #
-# The wire format is three lines, so it is written by hand: packages for it install signal handlers.
+# Weft writes this format, which is only three lines, itself: packages for it install signal
+# handlers.
 
 
 LOOK_S = 0.25
-"""[s] Shortest time between two looks at the files."""
+"""[s] Shortest time between two checks of the files."""
 REST_FACTOR = 10
-"""The watcher sleeps this many times the CPU time of its last look, between LOOK_S and MOST_REST_S.
-Looking takes about a tenth of a core, even with thousands of runs."""
+"""The watcher sleeps this many times the CPU time of its last check, within LOOK_S and MOST_REST_S.
+It therefore takes about a tenth of a core, even with thousands of runs."""
 MOST_REST_S = 1.0
 BEAT_S = 15.0
 MAX_WAITING = 100
-"""Most events queued for a page. A page that falls behind is told to reload everything."""
+"""Maximum number of events queued for a page. A page that falls behind is told to reload
+everything."""
 
 
 def event(kind: str, data: Any) -> bytes:
@@ -110,8 +112,8 @@ class _EventStream:
         queue.put_nowait(message)
 
     def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """Return (event, run) for each change since the last look, and the CPU seconds of this
-        look. A run of None means all pages."""
+        """Return (event, run) for each change since the last check, and the CPU seconds of this
+        check. Events whose run is None go to all pages."""
         began = time.thread_time()
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers
@@ -197,7 +199,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     @app.get("/favicon.ico")
     def icon() -> Response:
-        """Browsers request it on their own; the pages name another icon."""
+        """Browsers request this address on their own, although the pages name another icon."""
         return Response(status_code=204)
 
     @app.get("/")
@@ -217,9 +219,9 @@ class _Pages(StaticFiles):
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """Return a value as a JSON response; numbers that are not finite become null."""
+    """Return a value as a JSON response; NaN and infinities become null."""
     try:
-        # Nearly all answers are finite, so only the others are walked through.
+        # Nearly all answers have only finite numbers, so convert only the others.
         text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
         text = json.dumps(_finite(value), separators=(",", ":"), default=str)

@@ -28,11 +28,12 @@ from .app import PAGES, new_app, vendored
 from .safety import Access
 
 GROUPS = 50
-"""Sample groups per list, as the pages request them."""
+"""Number of sample groups per list, as the pages request it."""
 MAX_SAMPLES_BYTES = 24 << 20
-"""Upper limit for samples with their tokens; later groups are left out."""
+"""[bytes] Maximum size of the samples with their tokens. Groups beyond this limit are left out."""
 MOST_UNFOLDED = 8
-"""Most worker groups with rank lanes exported one by one; one more export has all groups."""
+"""Maximum number of worker groups whose rank lanes are exported individually. One more timeline has
+the rank lanes of all groups."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
@@ -97,9 +98,10 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
 
 
 def unfoldings(groups: Sequence[str]) -> list[str]:
-    """Return the groups to unfold in the timeline: each of the first groups with ranks, and all.
+    """Return which groups to unfold in each exported timeline: one of the first groups, or all
+    groups.
 
-    The pages request all of them for the key `r`.
+    The pages request all groups when the user presses `r`.
 
     >>> unfoldings(["actor"]), unfoldings(["actor", "rollout"]), unfoldings([])
     (['actor'], ['actor', 'rollout', 'actor,rollout'], [])
@@ -132,9 +134,10 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to an address. Raises UserError with its text if that is an
-    error."""
-    # Clients limit the length of addresses, and the names of thousands of metrics exceed it.
+    """Return the dashboard's answer to a request for an address. Raises UserError, with the
+    answer's text, if the answer is an error."""
+    # Call the app directly: HTTP clients limit the length of addresses, and the names of thousands
+    # of metrics exceed this limit.
     path, _, query = target.partition("?")
     body, status = bytearray(), [0]
 
@@ -217,14 +220,14 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path) -> str:
-    """Return a module and its imports as one script. Raises UserError if a module imports or
-    exports in another way.
+    """Return a module and its imports as one script. Raises UserError if a module has imports or
+    exports of another form than those below.
 
     Each module becomes a function that returns its exports. Imports must have the form
     `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
     constants or classes, exported at their declaration. There must be no cycles.
     """
-    # Browsers load no modules in a page that was opened from a file.
+    # Browsers do not load modules into a page that was opened from a file.
     parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, ENTRY, ()))]
     return '"use strict";\n' + "\n".join(parts)
 

@@ -38,9 +38,14 @@ MAX_BODY = 1 << 20
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules. The token is in the address; empty for none. `names` are host names of this
-    address, besides localhost. With `any_address`, requests may use any IP address as their host,
-    because the server listens on more than loopback."""
+    """Access rules.
+
+    Args:
+        token: the token that the dashboard's address contains; empty for none.
+        names: host names of the address, besides localhost.
+        any_address: whether requests may use any IP address as their host, because the server
+            listens on more than loopback.
+    """
 
     token: str
     names: frozenset[str] = field(default_factory=frozenset)
@@ -66,7 +71,7 @@ class Access:
         return self.any_address and _is_address(name)
 
     def knows(self, token: str) -> bool:
-        # The time of the comparison must not tell how much of a token is right.
+        # The time of the comparison must not reveal how much of a token is right.
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 

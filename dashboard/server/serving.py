@@ -1,5 +1,5 @@
-"""Serving: the process of a dashboard. As a program, it serves one run, on a socket that the run
-opened."""
+"""Serving: the process of a dashboard. As a program, it serves the folder of a run, on a socket
+that the run opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAVE_S = 1
 
 
 class Serving:
-    """A dashboard over a folder of runs, or one run, that listens on a socket (see `Access`)."""
+    """A dashboard of a folder of runs, or of one run, that listens on a socket (see `Access`)."""
 
     def __init__(
         self,
@@ -50,9 +50,16 @@ class Serving:
     def at(
         cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> Serving:
-        """Listen on an address; port 0 takes a free port. Requests must have the token: None makes
-        a new one, and an empty one (loopback only) turns the check off. Raises UserError if
-        listening fails, or the address would show the runs without a token."""
+        """Listen on an address.
+
+        Args:
+            port: port to listen on; 0 takes a free one.
+            token: token that requests must have. None makes a new one. An empty token turns the
+                check off, and is allowed only on loopback.
+
+        Raises:
+            UserError: listening fails, or the address would show the runs without a token.
+        """
         if not 0 <= port <= 65535:
             raise UserError(f"--port {port} is not a port: choose 1 to 65535, or 0 for a free one")
         loopback = _is_loopback(host)
@@ -97,7 +104,8 @@ class Serving:
 
 
 class _LastAsked:
-    """Passes requests on, and knows when the last one came. Each open page has an event stream."""
+    """Passes requests on, and records the time of the last one. Each open page has an open request:
+    its event stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -134,7 +142,7 @@ def _listen(host: str, port: int) -> socket.socket:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, kind, protocol, _, address = found[0]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
-            # Without it, the port of a dashboard that has just ended may be refused.
+            # Without this option, the port of a dashboard that has just ended may be refused.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
