@@ -71,8 +71,8 @@ def sequence_plan(
     # the same optimizer steps as in a simulation
     cuts = update.steps.cut(np.arange(len(lengths)), (seed, 0))
     needed = -(-int(lengths.max()) // cost.memory_tokens)
+    plans = [cost.groups(lengths[cut]) for cut in cuts]  # refuses a row that does not fit
     equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
-    plans = [cost.groups(lengths[cut]) for cut in cuts]
     seconds, bound_s = sum(plan.seconds for plan in plans), sum(plan.bound_s for plan in plans)
     return _SequencePlan(
         update.node,

@@ -139,6 +139,9 @@ def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
         and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420))
         and alike.equal_degree == 8
     )
+    small = shared.model_copy(update={"memory_tokens": 40})
+    with pytest.raises(UserError, match="a row of 400 tokens does not fit on 8 ranks of 40 tokens each"):
+        sequence_plan(update, sizes, CostModel(nodes=nodes | {"actor.update": small}), ranks=8)
     six = shared.model_copy(update={"ranks": 6})
     thirds = ((280, 20, 20, 20),)
     of_three = sequence_plan(
