@@ -64,8 +64,9 @@ def keep_freed_memory() -> None:
 
 
 class FsdpEngine:
-    """A `TrainingEngine` on a group of ranks: dp replicas as the outer dimension, each of
-    `tensor_parallel` ranks. See `EngineFactory` for the arguments; tests pass a `disk` that fails.
+    """A step's gradient is the gradient of the summed loss divided by the count over all replicas.
+    It does not depend on the number of ranks, the microbatches or the order of rows. See
+    `EngineFactory` for the arguments; tests pass a `disk` that fails.
 
     A step's gradient is that of the summed loss divided by the count over all replicas. It does not
     depend on the number of ranks, the microbatches or the order of rows. A rank without rows
