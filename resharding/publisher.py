@@ -139,7 +139,7 @@ class WeightPublisher:
         """Offer this rank's parts (on any device, of any dtype), and return at once. Do not change
         the parts before `finish`. Return the record that receivers need; the records of several
         ranks can be added. Versions start at 0. A version below the previous one starts over:
-        earlier records and deltas become invalid. The receivers named in `expected` start together;
+        earlier records and deltas become invalid. The named `receivers` start together;
         late ones follow. Raises WeightSyncError if a part occurs twice or this publisher is
         closed."""
         if self._is_closed:
