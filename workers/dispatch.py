@@ -113,7 +113,7 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, part = heap[0]
         out[part].append(index)
-        heapq.heapreplace(heap, (load + max(1, size), part))  # spread rows without tokens by number
+        heapq.heapreplace(heap, (load + max(1, size), part))  # rows without tokens are spread too
     return [part if len(part) < 2 else sorted(part) for part in out]
 
 
@@ -198,7 +198,7 @@ def row_cost_of(model: str | Path) -> RowCost:
     hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
     heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
     queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
-    if chosen := settings.get("num_experts_per_tok"):  # a mixture computes only the chosen experts
+    if chosen := settings.get("num_experts_per_tok"):  # a mixture of experts computes only these
         inner = int(chosen) * int(settings.get("moe_intermediate_size") or inner)
     # Projections of queries, keys, values and outputs; three matrices of the MLP; the head.
     linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary

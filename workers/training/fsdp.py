@@ -64,14 +64,13 @@ def keep_freed_memory() -> None:
 
 
 class FsdpEngine:
-    """A step's gradient is the gradient of the summed loss divided by the count over all replicas.
-    It does not depend on the number of ranks, the microbatches or the order of rows. See
-    `EngineFactory` for the arguments; tests pass a `disk` that fails.
+    """A `TrainingEngine` on a group of ranks: dp replicas as the outer dimension, each of
+    `tensor_parallel` ranks. See `EngineFactory` for the arguments; tests pass a `disk` that fails.
 
-    A step's gradient is that of the summed loss divided by the count over all replicas. It does not
-    depend on the number of ranks, the microbatches or the order of rows. A rank without rows
-    computes a token of weight zero, so that it takes part in collectives. Raises UserError if the
-    model cannot be trained, or cannot be split over the ranks.
+    A step's gradient is the gradient of the summed loss, divided by the count over all replicas. It
+    does not depend on the number of ranks, the microbatches or the order of rows. A rank without
+    rows computes a token of weight zero, so that it takes part in collectives. Raises UserError if
+    the model cannot be trained, or cannot be split over the ranks.
     """
 
     def __init__(
