@@ -1,7 +1,7 @@
 """Corrections: weights for tokens that were sampled from another policy, computed from the
 probability ratio between trainer and generator.
 
-TruncatedImportance(cap=2.0)                                  weigh with the ratio, at most `cap`
+TruncatedImportance(cap=2.0)                                  the weight is the ratio, at most `cap`
 Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
 (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
 

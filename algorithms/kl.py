@@ -74,8 +74,8 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|d|, with d = log p - log q. On average an upper bound of the KL divergence. As a loss, its
-    gradient is sign(d) grad log p, whose size does not depend on d; 0 at d = 0.
+    """|d|, with d = log p - log q. Its mean is an upper bound on the KL divergence. As a loss, its
+    gradient is sign(d) grad log p, whose size does not depend on d; at d = 0 it is 0.
 
     >>> absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, 1.0]

@@ -1,9 +1,9 @@
 """Surrogates and importance ratios: from log-ratios to per-token losses.
 
-Clipped(low=0.2, high=0.28)     the usual bound, here DAPO's
+Clipped(low=0.2, high=0.28)     PPO's clipped ratio, here with DAPO's bounds
 Clipped(dual=3.0)               dual clip
-Cispo(high=4.0)                 the weight is bounded, never the gradient
-Sapo()                          a soft gate instead of a bound
+Cispo(high=4.0)                 clips the weight, but keeps the gradient of every token
+Sapo()                          a soft gate instead of a clip
 PlainPolicyGradient()           no ratio: REINFORCE, GPG
 """
 

@@ -239,11 +239,11 @@ class Listener:
 
 # Transports: how elements reach the receivers.
 #
-# transport   buckets          route of the bytes
-# auto        on the host      mapped on one machine; over the message connection to another machine
-# gloo        on the host      between two torch.distributed ranks, even on one machine
-# nccl        on the device    the same, from device to device
-# ipc         on the device    none: receivers map the device's memory
+# transport   buckets          how receivers get the bytes
+# auto        on the host      by mapping them (same machine) or over the message connection
+# gloo        on the host      through a process group of two ranks, even on the same machine
+# nccl        on the device    through a process group of two ranks, from device to device
+# ipc         on the device    by mapping the device's memory
 #
 # vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors (`vllm_publisher.py`).
 

@@ -384,8 +384,8 @@ def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
 #     module                   memory to write               preparation
 #     embeddings               the memory that kernels read  packing on CPU, for a head that uses them
 #     linear layers, CUDA      the memory that kernels read  none
-#     linear layers, CPU       lent, reused between layers   vLLM's packing
-#     all others               new                           vLLM, which copies it to the kernels' memory
+#     linear layers, CPU       lent, reused between layers   vLLM packs the weight
+#     all others               new                           vLLM copies it to the kernels' memory
 #
 # Staging prepares a copy of the module that has other parameters, and later moves the results to
 # the module.

@@ -5,12 +5,12 @@ The reference contains no Weft code: `causal_lm(...).logits` with eager attentio
 time. Each candidate makes the same calls as training, in training mode, and is compared with the
 reference. Weft uses the first of these that agrees:
 
-    packed, varlen   rows end to end, with torch's kernel for rows of different lengths
+    packed, varlen   rows end to end, with torch's variable-length attention kernel
     packed           rows end to end, padded for attention (`packed_attention.py`)
     padded           a rectangle of rows, with the attention that the model was loaded with
     padded, eager    a rectangle of rows, with the attention of the reference
 
-A model without agreement is refused, because it would silently learn from wrong log-probabilities.
+If none agrees, Weft rejects the model: it would silently learn from wrong log-probabilities.
 No rank gathers a complete model for this check. The check runs the model as `transformers` built
 it, without weights, and lends it the trained model's weights one layer at a time.
 """

@@ -212,11 +212,11 @@ class SharedPrompts(PackedSequences):
 # Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses,
 # arXiv:2309.14509).
 #
-#     tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
-#     exchange    each rank sends every other its tokens of the other's heads
-#     attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
-#     exchange    and back
-#     head        each rank its tokens; results are gathered, so every rank computes the same loss
+#     layers      each rank has some tokens, all heads             [1, heads, T / ranks, head size]
+#     exchange    an all-to-all gives each rank all tokens of some heads
+#     attention   each rank has all tokens, some heads             [1, heads / ranks, T, head size]
+#     exchange    an all-to-all restores the token split
+#     head        ranks compute their tokens and gather the results, so all compute the same loss
 #
 # Weights are sharded over all ranks. A rank's gradient covers its own tokens. Through the
 # exchanges, it also covers other ranks' results that depend on these tokens. So the gradient of the
