@@ -77,7 +77,7 @@ def grpo(
 def first_of_group(
     samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
 ) -> Batch:
-    """Keep the first `n` rows of each group that have the column `by`, and cancel the others.
+    """Keep the `n` rows of each group that get the column `by` first, and cancel the others.
 
     Generate more samples than needed, so that no group waits for its slowest ones:
     `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Work on a canceled row is

@@ -35,9 +35,8 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     As a loss, its gradient is grad log p, which is zero in expectation and does *not* pull towards
     the reference. Use k1 in a reward, and `k2` or `k3` in a loss.
 
-    Args, here and below:
-        logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
-        reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
+    Args, here and below: logprobs: [T] nats, of the sampled tokens under the policy; with a
+        gradient. reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
 
     >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, -1.0]

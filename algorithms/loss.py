@@ -170,7 +170,7 @@ class Loss(Protocol):
         """Return the loss of these rows before division (a scalar), and metrics.
 
         Args:
-            logprobs: [T] nats, of the response tokens under the policy; the gradient flows here.
+            logprobs: [T] nats, of the response tokens under the policy; with a gradient.
             rows: rows with the columns of `reads`, which get no gradient.
         """
         ...

@@ -105,8 +105,8 @@ class LogOdds(Config):
         return log_p - torch.log(-torch.expm1(log_p))
 
 
-# Comparisons: they map `ahead` [P], which is beta (s_w - s_l) - margin, to losses [P]. The gradient
-# flows.
+# Comparisons: they map `ahead` [P], which is beta (s_w - s_l) - margin, to losses [P]. They are
+# differentiable.
 
 
 class Logistic(Config):
@@ -348,8 +348,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
-        chosen, rejected: [P] rewards of the preferred and of the other responses; the gradient
-            flows.
+        chosen, rejected: [P] rewards of the preferred and of the other responses; with a gradient.
         margin: [P] or a number: by how much the preferred response should lead. No gradient.
 
     >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()

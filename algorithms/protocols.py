@@ -37,7 +37,7 @@ class Trainable(Protocol):
     """Takes optimizer steps (`workers/actor.py`, `workers/critic.py`)."""
 
     def update(self, batch: Any, *, loss: Loss, epochs: int = 1, minibatches: int = 1) -> Any:
-        """Update the weights. Creates one new version."""
+        """Update the weights, which creates one new version."""
         ...
 
 

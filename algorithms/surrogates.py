@@ -36,8 +36,8 @@ class Surrogate(Protocol):
         """Return the losses of T tokens, and whether a bound applied to each ([T] bool).
 
         Args:
-            ratio: [T] p / p_old, of the token or of its response; the gradient flows.
-            logprobs: [T] nats, log p of the token; the gradient flows.
+            ratio: [T] p / p_old, of the token or of its response; with a gradient.
+            logprobs: [T] nats, log p of the token; with a gradient.
             advantages: [T]; no gradient.
         """
         ...
@@ -167,7 +167,7 @@ def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     """The log-ratio of each token [T], log r_t = log p(y_t) - log p_old(y_t), as in PPO
-    (arXiv:1707.06347, §3). The gradient flows.
+    (arXiv:1707.06347, §3). Differentiable.
 
     >>> import torch
     >>> token_ratio(torch.tensor([0.5, -0.5]), PackedRows.of([2])).tolist()

@@ -5,9 +5,9 @@
     HMAC of the nonce, own nonce    ── proof ──>     checks it; closes the connection if it is wrong
     checks it                       <── proof ──     HMAC of the receiver's nonce
 
-Then both sides send messages: a letter, a length, and bytes. The token is part of the `Weights`
-record, which only the driver and its ranks see. Weights are not encrypted, as with gloo and NCCL,
-so a run needs a private network.
+After that, both sides send messages. Each message is a letter, a length, and bytes. The token is
+part of the `Weights` record, which only the driver and its ranks see. Weights are not encrypted, as
+with gloo and NCCL, so a run needs a private network.
 """
 
 from __future__ import annotations

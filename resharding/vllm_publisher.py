@@ -117,9 +117,9 @@ class VllmPublisher:
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
         """Offer the parts of all ranks, which together hold each element once, to the engines with
-        these names. Do not change the parts before `finish`. Return the record that receivers need;
-        the records of all ranks can be added. Raises WeightSyncError if the ranks do not hold each
-        element exactly once."""
+        these names. Do not change the parts before `finish`. Return the record that receivers need.
+        Add the records of all ranks. Raises WeightSyncError if the ranks do not hold each element
+        exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False

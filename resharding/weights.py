@@ -658,7 +658,7 @@ class RankWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A published version. The records of a group's ranks can be added."""
+    """A published version. Adding the records of a group's ranks gives the record of the group."""
 
     version: int
     ranks: tuple[RankWeights, ...]
@@ -678,7 +678,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Given:
-    """Summary of a published version. The summaries of a group's ranks can be added."""
+    """Summary of a published version. Adding the summaries of a group's ranks gives the summary of
+    the group."""
 
     version: int
     checksum: str | None

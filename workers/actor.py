@@ -200,8 +200,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers such as "rollout[0]". The records of
-        all ranks can be added. Parameters must not change until `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers such as "rollout[0]". Return a record
+        for the receivers; the driver adds the records of all ranks. Parameters must not change
+        until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -229,8 +230,8 @@ class ActorWorker(TrainedWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
         """End the publication of a version that all receivers have. The weights may change after
-        this. Return the record of what this rank sent; the records of all ranks can be added.
-        Raises a WeightSyncError if the weights could not be read or changed during the transfer."""
+        this. Return a summary of what this rank sent. Add the summaries of all ranks. Raises a
+        WeightSyncError if the weights could not be read or changed during the transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:

@@ -283,8 +283,8 @@ def _check_answers(reward: Reward, source: Source) -> None:
 
 @contextlib.contextmanager
 def _working_directory_kept() -> Iterator[None]:
-    """Restore the working directory after a function that changes it, as code sandboxes do.
-    Relative paths of the user refer to it."""
+    """Restore the working directory after a function that changes it, as code sandboxes do, because
+    the user's relative paths depend on it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:

@@ -262,7 +262,7 @@ class Children:
     """New rows of some parents. An expansion that returns or yields a plain `Batch` instead states
     that these are all rows of the parents in it.
 
-    A row, and its `sample_id`, is identified by its parent and its number. If a worker dies, its
+    A row's parent and number identify the row, and determine its `sample_id`. If a worker dies, its
     parents keep the rows that it has yielded. The next worker finds the numbers of these rows in
     the column `made_before`, and makes only the missing ones.
     """

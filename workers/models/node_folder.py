@@ -35,8 +35,8 @@ _LOOK_S = 2.0
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold a lock file, which only one process of the node can do at a time. If a process dies, its
     lock is released. The file and its folder are created if missing. Several users may share the
-    file. Messages call the work `what`. Raises OSError if the file can be neither created nor read,
-    and RunError if its holder did not release it in time."""
+    file. `what` names the work in messages. Raises OSError if the file can be neither created nor
+    read, and RunError if its holder did not release it in time."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open_lock(lock)
     try:

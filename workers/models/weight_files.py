@@ -93,8 +93,8 @@ def _entry(file: Path, start: int, about: Any) -> _TensorEntry:
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; empty if it has none. Messages call the model
-    `model`. Raises a UserError if the index is damaged or names a missing file."""
+    """Return the safetensors files of a model; empty if it has none. `model` names the model in
+    messages. Raises a UserError if the index is damaged or names a missing file."""
     if (folder / FILE).is_file():
         return [folder / FILE]
     if not (folder / INDEX).is_file():

@@ -280,7 +280,7 @@ _watch = _Watch()
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
-    block ends. None disables the deadline. Messages call the block `what`.
+    block ends. None disables the deadline. `what` names the block in messages.
 
     Code that catches the error still fails at the end of the block. The deadline does not use
     `SIGALRM`, so the block may call `signal.alarm`. A handler or timer that it leaves behind is

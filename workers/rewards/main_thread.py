@@ -73,7 +73,7 @@ class ForkedCaller:
         parent = os.getpid()
         self._connection, theirs = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about locks of other threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # it warns about locks of other threads
             self._pid = os.fork()
         if self._pid == 0:
             _serve(function, theirs, self._connection, parent)

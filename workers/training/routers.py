@@ -257,8 +257,8 @@ class Routers:
 
     @contextmanager
     def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[_Tally]:
-        """Inside the context, collect statistics of passes, and add the gradient of a balance to
-        theirs."""
+        """Inside the context, collect statistics of passes, and add the gradient of `balance` to
+        the gradients of these passes."""
         tally = _Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
         self.tally, self.balance = tally, balance
         try:

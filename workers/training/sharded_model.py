@@ -105,7 +105,8 @@ latency."""
 
 class ShardedModel:
     """A model on the meta device that is sharded over ranks in place. If it has an adapter, only
-    the adapter is trained. `fill` loads the model's values. All methods are collective."""
+    the adapter is trained. `fill` loads the model's values. All ranks must call its methods
+    together."""
 
     def __init__(
         self,
@@ -233,13 +234,13 @@ class ShardedModel:
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 held |= {key: whole[tensor] for key, tensor in held.items() if tensor in whole}
-        self.model.to("cpu" if self._on_host else self.device)  # FSDP registers its parameters
+        self.model.to("cpu" if self._on_host else self.device)  # lets FSDP register the parameters
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
 
     def full_base_tensor(self, name: str) -> Tensor:
-        """Return a full tensor of the base model, without the adapter. Collective if the tensor is
-        sharded."""
+        """Return a full tensor of the base model, without the adapter. If the tensor is sharded,
+        all ranks must call it."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
         return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)

@@ -45,8 +45,9 @@ _WRITE_TIMEOUT = timedelta(hours=6)
 
 
 class SnapshotWriter:
-    """Copies the state of this rank, and writes it to disk in the background. Collective. On rank
-    0, `write_model` builds the model's folder from the tensors that all ranks have stored."""
+    """Copies the state of this rank, and writes it to disk in the background. All ranks must call
+    its methods together. On rank 0, `write_model` builds the model's folder from the tensors that
+    all ranks have stored."""
 
     def __init__(
         self,

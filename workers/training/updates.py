@@ -25,8 +25,8 @@ LOSS = "loss"
 
 class _BadSteps:
     """Keeps the rows of the current step, and the reasons why the latest steps were bad (not
-    finite, or diverging). Bad steps are not applied; `stop_after` of them in a row end the run.
-    Collective, because all ranks must help to compute the losses of single rows."""
+    finite, or diverging). Bad steps are not applied; `stop_after` of them in a row end the run. All
+    ranks must call it, because the losses of single rows take all ranks to compute."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
@@ -53,7 +53,7 @@ class _BadSteps:
         if step.bad is None:
             return
         number_in = "" if number is None else f"_step_{number}"
-        # Collective: ranks that write no file must take part too.
+        # Ranks that write no file must take part in this collective too.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
             name = f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow"
@@ -102,7 +102,8 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """Makes the updates of an engine, each of one or more optimizer steps. Collective."""
+    """Makes the updates of an engine, each of one or more optimizer steps. All ranks must call its
+    methods together."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
