@@ -191,7 +191,7 @@ def find_agreement(
     Args:
         model: its attention is changed in place, as is a rope that depends on sequence length.
         full: returns the full tensor for a name in `model.causal_lm`; needed if that model has no
-            values. All ranks must call it, in the same order.
+            values. All ranks must call it for the same names in the same order.
         by_layer: whether to hold a layer's full tensors only while the layer runs.
         images: processor of a model that reads images; if given, rows with images are checked as
             well.

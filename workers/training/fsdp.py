@@ -477,9 +477,9 @@ def _load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
-    """Load a model; it is sharded before its values are read. All ranks must call it. Also return
-    the model's image processor, if it reads images, and the number of bytes that this rank read
-    from files."""
+    """Load a model; it is sharded before its values are read. All ranks must call this function.
+    Also return the model's image processor, if it reads images, and the number of bytes that this
+    rank read from files."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)

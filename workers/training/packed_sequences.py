@@ -266,7 +266,7 @@ class Stretches:
 
 def join_stretches(ranks: int) -> Stretches:
     """Create process groups of `ranks` adjacent ranks each, and return this rank's. All ranks must
-    call it."""
+    call this function."""
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))

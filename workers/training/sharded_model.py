@@ -240,7 +240,7 @@ class ShardedModel:
 
     def full_base_tensor(self, name: str) -> Tensor:
         """Return a full tensor of the base model, without the adapter. If the tensor is sharded,
-        all ranks must call it."""
+        all ranks must call this method."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
         return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)

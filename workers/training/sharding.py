@@ -54,7 +54,7 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, without a gradient. If the tensor is sharded, all ranks must call
-    it."""
+    this function."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -129,9 +129,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Check that the ranks of `mesh` hold equal replicated tensors. All ranks must call it. If
-    copies differ only by rounding, all ranks take the first rank's copy. Raises RunError on all
-    ranks if they differ by more."""
+    """Check that the ranks of `mesh` hold equal replicated tensors. All ranks must call this
+    function. If copies differ only by rounding, all ranks take the first rank's copy. Raises
+    RunError on all ranks if they differ by more."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]

@@ -26,7 +26,8 @@ LOSS = "loss"
 class _BadSteps:
     """Keeps the rows of the current step, and the reasons why the latest steps were bad (not
     finite, or diverging). Bad steps are not applied; `stop_after` of them in a row end the run. All
-    ranks must call it, because the losses of single rows take all ranks to compute."""
+    ranks must call its methods together, because computing the losses of single rows takes all
+    ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
