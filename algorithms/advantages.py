@@ -257,7 +257,7 @@ def group_advantages(
     whiten: bool = False,
 ) -> Batch:
     """Compute advantages relative to the rest of the group. All tokens of a response get the same
-    one.
+    advantage.
 
     Args:
         samples: whole groups. The run reports the share of groups without signal

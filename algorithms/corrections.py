@@ -42,9 +42,9 @@ class Correction(Protocol):
     """Whether the weight corrects for the ratio. If not, it is 0 or 1 and only selects tokens."""
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three tensors for T tokens: weights (finite, without a gradient); whether the
-        ratio was above the largest or below the smallest weight (bool); and whether the token is
-        left out (bool).
+        """Return three [T] tensors: the weights (finite, without a gradient), whether the ratio was
+        above the largest or below the smallest weight (bool), and whether the token is left out
+        (bool).
 
         `log_ratio` is [T] nats, log p_trainer - log p_generator, and 0 for tokens that are not
         trained.

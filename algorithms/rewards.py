@@ -50,7 +50,7 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
 
     Returns:
         [T] float32; 0 at masked tokens, whatever their `kl` is. The reward of a row without trained
-        tokens is lost.
+        tokens is dropped.
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
     >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()

@@ -137,10 +137,10 @@ class WeightPublisher:
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
         """Offer this rank's parts (on any device, of any dtype), and return at once. Do not change
-        the parts before `finish`. Return the record that receivers need. Add the records of all
-        ranks. Versions start at 0. A version below the previous one starts over: earlier records
-        and deltas become invalid. The named `receivers` start together; late ones follow. Raises
-        WeightSyncError if a part occurs twice or this publisher is closed."""
+        the parts before `finish`. Return the record that receivers need. The driver adds up the
+        records of all ranks. Versions start at 0. A version below the previous one starts over:
+        earlier records and deltas become invalid. The named `receivers` start together; late ones
+        follow. Raises WeightSyncError if a part occurs twice or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()

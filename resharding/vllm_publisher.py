@@ -118,8 +118,8 @@ class VllmPublisher:
     ) -> Weights:
         """Offer the parts of all ranks, which together hold each element once, to the engines with
         these names. Do not change the parts before `finish`. Return the record that receivers need.
-        Add the records of all ranks. Raises WeightSyncError if the ranks do not hold each element
-        exactly once."""
+        The driver adds up the records of all ranks. Raises WeightSyncError if the ranks do not hold
+        each element exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False

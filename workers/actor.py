@@ -230,8 +230,9 @@ class ActorWorker(TrainedWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
         """End the publication of a version that all receivers have. The weights may change after
-        this. Return a summary of what this rank sent. Add the summaries of all ranks. Raises a
-        WeightSyncError if the weights could not be read or changed during the transfer."""
+        this. Return a summary of what this rank sent. The driver adds up the summaries of all
+        ranks. Raises a WeightSyncError if the weights could not be read or changed during the
+        transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:

@@ -80,7 +80,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder. Return 0, the seconds that training waited."""
+        """Write the coefficient to a new folder. Return 0, because training does not wait."""
         # All ranks have the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)

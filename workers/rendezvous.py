@@ -8,9 +8,8 @@
     proves itself                     ── proof for r ──>  checks the proof of rank 0
        both continue with `torch.distributed`, under keys that begin with another HMAC of the secret
 
-Protection: a process without the secret, such as one of another run or with an old address, cannot
-pass for a rank. A rank never uses the store of another group. The store listens on only one
-address.
+Protection: a process without the secret, such as one from another run, cannot pass for a rank. A
+rank never uses the store of another group. The store listens on only one address.
 
 Limits: `TCPStore` has neither authentication nor encryption. A process that can connect to its port
 can list, read, overwrite and delete keys. So it can disturb a group, or learn where the group's

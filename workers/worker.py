@@ -204,13 +204,14 @@ class Worker:
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
-        """Return the most prompt tokens that these calls allow, or None for no limit."""
+        """Return the largest number of prompt tokens that these calls allow, or None if there is no
+        limit."""
         return None
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
-        """Return the most tokens (prompt and response) that the model reads of a row, or None for
-        no limit."""
+        """Return the largest number of tokens (prompt and response) that the model can read in a
+        row, or None if there is no limit."""
         return None
 
     @classmethod

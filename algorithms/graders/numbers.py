@@ -348,7 +348,7 @@ def _in_digits(text: str) -> str:
 
 
 def quantity_of(text: str) -> Quantity | None:
-    """Return the number in a text that has only a number, with at most a unit or a percent sign;
+    """Return the value of a text that consists of a number, with at most a unit or a percent sign;
     None for other texts.
 
     >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
