@@ -218,7 +218,7 @@ def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     """
     rewards, (groups, index) = samples.numpy(reward), samples.groups()
     first = np.zeros(len(groups), dtype=rewards.dtype)
-    first[index] = rewards  # any row of the group
+    first[index] = rewards
     return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
 
 

@@ -122,7 +122,7 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
 
     `length_ratio` is the number of trained tokens divided by the number expected if as many
     responses were drawn uniformly from the finished ones. 1 means no bias. The metric can be merged
-    over windows and ranks. For an empty window, each metric has weight 0 and value NaN. Raises a
+    over windows and ranks. For an empty window, metrics have weight 0 and value NaN. Raises a
     ValueError if a length is negative.
 
     Args:

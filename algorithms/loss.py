@@ -50,7 +50,6 @@ class PackedRows:
         """Create rows from their lengths, and from columns given as tensors or lists."""
         given = lengths if hasattr(lengths, "dtype") else list(lengths)
         lengths_B = torch.as_tensor(given, dtype=torch.int64)
-        # Prepend 0, because row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
 
@@ -162,8 +161,8 @@ class Loss(Protocol):
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Return the number by which the loss of these rows is divided. The engine adds these
-        numbers over microbatches and ranks."""
+        """Return the divisor of the loss of these rows. The engine adds these numbers over
+        microbatches and ranks."""
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:

@@ -266,7 +266,6 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
     number = len(preferences)
     if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
         columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
-    # 0, number, 1, number + 1, ...: interleaves the two concatenated columns.
     order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
     made = {
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)

@@ -264,7 +264,7 @@ def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) 
         sums, cuts = blocks @ powers.astype(np.float32), np.concatenate([[0], ends])
         heads = _discounted_sums(sums, cuts, c**_BLOCK)
         handed_on = np.append(heads[1:], np.float32(0))
-        handed_on[ends[filled] - 1] = 0  # nothing follows the last block of a row
+        handed_on[ends[filled] - 1] = 0
         blocks[:, -1] += np.float32(c) * handed_on
     position = np.arange(_BLOCK)
     steps_on = position[:, None] - position

@@ -5,9 +5,8 @@ memory.
     buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, ...
 
 A bucket is a list of entries. An entry states a box of a tensor, its dtype, and the position of its
-bytes. Publisher and receivers go through the same list. A receiver that can map a part's memory
-reads the part in place (`SharedMemory`). All other parts are copied into bucket memory, which later
-buckets reuse.
+bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). All other
+parts are copied into bucket memory, which later buckets reuse.
 """
 
 from __future__ import annotations

@@ -496,7 +496,6 @@ _descriptions: dict[tuple[str, int, str], bytes] = {}
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
     with _lock:
-        # Move this publisher to the end, because the first one is dropped.
         _descriptions.pop(publisher, None)
         _descriptions[publisher] = description
         while len(_descriptions) > 64:

@@ -376,7 +376,6 @@ class _Transfer:
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
-                # All members have taken this bucket, so its changed positions are no longer needed.
                 turn.changed.pop(entry, None)
             slot = number % SLOTS
             sums = [self._fill(entry, slot) for entry in entries]
@@ -424,7 +423,6 @@ class _Transfer:
         )
 
     def _add_up(self, turn: _Pass) -> None:
-        # Valid because entries are in bucket order.
         total = checksum_of(self.entries, itertools.chain.from_iterable(turn.sums))
         if self._checksum not in (None, total):
             raise WeightSyncError(f"the weights of version {self.version} changed during the transfer")
@@ -611,7 +609,7 @@ class _BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """The fields with which a receiver maps the memory."""
+        """Fields with which a receiver maps the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
         """Return the memory as [bytes] uint8, at least `num_bytes` long. Memory returned earlier

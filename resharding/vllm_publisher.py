@@ -139,7 +139,7 @@ class VllmPublisher:
                 self._receivers.send_sums(tensors)
             self._was_sent = True
         except BaseException as error:
-            self._trainer = None  # the progress of the engines is unknown
+            self._trainer = None
             if self._receivers is not None:
                 self._receivers.dismiss(f"the trainer has given up: {error}")
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):

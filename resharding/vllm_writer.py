@@ -170,7 +170,7 @@ def _kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Restore the loaders that vLLM has wrapped to collect a layer's weights."""
+    """Restore the loaders that vLLM has wrapped."""
     for tensor in get_layer_tensors(layer).values():
         if (loader := _get_original_loader(tensor)) is not getattr(tensor, "weight_loader", loader):
             tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue]
@@ -417,7 +417,7 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.waiting = 0
-        """Number of targets that still lack slices."""
+        """Number of targets that lack slices."""
         self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
@@ -510,7 +510,7 @@ class _Layer:
             wanted = self._loading_format(name)
             is_linear = self._beside and type(self.module.quant_method) is UnquantizedLinearMethod
             if is_linear and wanted.is_meta:
-                continue  # memory is lent when the first slice arrives
+                continue
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
                 kept[memory] = self._new_beside(wanted)
@@ -621,7 +621,7 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # no weights have arrived for it
+            if method.moe_kernel is None:
                 method.moe_kernel = kernel
 
 
@@ -774,7 +774,7 @@ class WeightWriter:
         try:
             for layer in self._layers.values():
                 layer.stage(self._kept)
-                if not layer.waiting:  # the layer is all padding
+                if not layer.waiting:
                     layer.complete_staged()
             for name, box, source in slices:
                 self.write_slice(name, box, source)
@@ -847,7 +847,7 @@ class WeightWriter:
         """Check that no slice is missing, and complete the update."""
         self._check_complete()
         for layer in self._layers.values():
-            if not layer.started:  # the layer is all padding
+            if not layer.started:
                 layer.start()
                 layer.complete()
         # vLLM changes the remaining layers below, so an error would leave a mix of versions.

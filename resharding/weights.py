@@ -247,7 +247,6 @@ class Layout:
 
     @cached_property
     def _bytes_of_ranks(self) -> list[int]:
-        # Count equal layers once, and multiply.
         shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
         times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
         found = [0] * len(self.ranks)
@@ -365,7 +364,7 @@ def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
 
 
 def _merged(axes: list[_Axis]) -> list[_Axis]:
-    """Sort axes by step, and join axes that continue each other in both memories."""
+    """Sort axes by step, and join those that continue each other in both memories."""
     merged: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.step):
         if merged:
@@ -554,7 +553,7 @@ class _SourcePieces:
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
         """Return the pieces that overlap a box, the overlaps, and whether they cover the box
         without overlapping each other."""
-        if box not in self._found:  # replicas request the same boxes
+        if box not in self._found:
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)
             )

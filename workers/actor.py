@@ -210,7 +210,7 @@ class ActorWorker(TrainedWorker):
     def _new_publisher(self) -> Any:
         at = self.context
         if backend := self.config.vllm_backend:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this when it is imported
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it on import
             from ..resharding.vllm_publisher import VllmPublisher
 
             return VllmPublisher(backend, at.rank, at.world_size, at.address, advance=at.advance)

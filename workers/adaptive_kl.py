@@ -91,7 +91,6 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        # `save_checkpoint` returns only when its file is on disk.
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

@@ -113,7 +113,7 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, part = heap[0]
         out[part].append(index)
-        heapq.heapreplace(heap, (load + max(1, size), part))  # rows without tokens are spread too
+        heapq.heapreplace(heap, (load + max(1, size), part))
     return [part if len(part) < 2 else sorted(part) for part in out]
 
 

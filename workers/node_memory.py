@@ -79,7 +79,6 @@ def _number(file: Path) -> int | None:
 
 
 def _text(file: Path) -> str:
-    """Return the content of a file, or "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

@@ -180,7 +180,7 @@ class RewardWorker(Worker):
         super().__init__(config, context)
         self._caller = Caller(config.rewards)
         if config.takes_text:
-            _ = self._tokenizer  # load it before the first sample
+            _ = self._tokenizer
         for reward in config.rewards:
             if (prepare := getattr(reward.function, "prepare", None)) is not None:
                 prepare()
@@ -217,7 +217,6 @@ class RewardWorker(Worker):
         try:
             with _working_directory_kept():
                 for done in scoring.run():
-                    # Avoid copying the batch if all samples finish at the same time.
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
                     metrics = self._metrics(outcomes, scoring.logged, into)

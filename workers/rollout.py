@@ -221,7 +221,7 @@ def _check_prompts(
             f"lower it below {max_context}{_or_raise(max_context, of_model)}"
         )
     if str(PROMPT_IDS) not in source.columns:
-        return  # another node makes the prompts
+        return
     lengths = Batch.of_table(source.table.select([str(PROMPT_IDS)])).lengths(PROMPT_IDS)
     if not len(lengths):
         return

@@ -87,7 +87,6 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
             or (inside != text and letter_of(inside, numbers=numbers))
             or None
         )
-    # Options that the response declares wrong must not count as its answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):

@@ -180,7 +180,7 @@ def are_equal(gold: str, given: str) -> bool:
 
 
 def _said_in_box(box: str) -> str | None:
-    r"""Return the answer that a sentence in a box states.
+    r"""Return the answer that a boxed sentence states.
 
     >>> _said_in_box(r"\text{The answer is }42"), _said_in_box(r"\text{odd}")
     ('42', None)
@@ -219,7 +219,7 @@ def _in_base(text: str) -> int | None:
     found = re.fullmatch(r"(\w+)_\{?(\d{1,2})\}?", key(text))
     try:
         return int(found[1], int(found[2])) if found else None
-    except ValueError:  # it has digits that the base does not allow
+    except ValueError:
         return None
 
 
@@ -338,7 +338,6 @@ def _differ(one: Any, other: Any) -> bool:
 def _expressions_differ(one: Any, other: Any) -> bool:
     import sympy
 
-    # A percentage may mean two numbers.
     if one.has(sympy.UnevaluatedExpr) or other.has(sympy.UnevaluatedExpr):
         return False
     if one.free_symbols != other.free_symbols:

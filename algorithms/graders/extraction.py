@@ -88,7 +88,7 @@ def final_part(response: str) -> str | None:
         return None
     if _CUT.search(text) and last_box[0] < 0 and last_tag[0] < 0:
         return None
-    if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:  # the tag is never closed
+    if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:
         return None
     said = max((phrase.end() for phrase in _PHRASE.finditer(text)), default=0)  # "the answer is"
     stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), said)

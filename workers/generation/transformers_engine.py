@@ -328,7 +328,7 @@ class TransformersEngine:
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
         logprobs = np.empty(shape, dtype=np.float32)
-        alive = np.arange(len(requests))  # index of the request of each unfinished row
+        alive = np.arange(len(requests))  # request of each unfinished row
         routes: list[list[np.ndarray]] = [[] for _ in requests]
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         computed_under = self.version
@@ -379,7 +379,6 @@ class TransformersEngine:
                 # The routes of these tokens are already known, so drop the new ones.
                 batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
-            # `taken` is empty if routes are not recorded.
             for row, own in zip(alive.tolist(), taken, strict=False):
                 routes[row].append(own)
 

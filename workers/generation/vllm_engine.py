@@ -162,7 +162,6 @@ class VllmEngine:
                     self._step()
                     done = waiting & self._finished.keys()
                 waiting -= done
-                # Names are increasing numbers, so this is the order of the requests.
                 given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
                 if given_up:
                     own = self._requests
@@ -235,9 +234,7 @@ class VllmEngine:
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
-            if (
-                method == "init_weight_transfer_engine"
-            ):  # shut down the engine of the previous trainer, if any
+            if method == "init_weight_transfer_engine":
                 self._engine.collective_rpc("shutdown_weight_transfer_engine")
             self._engine.collective_rpc(method, args=() if payload is None else (payload,))
 

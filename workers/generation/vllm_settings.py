@@ -147,8 +147,8 @@ class VllmSettings(Config):
         return arguments
 
     def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
-        """Check that the KV caches of `ranks` engines fit into free memory. Raises a UserError if
-        they do not. The message calls the memory `where`.
+        """Check that the KV caches of `ranks` engines fit into free memory. The message calls the
+        memory `where`.
 
         >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
         Traceback (most recent call last):
@@ -203,7 +203,7 @@ memory free; lower it below 4
         blocks."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
-        assert heads is not None and size is not None  # `transformers` has filled in missing values
+        assert heads is not None and size is not None
         token_bytes = self._token_bytes(config.num_hidden_layers, heads, size, dtype)
         tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
         return max(token_bytes * tokens / GIB, 1 / 64)

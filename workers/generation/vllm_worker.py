@@ -130,7 +130,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: _NoInitInfo) -> None:
-        """Do nothing: the receiver needs no preparation."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         self._arriving = self.loaded = None
@@ -222,7 +222,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         self.loaded = self._arriving
 
     def shutdown(self) -> None:
-        """Do nothing: the receiver holds no resources."""
+        """Do nothing."""
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
         assert self._plan is not None

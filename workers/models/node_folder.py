@@ -82,7 +82,7 @@ def _bytes_in(folder: Path) -> int:
     """Return the total size in bytes of the files in a folder. The folder may be missing or be
     renamed meanwhile."""
     total = 0
-    for path, _, names in os.walk(folder):  # os.walk ignores a missing folder
+    for path, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # the file was renamed
                 file = Path(path, name)
@@ -243,7 +243,7 @@ def copy_of(
                 _remove_old(cache)
                 _write(listing, pieces, partial)
                 partial.rename(copy)
-            os.utime(copy)  # mark as used
+            os.utime(copy)
     except OSError as error:
         raise UserError(
             f"{listing.name} is on the driver's node only, and cannot be copied to {cache} "
@@ -323,7 +323,6 @@ def _may_be_downloaded(model: str | Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all weight files are present, in safetensors or torch's format."""
     names = ("model.safetensors", "pytorch_model.bin")
     for index in (folder / f"{name}.index.json" for name in names):
         if index.is_file():
@@ -335,7 +334,6 @@ def _download(model: str) -> Path:
     import huggingface_hub
 
     try:
-        # Settings, weights, tokenizer, chat template.
         files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=files))
     except (OSError, ValueError, RuntimeError) as error:  # not on the hub, or no network

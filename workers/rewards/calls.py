@@ -270,7 +270,7 @@ class _Watch:
                         None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX)
                     )
                     continue
-                self._due_s = math.inf  # until the handler sets the next one
+                self._due_s = math.inf
             signal.pthread_kill(main, SIGNAL)
 
 
@@ -320,7 +320,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
             # A signal may arrive just after its deadline was met.
             is_set = before is not None and before != signal.SIG_DFL
             signal.signal(SIGNAL, before if is_set else lambda number, frame: None)
-        if rung:  # the block has caught the error
+        if rung:
             raise TimeoutError(too_late)
 
 

@@ -168,14 +168,12 @@ class Reward(Config):
 
     @property
     def _open(self) -> list[inspect.Parameter]:
-        """Parameters without a fixed value."""
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = self._takes.parameters.values()
         return [p for p in parameters if p.kind not in several and p.name not in self._fixed]
 
     @cached_property
     def _fixed(self) -> set[str]:
-        """Names of keyword arguments with fixed values."""
         return {*self.function.keywords} if isinstance(self.function, functools.partial) else set()
 
     @property

@@ -183,7 +183,6 @@ class Judge(Config):
         return {"Authorization": f"Bearer {key}"}
 
     def __getstate__(self) -> dict[Any, Any]:
-        # Connections cannot be pickled.
         state = super().__getstate__()
         return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
 

@@ -273,7 +273,7 @@ def _result(future: Future[Any]) -> Any:
 def _results(reward: Reward, result: Any, number: int) -> list[Any]:
     """Split the result of a batch call into one result per sample. Raises a ResultError if the
     result is neither a list with one entry per sample nor a dictionary of such lists."""
-    if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
+    if isinstance(result, Mapping):  # as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)
     if listed is None or len(listed) != number:

@@ -98,7 +98,7 @@ class _LentWeights:
             module._buffers.update(buffers)
 
     def _lend(self, modules: list[nn.Module]) -> None:
-        lent: dict[Tensor, Tensor] = {}  # tensors that modules share stay shared
+        lent: dict[Tensor, Tensor] = {}
         for module in modules:
             if module not in self._own:
                 continue

@@ -316,7 +316,7 @@ class FsdpEngine:
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
-        once = float(self.coordinates.dp == 0)  # count each step on one replica only
+        once = float(self.coordinates.dp == 0)
         counts = {
             "skipped_steps": Sum(once * (not step.applied)),
             "bad_steps": Sum(once * (step.bad is not None)),
@@ -524,7 +524,7 @@ _BACKEND = "inductor"
 
 
 def compile_layers(model: ResponseModel, device: torch.device) -> None:
-    """Compile each layer of a model. Compilation happens when the layer first runs."""
+    """Compile each layer of a model."""
     if model.routers is not None:
         raise UserError(
             f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, "

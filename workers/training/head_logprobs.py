@@ -284,7 +284,7 @@ class _Chunks:
         if "weight" not in self._buffers:
             self._buffers["weight"] = torch.empty_like(self.weight)
         rounded = torch.mm(gradient.T, hidden, out=self._buffers["weight"])
-        if len(hidden) == len(self.hidden):  # a single chunk needs no sum
+        if len(hidden) == len(self.hidden):
             return rounded
         return rounded.to(self.dtype) if grad_weight is None else grad_weight.add_(rounded)
 

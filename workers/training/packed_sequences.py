@@ -233,7 +233,6 @@ class Stretches:
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
         """Return this rank's share of the [N] tokens in these rows, [n] int64, padded to the same
         number on each rank. Also return the rows of all ranks, including the padding."""
-        # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids
         lengths = np.append(rows.lengths, missing) if missing else rows.lengths
@@ -250,7 +249,6 @@ class Stretches:
         tokens, but only this rank's heads. If the ranks cannot split grouped keys and values
         evenly, repeat them."""
         if x.shape[1] % self.ranks:
-            # Repeat grouped keys and values, as attention would do.
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return _Exchange.apply(x, self.group, self.ranks, 1, 0)
 
@@ -304,7 +302,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
-        # All ranks must contribute tensors of the same size.
         padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
         come = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(come, padded, group=stretches.group)

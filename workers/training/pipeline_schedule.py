@@ -195,7 +195,6 @@ def run(
     seconds = [
         np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)
     ]
-    # A single stage transfers nothing.
     on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
     ends: list[dict[Pass, float]] = [{} for _ in range(p)]
     position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
@@ -221,7 +220,6 @@ def run(
                 continue
             break
         if position[stage] > before:
-            # Progress of a stage can only unblock its neighbours.
             waiting.update(((stage + 1) % p, (stage - 1) % p))
     # No stage can progress, so any stage with passes left is in a deadlock.
     for stage, at in enumerate(position):

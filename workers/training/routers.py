@@ -240,7 +240,7 @@ class Routers:
             module.forward = partial(self._route, number, router, module.forward)
 
     def remove(self) -> None:
-        """Restore the original forward methods of the routers."""
+        """Restore the original forward methods."""
         for module in self._modules:
             del module.forward
 

@@ -73,7 +73,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
     descriptor = disk.open(path)
     try:
         for content in contents:
-            disk.write(descriptor, cast(bytes, content))  # any buffer works
+            disk.write(descriptor, cast(bytes, content))
         disk.sync(descriptor)
     except OSError as error:
         problem = error.strerror
@@ -174,7 +174,7 @@ def write_model(
     copy_companions(folder, source, disk)
     _name_stop_tokens(folder, source, disk)
     settings = read_json(source / CONFIG_FILE)
-    settings.pop("torch_dtype", None)  # old name of `dtype`
+    settings.pop("torch_dtype", None)
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
     # `save_pretrained` would hold the interpreter lock during the write, which would stall
     # training.
@@ -208,7 +208,7 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         of_model = text_settings(read_json(source / CONFIG_FILE))
         names = [name for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None]
         settings = {name: of_model[name] for name in names}
-    (folder / file.name).unlink(missing_ok=True)  # remove the copy that `copy_companions` made
+    (folder / file.name).unlink(missing_ok=True)
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
 

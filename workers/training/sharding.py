@@ -169,7 +169,6 @@ def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
 
 
 def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of `mesh` hold different parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names, along = tensor.device_mesh.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
@@ -224,7 +223,7 @@ def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
         if dist.group.WORLD is not default or not dist.is_initialized():
             return  # all groups are already destroyed, including these
         for group in groups:
-            with suppress(ValueError, RuntimeError):  # already destroyed
+            with suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(group)
         if made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()

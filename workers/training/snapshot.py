@@ -195,7 +195,6 @@ class Snapshot:
                 self._parts.setdefault(name, []).append((box, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self._parts.items():
-            # The parts cover the whole tensor, so their largest ends are its shape.
             self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:

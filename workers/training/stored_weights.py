@@ -115,7 +115,7 @@ class StoredWeights:
             chosen = [keys[box.slices[0]] for keys in conversion.keys]
             return self._convert([key for keys in chosen for key in keys], {name: box.shape})[name]
         if self._last is None or self._last[0] is not conversion:
-            self._last = None  # free its memory before the next conversion
+            self._last = None
             self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
         return self._last[1][name][box.slices]
 
@@ -216,7 +216,6 @@ class StoredWeights:
         return {name: tensor.detach() for name, tensor in made.items()}
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors into the model, and return the ones that they replace."""
         before: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             path, _, last = name.rpartition(".")

@@ -144,7 +144,6 @@ class Updates:
         # would.
         cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
-            # A single minibatch has all rows in order, so avoid a copy.
             part = batch if minibatches == 1 else batch.take(rows)
             self._bad_steps.add_rows(part)
             accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
