@@ -1,5 +1,5 @@
 """Algorithms: advantages, losses, KL estimators and corrections, and the graphs that combine them.
 
-Pure functions on tensors, each with its formula and paper in the docstring. A new algorithm is one
-file.
+They are pure functions on tensors, and each docstring has the formula and the paper. A new
+algorithm is one file.
 """

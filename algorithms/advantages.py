@@ -1,4 +1,4 @@
-"""Advantages of responses, from their rewards relative to other responses to the same prompt.
+"""Advantages of responses: their rewards relative to other responses to the same prompt.
 
 An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph
 node.
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The input of an estimator for B responses. No tensor has a gradient.
+    """The input of an estimator: the outcomes of B responses. The tensors have no gradient.
 
     >>> Outcomes.of([1.0, 0.0], groups=[0, 0]).lengths.tolist()
     [1, 1]
     """
 
     rewards: Tensor
-    """[B]; compared as float32."""
+    """[B]; converted to float32 before comparisons."""
     groups: Tensor
-    """[B] int64, group index of each row, from 0 to the number of groups - 1; in any order."""
+    """[B] int64: group index of each row, from 0 to the number of groups - 1. Rows may be in any
+    order."""
     lengths: Tensor
-    """[B] int64, trained tokens of each response."""
+    """[B] int64: number of trained tokens in each response."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B] each: the columns that the estimator names in its attribute `reads`."""
+    """The columns that the estimator names in its attribute `reads`, [B] each."""
 
     @classmethod
     def of(cls, rewards: object, groups: object, lengths: object = None, **columns: object) -> Outcomes:
-        """Create outcomes from tensors or lists. Without lengths, every response has one token."""
+        """Create outcomes from tensors or lists. Without lengths, each response has one token."""
         values = torch.as_tensor(rewards)
         index = torch.as_tensor(groups, dtype=torch.int64)
         counts = torch.as_tensor(
@@ -61,27 +62,29 @@ class Outcomes:
 
 
 Estimator: TypeAlias = "Callable[[Outcomes], Tensor]"
-"""An estimator that needs more columns names them in an attribute `reads`."""
+"""A function from outcomes to advantages [B]. If it needs more columns, it names them in an
+attribute `reads`."""
 
 
 def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
-    std is the sample deviation (division by n - 1), as in the implementations that followed the
-    paper. `epsilon` keeps a group of nearly equal rewards from exploding. Returns [B] float32:
-    exactly 0 for a group of one row or of equal rewards, never NaN.
+    std is the sample standard deviation (division by n - 1), as in implementations since the paper.
+    `epsilon` limits the advantages if the rewards of a group are nearly equal. Returns [B] float32.
+    The advantages are exactly 0, never NaN, in a group of one row or of equal rewards.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]
     """
     centred, sizes = _centred(outcomes)
-    # A group of one row must give 0, not 0 / 0.
+    # In a group of one row, the result must be 0, not 0 / 0.
     variances = _sums(centred.square(), outcomes.groups, len(sizes)) / (sizes - 1).clamp(min=1)
     return (centred / (variances.sqrt() + epsilon).index_select(0, outcomes.groups)).float()
 
 
 def group_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1). Exactly 0 as above.
+    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1). Exactly 0 in a group
+    of one row or of equal rewards.
 
     >>> group_centred(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.5, -0.5, 0.0, 0.0]
@@ -91,7 +94,8 @@ def group_centred(outcomes: Outcomes) -> Tensor:
 
 def leave_one_out(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
-    arXiv:2402.14740, eq. 7). Exactly 0 as above; a group of one row has no others.
+    arXiv:2402.14740, eq. 7). Exactly 0 in a group of equal rewards, or of one row, which has no
+    others.
 
     >>> leave_one_out(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.75, -0.75, 0.0, 0.0]
@@ -101,29 +105,31 @@ def leave_one_out(outcomes: Outcomes) -> Tensor:
 
 
 def length_weighted(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - sum(L r) / sum(L) over i's group, with the lengths L (OPO's optimal baseline,
-    arXiv:2505.23585).
+    """A_i = r_i - sum(L r) / sum(L) over i's group, where L are the lengths (OPO's optimal
+    baseline, arXiv:2505.23585).
 
     This baseline minimizes the variance if the squared norm of a response's gradient is
-    proportional to its length. Exactly 0 as above; r_i minus a plain mean in a group of empty rows.
+    proportional to its length. Exactly 0 in a group of one row or of equal rewards. If all rows of
+    a group are empty, the baseline is the plain mean.
 
     >>> length_weighted(Outcomes.of([1.0, 0.0], groups=[0, 0], lengths=[3, 1])).tolist()
     [0.25, -0.75]
     """
     centred, sizes = _centred(outcomes)
     lengths = outcomes.lengths.double()
-    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)  # all rows may be empty
+    totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)  # all rows of a group may be empty
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
     return (centred - offsets.index_select(0, outcomes.groups)).float()
 
 
 def valid_groups_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = B / (B - M) (r_i - mean(r)), with M rows in groups of equal rewards (GPG,
+    """A_i = B / (B - M) (r_i - mean(r)), where M rows are in groups of equal rewards (GPG,
     arXiv:2504.02546, with F_norm = 1).
 
-    Rows in groups of equal rewards have no gradient but count in the mean of the loss; the factor
-    compensates for them. It covers all rows of one call: the whole step under `Synchronous`, or the
-    groups that are ready under other schedules. All 0 if no group has unequal rewards.
+    Rows in groups of equal rewards have no gradient, but count in the mean of the loss. The factor
+    compensates for that. It covers all rows of one call: the whole step under `Synchronous`, the
+    groups that are ready under other schedules. All advantages are 0 if no group has unequal
+    rewards.
 
     >>> valid_groups_centred(Outcomes.of([1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
@@ -135,11 +141,12 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
 
 
 def best_of_group(outcomes: Outcomes) -> Tensor:
-    """A_i = max(r) - max of the other rewards in i's group (max@k, or pass@k for rewards of 0 and
+    """A_i = max(r) - max of the other rewards in i's group (max@k, or pass@k if rewards are 0 and
     1; arXiv:2503.19595).
 
-    The group size is k. The objective is the best reward of k samples, so only a unique best row has an
-    advantage: its lead. Never negative; exactly 0 for a group of one row, or with several best rows.
+    k is the group size. The objective is the best reward of k samples. So only a unique best row
+    has an advantage: its lead over the second best. Never negative. Exactly 0 in a group of one
+    row, or with several best rows.
 
     >>> best_of_group(Outcomes.of([1.0, 0.25, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [0.75, 0.0, 0.0, 0.0]
@@ -152,7 +159,8 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
         return of_group.scatter_reduce_(0, groups, values, "amax").index_select(0, groups)
 
     best = rewards == largest(rewards)
-    # With several best rows, removing one leaves the maximum unchanged, so none has an advantage.
+    # If there are several best rows, the maximum stays the same without one of them, so none has an
+    # advantage.
     alone = (_sums(best.double(), groups, len(sizes)) == 1) & (sizes > 1)
     lead = rewards - largest(torch.where(best, -torch.inf, rewards))
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
@@ -162,16 +170,17 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 class GreedyBaseline:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
-    The graph samples twice: `greedy = reward.score(rollout.generate(prompts,
-    sampling=Sampling(temperature=0)), into="baseline_reward")`, then `rollout.generate(greedy,
-    n=...)`, whose rows inherit the columns of their parents.
+    The graph samples twice. First it samples greedy responses:
+    `greedy = reward.score(rollout.generate(prompts, sampling=Sampling(temperature=0)), into="baseline_reward")`.
+    Then it calls `rollout.generate(greedy, n=...)`, whose rows inherit the columns of their
+    parents.
 
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
 
     column: str = str(BASELINE_REWARD)
-    """[B] the greedy response's reward, on each row of its prompt."""
+    """Name of the column with the greedy response's reward, [B], equal in all rows of a prompt."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -195,20 +204,21 @@ GROUP_RELATIVE = (
 
 
 def is_group_relative(estimator: object) -> bool:
-    """Whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound."""
-    # `functools.partial` keeps the estimator in `func`.
+    """Return whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound."""
+    # `functools.partial` keeps the estimator in its attribute `func`.
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
 
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
-    """[groups] bool, in the order of `samples.groups()`: whether rewards are equal. NaN never is.
+    """Return whether the rewards of each group are equal: [groups] bool, in the order of
+    `samples.groups()`. Rewards with a NaN never are.
 
     >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]
     """
     rewards, (groups, index) = samples.numpy(reward), samples.groups()
     first = np.zeros(len(groups), dtype=rewards.dtype)
-    first[index] = rewards  # any row of the group
+    first[index] = rewards
     return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
 
 
@@ -220,7 +230,7 @@ def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
     """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
-    estimator reads other columns, since equal rewards then do not imply zero advantages.
+    estimator reads other columns, because equal rewards then do not imply advantages of 0.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
@@ -246,13 +256,16 @@ def group_advantages(
     reward: str = str(REWARD),
     whiten: bool = False,
 ) -> Batch:
-    """Compute advantages relative to the rest of the group, equal for all tokens of a response.
+    """Compute advantages relative to the rest of the group. All tokens of a response get the same
+    advantage.
 
     Args:
-        samples: whole groups. A run reports the share without signal (`groups_without_signal`).
-        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation 1.
-            With `estimator=group_centred` this is REINFORCE++'s baseline form (arXiv:2501.03262). One
-            call covers the step under `Synchronous`, and the groups that are ready otherwise.
+        samples: whole groups. The run reports the share of groups without signal
+            (`groups_without_signal`).
+        whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
+            deviation 1. With `estimator=group_centred`, this is the baseline variant of REINFORCE++
+            (arXiv:2501.03262). A call covers the whole step under `Synchronous`, and the groups
+            that are ready under other schedules.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
@@ -272,10 +285,10 @@ def group_advantages(
 
 
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
-    """Return rewards minus their group's mean [B], and group sizes [groups], in float64.
+    """Return rewards minus the mean of their group [B], and group sizes [groups], both in float64.
 
     Sums of equal float32 numbers are exact in float64, so equal rewards give exact zeros.
-    Otherwise, rounding errors divided by a deviation of the same size would become an advantage.
+    Otherwise, rounding errors divided by an equally small deviation would look like advantages.
     """
     rewards, groups = outcomes.rewards.float().double(), outcomes.groups
     sizes = torch.bincount(groups).double()

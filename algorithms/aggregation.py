@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Aggregation(Protocol):
-    """Token weights, and the count that divides the weighted sum."""
+    """Weights for the tokens, and the count by which the weighted sum is divided."""
 
     def weights(self, rows: PackedRows) -> Tensor:
-        """[T] float32, 0 for masked tokens."""
+        """Return the token weights: [T] float32, 0 for masked tokens."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Local denominator. The engine sums it over all rows of the step."""
+        """Return the count of these rows. The engine sums the counts of all rows of the step."""
         ...
 
 
@@ -38,7 +38,7 @@ class TokenMean:
 @dataclass(frozen=True)
 class SequenceMean:
     """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3).
-    Rows without a trained token are not counted.
+    Rows without a trained token do not count.
 
     >>> rows = PackedRows.of([2, 1, 1], response_mask=[1, 1, 1, 0])
     >>> sequence_mean.weights(rows).tolist(), sequence_mean.count(rows)
@@ -46,7 +46,7 @@ class SequenceMean:
     """
 
     def weights(self, rows: PackedRows) -> Tensor:
-        # A row without a trained token must give 0, not 0 / 0.
+        # For a row without a trained token, the weight must be 0, not 0 / 0.
         return rows.trained / rows.per_token(rows.trained_lengths.clamp(min=1))
 
     def count(self, rows: PackedRows) -> float:
@@ -57,14 +57,14 @@ class SequenceMean:
 class FixedLength:
     """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO,
     arXiv:2503.20783, §3.1). Unlike `SequenceMean`, it does not favor short correct and long wrong
-    responses. Rows without a trained token are not counted.
+    responses. Rows without a trained token do not count.
 
     >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
     ([0.125, 0.125], 1.0)
     """
 
     max_tokens: int
-    """[tokens] The constant, usually the longest response that sampling allows."""
+    """[tokens] The constant length, usually the longest response that sampling allows."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

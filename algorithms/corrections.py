@@ -1,15 +1,15 @@
-"""Corrections: weights for tokens that another policy sampled, from the ratio of trainer and
-generator.
+"""Corrections: weights for tokens that were sampled from another policy, computed from the
+probability ratio between trainer and generator.
 
-TruncatedImportance(cap=2.0)                                  weigh with the ratio, at most `cap`
+TruncatedImportance(cap=2.0)                                  the weight is the ratio, at most `cap`
 Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
 (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
 
-Three policies meet in one update. The *generator* (behavior policy) sampled the tokens, with
-older weights, other numerics, or a truncated distribution. The *trainer* is the policy's own
+An update involves three policies. The *generator* (behavior policy) sampled the tokens. It may have
+older weights, other numerics, or a truncated distribution. The *trainer* is the policy in its own
 engine before the update (the proximal policy of decoupled PPO). The *current* policy gets the
-gradient. A correction turns trainer / generator into a constant weight of each token's policy
-gradient.
+gradient. A correction turns the ratio trainer / generator into a constant weight for the policy
+gradient of each token.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ if TYPE_CHECKING:
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio of a token, the product over its response, or the geometric mean over it."""
+"""The ratio of a token ("token"), the product of ratios over its response ("sequence"), or their
+geometric mean ("geometric")."""
 
 
 @runtime_checkable
 class Correction(Protocol):
-    """A rule from log-ratios to weights. Instances are values: equal settings give equal
+    """A function from log-ratios to weights. Instances are values: equal settings give equal
     weights."""
 
     weighs: ClassVar[bool]
-    """Whether the weight represents the ratio. If not, it is 0 or 1 and only selects tokens."""
+    """Whether the weight corrects for the ratio. If not, it is 0 or 1 and only selects tokens."""
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights of T tokens (finite, no gradient), whether the ratio was above the
-        largest or below the smallest weight, and whether the token is left out ([T] bool both).
+        """Return three [T] tensors: the weights (finite, without a gradient), whether the ratio was
+        above the largest or below the smallest weight (bool), and whether the token is left out
+        (bool).
 
-        `log_ratio` is [T] nats, log trainer - log generator, 0 for tokens that are not trained.
+        `log_ratio` is [T] nats, log p_trainer - log p_generator, and 0 for tokens that are not
+        trained.
         """
         ...
 
@@ -133,7 +136,7 @@ class Rejection(RatioCorrection):
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = self._ratio(log_ratio, rows)
-        # NaN fails both comparisons, and is left out.
+        # NaN fails both comparisons, so it is left out.
         smallest, largest = self.keep
         inside = (ratio >= smallest) & (ratio <= largest)
         return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
@@ -142,7 +145,8 @@ class Rejection(RatioCorrection):
 def combined(
     corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
+    """Combine corrections: multiply their weights, and leave out each token that any of them leaves
+    out.
 
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))
     >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()

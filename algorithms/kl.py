@@ -1,15 +1,16 @@
 """Per-token estimators of the KL divergence (J. Schulman, "Approximating KL Divergence", 2020).
 
-Tokens come from the policy p, q is the reference, and d = log p - log q of the sampled token. The
-*values* of k1 and k3 are unbiased estimates of KL(p || q); k2 is biased by O(d^3). `absolute` is a
-different distance, and `full_kl` is the exact divergence over the vocabulary.
+Tokens are sampled from the policy p, q is the reference, and d = log p - log q of the sampled
+token. The *values* of k1 and k3 are unbiased estimates of KL(p || q); k2 has a bias of O(d^3).
+`absolute` is a different distance, and `full_kl` is the exact divergence over the vocabulary.
 
-As losses, their *gradients* through `logprobs` differ (arXiv:2506.09477): none includes the
-score-function term of the sampling itself. `StraightThrough` combines the value of one with the
-gradient of another.
+If the estimators are used as losses, their *gradients* through `logprobs` differ
+(arXiv:2506.09477): none includes the score-function term of the sampling itself. `StraightThrough`
+combines the value of one estimator with the gradient of another.
 
-A penalty is a term of the loss (`KlPenalty`) or of the reward (`rewards.penalized_token_rewards`).
-The latter takes a constant coefficient or an `AdaptiveCoefficient`.
+A penalty is a term either of the loss (`KlPenalty`) or of the reward
+(`rewards.penalized_token_rewards`). In the reward, the coefficient is a constant or an
+`AdaptiveCoefficient`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """k1 = d, with d = log p - log q (Schulman 2020). Unbiased, high variance, may be negative.
+    """k1 = d, with d = log p - log q (Schulman 2020). Unbiased, with high variance; may be
+    negative.
 
     As a loss, its gradient is grad log p, which is zero in expectation and does *not* pull towards
-    the reference. Use k1 in the reward, and `k2` or `k3` in a loss.
+    the reference. Use k1 in a reward, and `k2` or `k3` in a loss.
 
-    Args, here and below:
-        logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
-        reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
+    Args, here and below: logprobs: [T] nats, of the sampled tokens under the policy; with a
+        gradient. reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
 
     >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, -1.0]
@@ -44,8 +45,9 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """k2 = d^2 / 2, with d = log p - log q (Schulman 2020). Never negative, low variance, biased by
-    O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p
+    """k2 = d^2 / 2, with d = log p - log q (Schulman 2020). Never negative, with low variance and a
+    bias of O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient
+    of KL(p
     || q).
 
     >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
@@ -56,11 +58,11 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k3 = exp(-d) - 1 + d, with d = log p - log q (Schulman 2020; GRPO, arXiv:2402.03300, eq. 4).
-    Unbiased, never negative.
+    Unbiased and never negative.
 
     As a loss, its gradient is (1 - q/p) grad log p, which estimates the gradient of the opposite
-    direction KL(q || p). It grows without bound where q/p is huge, so d is clamped at -20, with no
-    gradient below.
+    direction KL(q || p). It would grow without bound where q/p is huge, so d is clamped at -20;
+    there is no gradient below.
 
     >>> k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - 0.6931472])).tolist()
     [0.0, 0.19314...]
@@ -71,8 +73,8 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|d|, with d = log p - log q. On average an upper bound of the KL divergence. As a loss, its
-    gradient is sign(d) grad log p, whose size does not depend on d; 0 at d = 0.
+    """|d|, with d = log p - log q. Its mean is an upper bound on the KL divergence. As a loss, its
+    gradient is sign(d) grad log p, whose size does not depend on d; at d = 0 it is 0.
 
     >>> absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, 1.0]
@@ -81,9 +83,9 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact, of logits [T, V] at any scale. Gradient
-    flows to `logits`; swap the two (and detach) for the other direction. Needs the whole vocabulary
-    in memory.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), computed exactly from logits [T, V], which need
+    not be normalized. The gradient flows to `logits`. For the other direction, swap the two
+    arguments (and detach). The whole vocabulary must fit in memory.
 
     >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2 from 3/4, 1/4
     [0.1438...]
@@ -96,7 +98,8 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
 class StraightThrough:
     """The value of one estimator with the gradient of another.
 
-    The default gradient k2 follows KL(p || q): `StraightThrough(k3)` reports k3 and pulls like k2.
+    The default gradient, k2, is that of KL(p || q). For example, `StraightThrough(k3)` has the
+    value of k3 and the gradient of k2.
 
     >>> logprobs = torch.tensor([-2.0], requires_grad=True)
     >>> kl = StraightThrough(k1)(logprobs, torch.tensor([-1.0]))
@@ -105,12 +108,12 @@ class StraightThrough:
     """
 
     value: Callable[..., Any]
-    """(logprobs [T], reference_logprobs [T]) -> [T]: the reported and counted value."""
+    """(logprobs [T], reference_logprobs [T]) -> [T]: the estimator for the value."""
     gradient: Callable[..., Any] = k2
-    """Same signature: the differentiated value."""
+    """The estimator for the gradient, with the same signature."""
 
     def __call__(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-        # `pull - pull.detach()` is 0 in value, but carries the gradient.
+        # The value of `pull - pull.detach()` is 0, but it carries the gradient.
         pull = self.gradient(logprobs, reference_logprobs)
         return self.value(logprobs, reference_logprobs).detach() + (pull - pull.detach())
 
@@ -138,8 +141,8 @@ class AdaptiveCoefficient(Config):
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
-        Raises a UserError if the new coefficient would be below 0 (more than five horizons at
-        once)."""
+        Raises a UserError if the new coefficient would be below 0, which happens for more than five
+        horizons at once."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_steps / self.horizon)
         return AdaptiveCoefficient(value=value, target=self.target, horizon=self.horizon)

@@ -1,7 +1,7 @@
-"""Loss: the interface of losses for a training engine, and the packed rows that they get.
+"""Loss: the interface between losses and a training engine, and the packed rows that losses get.
 
-A loss returns a *sum* over tokens and the number to divide it by (tokens, sequences). The engine
-adds the counts of all rows on all ranks and divides once, so the gradient does not depend on
+A loss returns a *sum* over tokens, and the number to divide it by (tokens or sequences). The engine
+adds these counts over all rows and ranks, and divides once. So the gradient does not depend on
 microbatches or on the number of ranks.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Response tokens of B rows, concatenated, with the columns that a loss reads.
+    """Response tokens of B rows end to end, with the columns that a loss reads.
 
     >>> rows = PackedRows.of([2, 1], advantages=[1.0, 1.0, -1.0], response_mask=[1, 0, 1])
     >>> len(rows), rows.num_tokens, rows.row_of_token.tolist()
@@ -39,18 +39,17 @@ class PackedRows:
     """
 
     cu_seqlens: Tensor
-    """[B + 1] int64; row i is tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
+    """[B + 1] int64; row i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name: [T] for columns with one value per token, [B] for columns with one value per row."""
+    """Columns by name: [T] if they have one value per token, [B] if they have one value per row."""
     counted_tokens: int | None = None
-    """T, if the host knows it; None reads it from the device."""
+    """T, if the host knows it; None means that it must be read from the device."""
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
-        """Create rows from their lengths and from columns given as tensors or lists."""
+        """Create rows from their lengths, and from columns given as tensors or lists."""
         given = lengths if hasattr(lengths, "dtype") else list(lengths)
         lengths_B = torch.as_tensor(given, dtype=torch.int64)
-        # Prepend 0: row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
 
@@ -73,53 +72,54 @@ class PackedRows:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B] int64, including masked tokens."""
+        """[B] int64 lengths, including masked tokens."""
         return self.cu_seqlens.diff()
 
     @cached_property
     def row_of_token(self) -> Tensor:
-        """[T] int64."""
+        """[T] int64: index of each token's row."""
         rows = torch.arange(len(self), device=self.cu_seqlens.device)
-        # Without the output size, torch would wait for the device to learn it.
+        # Without `output_size`, torch would wait for the device to compute it.
         return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
     @cached_property
     def trained(self) -> Tensor:
-        """[T] float32, 1 for trained tokens: `response_mask`, or all tokens without one."""
+        """[T] float32, 1 for trained tokens, otherwise 0. This is `response_mask`, or 1 for all
+        tokens if there is no such column."""
         if RESPONSE_MASK in self:
             return self[RESPONSE_MASK].to(torch.float32)
         return torch.ones(self.num_tokens, dtype=torch.float32, device=self.cu_seqlens.device)
 
     @cached_property
     def trained_lengths(self) -> Tensor:
-        """[B] float32, number of trained tokens of each row."""
+        """[B] float32: number of trained tokens in each row."""
         return self.sums(self.trained)
 
     @cached_property
     def counted(self) -> Tensor:
-        """[B] bool: rows with a trained token. Losses ignore the others."""
+        """[B] bool: rows with at least one trained token. Losses ignore the other rows."""
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """[T] the values of trained tokens, and 0 for other tokens, which may hold any value.
-        Differentiable."""
-        # Not a product, because 0 * NaN is NaN, forwards and backwards.
+        """Return the values of trained tokens, and 0 for other tokens, whose values may be
+        anything: [T]. Differentiable."""
+        # Do not multiply, because 0 * NaN is NaN, in the forward and in the backward pass.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
-        """[B] sum over the tokens of each row; 0 for an empty row. Differentiable."""
+        """Return the sum over the tokens of each row, [B]; 0 for an empty row. Differentiable."""
         zeros = torch.zeros(len(self), dtype=values_T.dtype, device=values_T.device)
         return zeros.index_add(0, self.row_of_token, values_T)
 
     def per_token(self, values_B: Tensor) -> Tensor:
-        """[T] each row's value repeated over its tokens. Differentiable."""
+        """Repeat each row's value over its tokens, [T]. Differentiable."""
         return values_B[self.row_of_token]
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
-    The column `ragged` sets the lengths of rows; other columns have these lengths, or one value per
-    row.
+    """Concatenate columns of a batch, and its `response_mask` if it has one. Do not write to the
+    result, because nothing is copied. The column `ragged` sets the lengths of rows. Other columns
+    have these lengths, or one value per row.
 
     >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()
@@ -135,40 +135,41 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. Losses with equal settings are equal. Custom losses can inherit
-    from `FrozenLoss`, which has default answers, but need not: engines only use this protocol."""
+    """A loss over response tokens. Losses with equal settings compare equal. A custom loss may
+    inherit from `FrozenLoss`, which has defaults, but need not: engines only use this protocol."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that it needs, besides the tokens."""
+        """Columns that the loss requires, besides the tokens."""
         ...
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that it uses if they are present."""
+        """Columns that the loss uses if they exist."""
         ...
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. Trained
-        rows have it without a gradient if it costs nothing."""
+        """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. If not,
+        trained rows may have it without a gradient, when it costs nothing."""
         ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it compares the rows of a group (by `rows["group_id"]`, if it reads that). Groups
-        then stay together in ranks, microbatches and minibatches."""
+        """Whether the loss compares the rows of a group (by `rows["group_id"]`, if it reads that).
+        Groups then stay together in ranks, microbatches and minibatches."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Return the divisor for these rows. The engine adds it over microbatches and ranks."""
+        """Return the divisor of the loss of these rows. The engine adds these numbers over
+        microbatches and ranks."""
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss of these rows (a scalar), and metrics.
+        """Return the loss of these rows before division (a scalar), and metrics.
 
         Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
+            logprobs: [T] nats, of the response tokens under the policy; with a gradient.
             rows: rows with the columns of `reads`, which get no gradient.
         """
         ...
@@ -224,7 +225,8 @@ class FrozenLoss(Config):
 
 
 class _Observed(Mapping[str, Metric]):
-    """Metrics that stay on the device until first read, so that the backward pass does not wait.
+    """Metrics that stay on the device until they are first read, so that the backward pass does not
+    wait for them.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)
@@ -232,8 +234,8 @@ class _Observed(Mapping[str, Metric]):
     """
 
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
-        # Each has [1 + names] the number of counted things, then one number per name; and the kind
-        # of each metric by name.
+        # Each piece is a tensor [1 + names] and the kind of each metric by name. The tensor has the
+        # number of things counted, then one number per name.
         self._pieces = pieces
 
     @cached_property
@@ -268,13 +270,14 @@ def observed(
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
 ) -> _Observed:
-    """Create a loss's metrics over N things (tokens, rows, pairs), without a gradient.
+    """Create the metrics of a loss over N things (tokens, rows or pairs), without a gradient.
 
     Args:
-        over: [N] bool, the things that count. Other things may hold any value, even NaN.
-        means: [N] by name; mean over the things that count, with weight 0 if there are none.
-        largest: [N] by name; largest value that counts, at least 0. Omitted if N is 0.
-        counts: bool, of any shape, by name.
+        over: [N] bool: which things count. The others may have any value, even NaN.
+        means: [N] by name: averaged over the things that count, with weight 0 if there are none.
+        largest: [N] by name: the largest value among the things that count, but at least 0. Left
+            out if N is 0.
+        counts: bool tensors of any shape, by name: the number of true elements.
 
     >>> observed(torch.tensor([True, False]), {"gap": torch.tensor([0.5, float("nan")])})
     {'gap': Mean(total=0.5, weight=1.0)}
@@ -284,7 +287,7 @@ def observed(
         tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
         tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
         tensors += [values.sum() for values in counts.values()]
-        # One tensor, so that reading all metrics takes one transfer.
+        # A single tensor, so that reading all metrics takes only one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
     return _Observed((numbers, kinds))

@@ -1,4 +1,5 @@
-"""Methods by name: graphs with their arguments. To add a method, add a line to `METHODS`."""
+"""Methods by name: graphs with the arguments that define each method. To add a method, add an entry
+to `METHODS`."""
 
 from __future__ import annotations
 
@@ -41,20 +42,21 @@ def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihoo
 class Method:
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the graph that define the method."""
+    """The arguments of the graph that define this method."""
     learning_rate: float = 1e-6
-    """For full-parameter training of models of 0.5B to 8B. Tiny models and adapters need more."""
+    """Default for full-parameter training of models with 0.5B to 8B parameters. Tiny models and
+    adapters need a higher rate."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Worker groups of the method, by the graph's parameter names.
+        """Worker groups of the method, by the parameter names of the graph.
 
         >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
         (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
         """
         parameters = inspect.signature(self.graph).parameters
         needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
-        # A reference group is needed only if a loss or a KL penalty reads its log-probabilities.
+        # A reference group is needed only if the loss or a KL penalty reads its log-probabilities.
         compares = str(REFERENCE_LOGPROBS) in self._loss.reads or bool(self.settings.get("kl"))
         return (*needed, "reference") if compares else tuple(needed)
 
@@ -68,12 +70,12 @@ class Method:
 
     @property
     def compares(self) -> bool:
-        """Whether it trains on given pairs of responses."""
+        """Whether the method trains on given pairs of responses."""
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """Return the method with a penalty for leaving the reference. Raises a UserError if the
-        method has no such penalty, or the coefficient is not allowed.
+        """Return the method with a KL penalty towards the reference. Raises a UserError if the
+        method has no such penalty or the coefficient is not allowed.
 
         >>> METHODS["rloo"].with_kl(0.04).groups
         ('rollout', 'reward', 'actor', 'reference')
@@ -84,7 +86,7 @@ class Method:
                 f"kl={coefficient}: only policy-gradient methods have a KL penalty; preference methods have "
                 "`beta` of their loss instead; set it in a program (explain=True prints one)"
             )
-        if self.graph is ppo:  # it takes the penalty as an argument of its graph
+        if self.graph is ppo:  # its penalty is an argument of the graph
             return replace(self, settings={**self.settings, "kl": coefficient})
         with_kl = loss.model_copy(update={"kl": KlPenalty(coefficient=coefficient)})
         return replace(self, settings={**self.settings, "loss": with_kl})
@@ -94,7 +96,7 @@ PAIRED = 5e-7
 
 _PLAIN = PolicyLoss(surrogate=PlainPolicyGradient())
 _DR_GRPO = PolicyLoss(aggregation=FixedLength(1024))
-# Ratios are means over a response, so they stay much nearer to 1 than token ratios.
+# Ratios are means over a response, so they stay much closer to 1 than token ratios.
 _GSPO = PolicyLoss(
     surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
 )
@@ -124,11 +126,12 @@ METHODS: Mapping[str, Method] = {
     "kto": Method(kto, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }
-"""Name -> method. For papers, see docs/algorithms.md and docs/preferences.md."""
+"""Methods by name. For the papers, see docs/algorithms.md and docs/preferences.md."""
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name. Raises a UserError with the nearest name if there is none.
+    """Return the method with this name. Raises a UserError that suggests the closest name if there
+    is none.
 
     >>> method_of("grop")
     Traceback (most recent call last):

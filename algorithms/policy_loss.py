@@ -1,4 +1,4 @@
-"""Losses that a training engine can take a step on: the policy gradient, and plain likelihood.
+"""Losses for a policy: the policy gradient, and plain likelihood.
 
 PolicyLoss()                                                            GRPO with DAPO's token mean, no KL
 PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))               GRPO as published
@@ -118,12 +118,12 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def _compares_with_trainer(self) -> bool:
-        # Gaps between the engines add up over a response, and a weighing correction already
-        # includes the generator.
+        # Gaps between the engines add up over a response. A correction that weighs tokens already
+        # accounts for the generator.
         return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:
-        """Return the column that the ratio compares with; None for the current policy."""
+        """Return the column with which the ratio compares; None for the current policy."""
         if self.old or not self._compares_with_trainer:
             return self.old or str(RESPONSE_LOGPROBS)
         return str(OLD_LOGPROBS) if OLD_LOGPROBS in rows else None
@@ -133,29 +133,34 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, a scalar, and metrics (`docs/metrics.md`). Args as for `Loss`.
+        """Return the loss before division (a scalar), and metrics (`docs/metrics.md`). For the
+        arguments, see `Loss`.
 
         The loss is 0 with a gradient of 0 if every token is masked. Ratios are capped at e^20,
-        without a gradient beyond, so that one token of probability 0 does not make it infinite.
+        beyond which there is no gradient, so that one token with probability 0 does not make the
+        loss infinite.
 
-        If the rows have `response_logprobs`, metrics compare the generator with the trainer: the
-        old policy, or the current policy if the old one is missing or is the generator.
+        If the rows have `response_logprobs`, metrics compare the generator with the trainer. The
+        trainer is the old policy, or the current policy if the old one is missing or is the
+        generator.
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
         old = logprobs.detach() if old_column is None else rows[old_column]
-        # Masked tokens may hold NaN, so drop them before any arithmetic.
+        # Masked tokens may be NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         found = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
         losses, clipped = tensors_of(self.surrogate, found, "losses, clipped")
-        # The old policy drew the tokens, so this estimates KL(old || current): d has the opposite sign.
+        # The tokens are samples of the old policy, so this estimates KL(old || current), and d has
+        # the opposite sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
-            # If the old policy is the generator itself, compare it with the current policy instead.
+            # If the old policy is the generator itself, compare the generator with the current
+            # policy instead.
             trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
             off = only(trainer - rows[RESPONSE_LOGPROBS]).detach()
             ratio = off.clamp(max=MAX_LOG_RATIO).exp()
@@ -163,7 +168,8 @@ class PolicyLoss(AggregatedLoss):
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
                 weights, truncated, masked = combined(self._corrections, off, rows)
-                # A weight of 0 is not enough: the loss of a token that is left out may be NaN.
+                # A weight of 0 is not enough, because the loss of a token that is left out may be
+                # NaN.
                 losses = torch.where(masked, 0.0, losses * weights)
                 watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
                 watched["masked_fraction"] = masked
@@ -177,7 +183,7 @@ class PolicyLoss(AggregatedLoss):
             watched["entropy"] = only(rows["entropy"])
         if self.needs_entropy:
             losses = losses - self.entropy_coefficient * watched["entropy"]
-        # Undivided: the engine divides by the counts of all ranks.
+        # Do not divide here: the engine divides by the counts of all ranks.
         loss_sum = (self.aggregation.weights(rows) * losses).sum()
         return loss_sum, observed(trained, watched, largest=largest, counts=counted)
 
@@ -191,32 +197,33 @@ class NegativeLogLikelihood(AggregatedLoss):
     """
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and the mean `entropy` if the rows have it."""
+        """Return the loss before division, and the mean `entropy` if the rows have entropies."""
         watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
         metrics = observed(rows.trained > 0, watched) if watched else {}
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
 
 
-# The old policy: the actor before its update, which the ratios of a loss compare with.
+# The old policy: the actor before its update, with which the ratios of a loss compare.
 
 
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
-    """Add `old_logprobs`: the actor's log-probabilities before the update. For `@graph` functions.
+    """Add `old_logprobs`: the actor's log-probabilities before the update. For use in `@graph`
+    functions.
 
-    It costs a forward pass. `grpo` and `ppo` include this node if their loss needs it. `entropies`
-    also adds the entropy of each token's distribution.
+    This costs a forward pass. `grpo` and `ppo` already include this node if their loss needs it.
+    `entropies` also adds the entropy of each token's distribution.
     """
-    # `entropies` is left out if False: a policy of the user's own may not take it.
+    # Leave out `entropies` if it is False, because a user's own policy may not accept it.
     more: dict[str, Any] = {"entropies": True} if entropies else {}
     return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
 
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
-    """Whether an update with this loss needs `old_logprobs`.
+    """Return whether an update with this loss needs `old_logprobs`.
 
-    It does if the loss reads the column, or if the loss may read it and the update takes several
-    optimizer steps: without it, the loss compares with the current policy, which is no longer the
-    old one after the first step.
+    It does if the loss requires the column. It also does if the loss uses the column when it
+    exists, and the update takes several optimizer steps. Without the column, the loss compares with
+    the current policy, which differs from the old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio

@@ -15,10 +15,10 @@ from .values import ValueLoss, critic_advantages
 
 
 class _Critic(Trainable, Protocol):
-    """Predicts future rewards, and is trained to (`workers/critic.py`)."""
+    """Predicts future rewards, and can be trained to (`workers/critic.py`)."""
 
     def values(self, batch: Any) -> Any:
-        """Add `values`: the predicted future reward at each token of the responses."""
+        """Add `values`: the predicted future reward at each response token."""
         ...
 
 
@@ -42,15 +42,15 @@ def ppo(
     epochs: int = 1,
     minibatches: int = 1,
 ) -> Any:
-    """Proximal policy optimization (arXiv:1707.06347), for responses (arXiv:2203.02155).
+    """Proximal policy optimization (arXiv:1707.06347), applied to responses (arXiv:2203.02155).
 
-    A reference keeps the policy near it, through the reward (`kl`: reward lost per nat, or an
-    `AdaptiveKlWorker` that adjusts it) or through the loss (`PolicyLoss(kl=KlPenalty(...))`).
-    Critic and actor make `epochs` passes of `minibatches` steps each, with values and
-    generalized advantages (arXiv:1506.02438) from before the update.
+    A reference keeps the policy close to it. It acts through the reward (`kl`: reward lost per nat,
+    or an `AdaptiveKlWorker` that adjusts it) or through the loss (`PolicyLoss(kl=KlPenalty(...))`).
+    Critic and actor make `epochs` passes of `minibatches` steps each. Values and generalized
+    advantages (arXiv:1506.02438) are those from before the update.
 
-    If the loss needs the actor's own log-probabilities from before the update, they are computed,
-    and the divergence is measured between them and the reference.
+    If the loss needs the actor's own log-probabilities from before the update, the graph computes
+    them, and also uses them to measure the divergence from the reference.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
@@ -60,10 +60,11 @@ def ppo(
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples, old = old_logprobs(samples, actor=actor), str(OLD_LOGPROBS)
     if isinstance(kl, float | int):
-        # Without a penalty there need not be a reference, whose column `token_rewards` reads.
+        # `token_rewards` reads the reference's column, but without a penalty there need not be a
+        # reference.
         samples = token_rewards(samples, coefficient=kl, old=old) if kl else outcome_rewards(samples)
     else:
-        # Penalize with the current coefficient before these rows adjust it.
+        # Penalize with the current coefficient before these rows change it.
         samples = kl.update(kl.token_rewards(samples, old=old), old=old)
     samples = critic.values(samples)
     samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)

@@ -5,8 +5,8 @@ dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))     
 online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
 kto(responses, actor=actor, reference=reference)                                    single responses, good or bad
 
-A pair is a group of two rows, with `preferred` 1 and 0. Its responses are packed, scored and stored
-like all others, and losses that compare them set `Loss.whole_groups`.
+A pair is a group of two rows, whose `preferred` is 1 and 0. Its responses are packed, scored and
+stored like any others. Losses that compare them set `Loss.whole_groups`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .sampling import Sampling
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED),
 )
 def pairs(preferences: Batch) -> Batch:
-    """Expand each preference into two rows: the chosen response and the rejected one.
+    """Turn each preference into two rows: the chosen response and the rejected one.
 
     >>> rows = pairs(Batch.of(sample_id=[7], chosen_ids=[[1, 2]], rejected_ids=[[3]]))
     >>> rows["response_ids"].to_pylist(), rows["preferred"].to_pylist(), rows["parent_id"].to_pylist()
@@ -70,15 +70,16 @@ def pairs(preferences: Batch) -> Batch:
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED, REFERENCE_LOGPROBS),
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
-    """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
+    """Like `pairs`, for preferences that already have log-probabilities from
+    `reference_of_pairs`."""
     ids, reference = (CHOSEN_IDS, REJECTED_IDS), (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
     return _two_of_each(preferences, {RESPONSE_IDS: ids, REFERENCE_LOGPROBS: reference})
 
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
-    """Keep the best and the worst sample of each group, and drop groups of equal rewards.
-    `tied_groups` counts groups without a best sample, including groups with a NaN reward.
+    """Keep the best and the worst sample of each group, and drop groups of equal rewards. The
+    metric `tied_groups` counts groups without a best sample, including those with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -86,12 +87,13 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     ([3, 2], [1, 0], 1.0)
     """
     rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
-    # Sort by group, then reward. Sample ids break ties, so the result does not depend on row order.
+    # Sort by group, then by reward. Sample ids break ties, so that the result does not depend on
+    # the order of rows.
     order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
-    # Cut the ends to the number of groups, which is 0 for a batch without rows.
+    # Cut the ends to the number of groups, which is 0 if the batch has no rows.
     worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
-    # False for ties, and for NaN.
+    # False for ties and for NaN.
     apart = rewards[best] > rewards[worst]
     rows = np.stack([best, worst], axis=1)[apart].ravel()
     kept = samples.take(rows).with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(rows) // 2))
@@ -100,7 +102,8 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
 
 @node(reads=lambda by: (by,), writes=(PREFERRED,))
 def labelled(responses: Batch, *, by: str = "label") -> Batch:
-    """Add `preferred` to single responses, from a label column (true, or above 0).
+    """Add `preferred` to single responses, from a label column. A label is positive if it is true
+    or above 0.
 
     >>> labelled(Batch.of(label=[True, False]))["preferred"].to_pylist()
     [1, 0]
@@ -110,19 +113,19 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
 
 @node(reads=(RESPONSE_IDS,), may_read=(RESPONSE_MASK,), writes=(MISMATCHED_IDS, MISMATCHED_MASK))
 def mismatched(rows: Batch) -> Batch:
-    """Add to each row the response to another prompt, and its mask.
+    """Add to each row the response to another prompt, and that response's mask.
 
-    The rows of this call are ordered by group. A row gets the response m places further,
-    cyclically, where m is the size of the largest group. So it belongs to another group, and each
-    is used once. A group with more than half of the rows reuses the responses of the others; a
-    single group keeps its own.
+    The rows of this call are ordered by group. A row gets the response m places further on,
+    cyclically, where m is the size of the largest group. So the response is from another group, and
+    each response is used once. If one group has more than half of the rows, responses of the others
+    are used several times. If there is only one group, it keeps its own responses.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
     [[2], [3], [1]]
     """
     groups, number = rows.numpy(GROUP_ID), len(rows)
-    # Sample ids make the assignment independent of row order.
+    # Sample ids make the assignment independent of the order of rows.
     order = np.lexsort((rows.numpy(SAMPLE_ID), groups))
     starts = np.searchsorted(groups[order], groups[order])
     largest = int(np.bincount(starts).max(initial=0))
@@ -146,7 +149,7 @@ def mismatched(rows: Batch) -> Batch:
 )
 def reference_point(rows: Batch) -> Batch:
     """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log
-    p_ref(y'_t)), of mismatched responses. Equal in all rows of this call.
+    p_ref(y'_t)), where y' are the mismatched responses. It is equal in all rows of this call.
 
     >>> columns = {"mismatched_logprobs": [[-1.0, -1.0], [-3.0]], "mismatched_reference_logprobs": [[-3.0, -2.0], [-2.0]]}
     >>> rows = Batch.of(**columns, mismatched_mask=[[1, 1], [1]])
@@ -167,8 +170,8 @@ def reference_point(rows: Batch) -> Batch:
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     """Measure how often the preferred response of a pair has the higher score.
 
-    The score is the sum of the column `score` over trained tokens (or its value, for one value per
-    row), minus that of the column `against`.
+    The score is the sum of the column `score` over trained tokens, or its value if it has one value
+    per row. The score of the column `against` is subtracted.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value
@@ -187,10 +190,11 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
 def dpo(
     preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()
 ) -> Any:
-    """Preference optimization on given pairs; by default DPO (arXiv:2305.18290).
+    """Preference optimization on given pairs; DPO by default (arXiv:2305.18290).
 
     The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
-    log-probabilities for the rows of each step, unless the source has them (`reference_of_pairs`).
+    log-probabilities for the rows of each step, unless the source already has them
+    (`reference_of_pairs`).
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -218,8 +222,8 @@ def online_dpo(
     sampling: Sampling = Sampling(),
     loss: Loss = PreferenceLoss(),
 ) -> Any:
-    """Preference optimization on the policy's own samples: the best of n against the worst (online
-    DPO, arXiv:2402.04792, with a reward instead of an annotator)."""
+    """Preference optimization on the policy's own samples: the best of n against the worst. This is
+    online DPO (arXiv:2402.04792), with a reward in place of an annotator."""
     samples = best_and_worst(reward.score(rollout.generate(prompts, n=n, sampling=sampling)))
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
@@ -231,11 +235,11 @@ def kto(
     responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
 ) -> Any:
     """KTO (arXiv:2402.01306) on single labeled responses (`prompt_ids`, `response_ids` and a
-    label), or on pairs as single responses.
+    label), or on pairs, which count as single responses.
 
-    The reference point is estimated over the rows of a step, before its update, from responses to
-    other prompts. This takes two extra forward passes. A schedule that runs nodes on parts of a
-    step estimates it for each part.
+    The reference point is estimated over the rows of a step, before the step's update, from
+    responses to other prompts. This takes two extra forward passes. If the schedule runs nodes on
+    parts of a step, each part has its own estimate.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -247,8 +251,8 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response, by likelihood, or by implicit
-    rewards if there is a reference. Its metrics are `preference_accuracy` and `preference_margin`
+    """Evaluate how often the actor prefers the preferred response: by likelihood, or by implicit
+    reward if there is a reference. The metrics are `preference_accuracy` and `preference_margin`
     (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
@@ -262,7 +266,6 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
     number = len(preferences)
     if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
         columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
-    # 0, number, 1, number + 1, ...: interleaves the two concatenated columns.
     order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
     made = {
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
@@ -277,8 +280,8 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
-    """[rows] float64: sums over the unmasked tokens of a per-token column, or the values of a
-    per-row one."""
+    """Return the sums over the unmasked tokens of a per-token column, or the values of a per-row
+    column: [rows] float64."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

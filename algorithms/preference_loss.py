@@ -1,4 +1,5 @@
-"""Losses on preferences: pairs of a better and a worse response, or single good and bad responses.
+"""Losses on preferences: on pairs of a better and a worse response, or on single good and bad
+responses.
 
 PreferenceLoss()                                                                    DPO
 PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                            conservative DPO (cDPO)
@@ -11,8 +12,8 @@ PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)               
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
 
-A pair is a group of two rows, one of them `preferred`. s_w and s_l are the scores of the preferred
-and of the other response. Every loss on pairs is
+A pair is a group of two rows, one of which is `preferred`. s_w is the score of the preferred
+response, and s_l the score of the other. Every loss on pairs has the form
 
     weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the
     preferred one)
@@ -38,12 +39,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Score(Protocol):
-    """A score per response; the preferred response should have the higher one."""
+    """A score per response. Training should make it higher for the preferred response."""
 
     reads: ClassVar[tuple[str, ...]]
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""
+        """Return the scores [B], with a gradient to `logprobs` [T]. Masked tokens may have any
+        value."""
         ...
 
 
@@ -98,12 +100,13 @@ class LogOdds(Config):
     reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        # At log P = 0 the odds are infinite.
+        # The odds are infinite at log P = 0.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
 
 
-# Comparisons: losses [P] of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows.
+# Comparisons: they map `ahead` [P], which is beta (s_w - s_l) - margin, to losses [P]. They are
+# differentiable.
 
 
 class Logistic(Config):
@@ -214,23 +217,23 @@ class PairLoss(FrozenLoss):
         return float(self._sides(rows)[2].sum())
 
     def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row indices of preferred and other responses, and whether they form pairs, [max(0,
-        B - 1)].
+        """Return the row indexes of preferred and of other responses, and whether these form pairs,
+        [max(0, B - 1)] each.
 
-        Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
-        not pairs are masked. No shape depends on a value, which would make the host wait for the
-        device.
+        Rows are sorted by group, preferred row first, so the rows of a pair are neighbors.
+        Neighbors that are not a pair are masked. No shape depends on a value, because the host
+        would wait for the device to compute it.
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
-        # torch has no lexsort, but a stable sort keeps the order of the one before.
+        # torch has no lexsort, but a stable sort keeps the order of the sort before it.
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
         paired = (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
         return chosen, rejected, paired
 
     def _margin(self, rows: PackedRows, chosen: Tensor) -> Tensor | float:
-        """Return the margin of each pair [P], or the one of all."""
+        """Return the margin of each pair [P], or a single margin for all."""
         return rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
 
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Metrics:
@@ -275,11 +278,11 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over
-        pairs."""
+        """Return the loss before division, and means over pairs. Without a pair, the loss is 0 with
+        a gradient of 0."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
-        # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
+        # Neighbors that are not a pair may have NaN, so mask them before the loss and again after
         # it.
         ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
         losses = self.weight * self.comparison(ahead - self._margin(rows, chosen))
@@ -328,8 +331,8 @@ class DesirabilityLoss(FrozenLoss):
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a trained token, and means over
-        good and over bad responses."""
+        """Return the loss before division, and means over good and over bad responses. Without a
+        trained token, the loss is 0 with a gradient of 0."""
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
@@ -348,8 +351,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
-        chosen, rejected: [P] rewards of the preferred and of the other responses; gradient flows.
-        margin: [P] or a number; the required lead of the preferred response. No gradient.
+        chosen, rejected: [P] rewards of the preferred and of the other responses; with a gradient.
+        margin: [P] or a number: by how much the preferred response should lead. No gradient.
 
     >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
     [0.6931..., 3.0485...]
@@ -358,6 +361,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
 
 
 def _of_rows(values: Tensor, rows: PackedRows, per_token: bool) -> Tensor:
-    """[B] sum, or mean, over the trained tokens of each row; 0 for a row without one."""
+    """Return the sum, or the mean, over the trained tokens of each row, [B]; 0 for a row without
+    one."""
     sums = rows.sums(rows.only_trained(values))
     return sums / rows.trained_lengths.clamp(min=1) if per_token else sums

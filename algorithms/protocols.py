@@ -1,5 +1,5 @@
-"""Roles: interfaces of the worker handles that the graphs use. Any worker class with these methods
-works; the standard ones are in `workers/`."""
+"""Roles: the interfaces of worker handles that the graphs use. Any worker class with these methods
+works; Weft's own are in `workers/`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Rollout(Protocol):
     """Samples responses (`workers/rollout.py`)."""
 
     def generate(self, prompts: Any, *, n: int, sampling: Sampling) -> Any:
-        """Return new rows: n responses to each prompt, in one group."""
+        """Return new rows: n responses to each prompt, which form one group."""
         ...
 
 
@@ -37,7 +37,7 @@ class Trainable(Protocol):
     """Takes optimizer steps (`workers/actor.py`, `workers/critic.py`)."""
 
     def update(self, batch: Any, *, loss: Loss, epochs: int = 1, minibatches: int = 1) -> Any:
-        """Update the weights. Creates one new version."""
+        """Update the weights, which creates one new version."""
         ...
 
 
@@ -47,5 +47,6 @@ class Policy(Trainable, Scorer, Protocol):
     def logprobs(
         self, batch: Any, *, into: str, of: str = "response_ids", entropies: bool = False
     ) -> Any:
-        """Add the column `into`, and with `entropies` the entropy of each token's distribution."""
+        """Add the column `into` and, if `entropies` is set, the entropy of each token's
+        distribution."""
         ...

@@ -1,4 +1,5 @@
-"""Reward models, trained on pairs of responses or on step labels of a response (process rewards).
+"""Reward models: train them on pairs of responses, or on labels of a response's steps (process
+rewards).
 
 reward_model(preferences, model=critic)                       Bradley-Terry on pairs; critic = group(CriticWorker, head="rewards")
 reward_model(preferences, model=critic, loss=RewardLoss(margin="margin"))       with a margin per pair
@@ -6,8 +7,8 @@ process_reward_model(responses, model=critic, separator=13)   labels of steps, w
 reward_accuracy(preferences, model=critic)                    an evaluation
 
 A reward model's head outputs one number per response token: the reward of the sequence up to and
-including that token. The last one is the reward of the response. The outputs at the ends of steps
-are logits of the probability that the step is correct.
+including that token. The last number is the reward of the response. For a process reward model, the
+number at the end of a step is the logit that the step is correct.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class RewardLoss(PairLoss):
     is common) if rewards drift."""
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, 0 with a gradient of 0 without a pair, and means over pairs.
-        `rewards` are [T], of the sequence up to each token; gradient flows from each row's last."""
+        """Return the loss before division, and means over pairs. Without a pair, the loss is 0 with
+        a gradient of 0. `rewards` [T] are the rewards of the sequence up to each token. The
+        gradient flows only from the last one of each row."""
         chosen, rejected, paired = self._sides(rows)
-        # With the padding, the index of a last token is the row's end, which an empty row has as well.
+        # With the padding, the index of a last token is the end of its row, which exists for an
+        # empty row too.
         last = torch.nn.functional.pad(rewards, (1, 0))[
             rows.cu_seqlens[1:]
         ]  # arbitrary for an empty row
@@ -86,8 +89,8 @@ class StepLoss(FrozenLoss):
         return float(self._ends(rows).sum())
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss of logits [T], 0 with a gradient of 0 without a step, and means
-        over steps."""
+        """Return the loss of logits [T] before division, and means over steps. Without a step, the
+        loss is 0 with a gradient of 0."""
         ends = self._ends(rows)
         logits = torch.where(ends, rewards, 0.0)
         labels = torch.where(ends, rows[STEP_LABELS].to(rewards.dtype), 0.0)
@@ -96,18 +99,18 @@ class StepLoss(FrozenLoss):
         return torch.where(ends, losses, 0.0).sum(), observed(ends, watched)
 
     def _ends(self, rows: PackedRows) -> Tensor:
-        """[T] bool."""
+        """Return which tokens have a label: [T] bool."""
         return (rows.trained > 0) & ~rows[STEP_LABELS].isnan()
 
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """Place the labels of each response's steps at the last tokens of the steps. Raises UserError
-    if the numbers of labels and steps of a row differ.
+    """Put the label of each step of a response at the last token of the step. Raises UserError if a
+    row has more or fewer labels than steps.
 
     Args:
         separator: token id that ends a step. The last step ends with the response.
-        labels: column with a list of labels per row, 0 to 1.
+        labels: column with a list of labels per row, each from 0 to 1.
 
     >>> rows = Batch.of(response_ids=[[5, 9, 6, 7]], labels=[[1.0, 0.0]])
     >>> label_steps(rows, separator=9)["step_labels"].to_pylist()
@@ -131,8 +134,8 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
 
 @node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
-    """Compute token rewards from logits: the probability of a correct step at its last token, 0
-    elsewhere.
+    """Compute token rewards from logits: at the last token of a step the probability that the step
+    is correct, elsewhere 0.
 
     >>> samples = Batch.of(response_ids=[[5, 9, 6]], token_scores=[[7.0, 0.0, 0.0]])
     >>> step_rewards(samples, separator=9)["token_rewards"].to_pylist()
@@ -154,21 +157,22 @@ def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss(
 def process_reward_model(
     responses: Any, *, model: Trainable, separator: int, labels: str = "labels", loss: Loss = StepLoss()
 ) -> Any:
-    """Train a reward model on step labels (`prompt_ids`, `response_ids`, and a list per row)."""
+    """Train a reward model on step labels (`prompt_ids`, `response_ids`, and a list of labels per
+    row)."""
     return model.update(label_steps(responses, separator=separator, labels=labels), loss=loss)
 
 
 @graph
 def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
-    """Evaluate how often a reward model gives the preferred response the higher reward, as
-    `preference_accuracy` and `preference_margin`."""
+    """Evaluate how often a reward model gives the preferred response the higher reward. The metrics
+    are `preference_accuracy` and `preference_margin`."""
     return compare(model.score(pairs(preferences)), score=str(REWARD))
 
 
 def _step_ends(rows: Batch, separator: int) -> np.ndarray:
-    """[T] bool: tokens that end a step."""
+    """Return which tokens end a step: [T] bool."""
     ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)
     ends = ids == separator
-    # The last token ends a step even if it is not the separator; empty rows have none.
+    # The last token ends a step even if it is not the separator; an empty row has none.
     ends[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = True
     return ends

@@ -1,4 +1,4 @@
-"""Rewards: penalties on a response's reward, and the distribution of a reward over tokens."""
+"""Rewards: penalties on the reward of a response, and its distribution over tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return a penalty for lengths [B] that falls linearly from 0 at the start of a buffer to -1 at
-    the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError if the buffer is not 1 to
-    `max_tokens` long.
+    """Return a penalty for lengths [B]. It falls linearly from 0 at the start of a buffer to -1 at
+    the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError unless the buffer has 1 to
+    `max_tokens` tokens.
 
     >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -40,17 +40,17 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
 
 def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
-    """r_t = -coefficient KL_t, plus the response's reward at its last trained token (the shaped
-    reward of arXiv:1909.08593, §2, eq. 2).
+    """r_t = -coefficient KL_t, plus the reward of the response at its last trained token (the
+    shaped reward of arXiv:1909.08593, §2, eq. 2).
 
     Args:
-        rewards: [B] of the responses; no gradient.
+        rewards: [B] rewards of the responses; no gradient.
         kl: [T] nats per token, such as `k1` of the sampling policy and the reference; no gradient.
         coefficient: reward lost per nat.
 
     Returns:
-        [T] float32; 0 at masked tokens, whatever `kl` holds there. The reward of a row without
-        trained tokens is dropped.
+        [T] float32; 0 at masked tokens, whatever their `kl` is. The reward of a row without trained
+        tokens is dropped.
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
     >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
@@ -61,10 +61,10 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
 
 
 def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
-    """[T] float32: the reward [B] of each row at its last trained token, 0 elsewhere."""
+    """Return each row's reward [B] at its last trained token, 0 elsewhere: [T] float32."""
     trained = rows.trained > 0
     seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
-    # A trained token is the last one if its count equals the count at the end of its row.
+    # A trained token is the last one if the count after it equals the count at the end of its row.
     last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
@@ -79,7 +79,8 @@ def penalize_overlong(
     reward: str = str(REWARD),
     into: str = "shaped_reward",
 ) -> Batch:
-    """Subtract a penalty for approaching the length limit, before `group_advantages`.
+    """Subtract a penalty from rewards of responses close to the length limit. Use it before
+    `group_advantages`.
 
     Args:
         max_tokens: longest response that sampling allows.
@@ -108,10 +109,10 @@ def token_rewards(
     reward: str = str(REWARD),
     old: str = str(RESPONSE_LOGPROBS),
 ) -> Batch:
-    """Compute token rewards: the response's reward at its end, minus a KL penalty per token.
+    """Compute token rewards: the reward of the response at its end, minus a KL penalty per token.
 
     Args:
-        coefficient: reward lost per nat; for an `AdaptiveCoefficient`, its current value.
+        coefficient: reward lost per nat. An `AdaptiveCoefficient` stands for its current value.
         estimator: `k1`, `k2`, `k3` or `absolute`.
         old: column with the log-probabilities of the sampling policy.
 
@@ -129,7 +130,7 @@ def token_rewards(
 
 @node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
-    """Compute token rewards: the response's reward at its last trained token, 0 elsewhere.
+    """Compute token rewards: the reward of the response at its last trained token, 0 elsewhere.
 
     >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
     >>> outcome_rewards(samples)["token_rewards"].to_pylist()

@@ -1,4 +1,4 @@
-"""Sampling: settings for drawing the tokens of a response."""
+"""Sampling: settings for how to draw the tokens of a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..dataflow.config import Config
 from ..dataflow.prompts.files import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest positive temperature. vLLM uses it in place of lower ones."""
+"""Lowest positive temperature. vLLM replaces lower ones by it."""
 
 
 class Sampling(Config):
@@ -74,19 +74,19 @@ class Sampling(Config):
 
     @property
     def greedy(self) -> Sampling:
-        """The same settings with greedy decoding."""
+        """The same settings, but with greedy decoding."""
         return self.model_copy(update={"temperature": 0.0})
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Columns that only some samplings write."""
+        """Columns that this sampling writes but others do not."""
         return tuple(c for c in (str(RESPONSE_LOGPROBS),) if c not in self.leaves_out)
 
     @property
     def leaves_out(self) -> Mapping[str, str]:
-        """Columns that this sampling does not write -> the reason, for error messages."""
+        """Maps each column that this sampling does not write to the reason, for error messages."""
         cut = []
-        if self.temperature:  # greedy decoding picks the most likely token, which every cut keeps
+        if self.temperature:  # greedy decoding picks the most likely token, which no truncation removes
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (
                 self.top_k > 0
             )

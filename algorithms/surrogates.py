@@ -1,9 +1,9 @@
 """Surrogates and importance ratios: from log-ratios to per-token losses.
 
-Clipped(low=0.2, high=0.28)     the usual bound, here DAPO's
+Clipped(low=0.2, high=0.28)     PPO's clipped ratio, here with DAPO's bounds
 Clipped(dual=3.0)               dual clip
-Cispo(high=4.0)                 the weight is bounded, never the gradient
-Sapo()                          a soft gate instead of a bound
+Cispo(high=4.0)                 clips the weight, but keeps the gradient of every token
+Sapo()                          a soft gate instead of a clip
 PlainPolicyGradient()           no ratio: REINFORCE, GPG
 """
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""[nats] Ratios are capped at e^20, so that one impossible token does not make a mean infinite."""
+"""[nats] Ratios are capped at e^20, so that one token with probability 0 does not make a mean
+infinite."""
 
 
 @runtime_checkable
 class Surrogate(Protocol):
-    """A rule from ratios and advantages to losses. Instances are values: equal settings give equal
-    losses."""
+    """A function from ratios and advantages to losses. Instances are values: equal settings give
+    equal losses."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses of T tokens, and whether a bound applied to each ([T] bool).
 
         Args:
-            ratio: [T] p / p_old, of the token or of its response; gradient flows.
-            logprobs: [T] nats, log p of the token; gradient flows.
+            ratio: [T] p / p_old, of the token or of its response; with a gradient.
+            logprobs: [T] nats, log p of the token; with a gradient.
             advantages: [T]; no gradient.
         """
         ...
@@ -149,8 +150,9 @@ class PlainPolicyGradient(Config):
 
 
 def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
-    """Return the result of a surrogate or a correction, a tuple of tensors with these names. Raises
-    a UserError for anything else; a tensor alone would be split by its tokens."""
+    """Check the result of a surrogate or a correction, which must be a tuple of tensors with these
+    names, and return it. Raises a UserError for anything else, including a single tensor, which
+    would be unpacked token by token."""
     if isinstance(result, tuple) and len(result) == len(names.split(", ")):
         return result
     kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
@@ -161,14 +163,14 @@ def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
 
 # Importance ratios between the policy and the old policy, of tokens and of whole responses.
 #
-# Gaps between two engines, some hundredths of a nat per token, add up in the ratio of a response.
-# `PolicyLoss` therefore compares whole responses with the trainer's log-probabilities, never the
-# generator's.
+# Two engines differ by some hundredths of a nat per token, and these gaps add up in the ratio of a
+# response. So for whole responses, `PolicyLoss` compares with the trainer's log-probabilities,
+# never the generator's.
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The log-ratio [T] of each token, log r_t = log p(y_t) - log p_old(y_t), as in PPO
-    (arXiv:1707.06347, §3). Gradient flows.
+    """The log-ratio of each token [T], log r_t = log p(y_t) - log p_old(y_t), as in PPO
+    (arXiv:1707.06347, §3). Differentiable.
 
     >>> import torch
     >>> token_ratio(torch.tensor([0.5, -0.5]), PackedRows.of([2])).tolist()
@@ -178,8 +180,8 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7), as
-    a log-ratio [T], equal over the tokens of a row. Masked tokens do not count.
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7). It
+    is a log-ratio [T], equal for all tokens of a row. Masked tokens do not count.
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
@@ -193,8 +195,8 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740),
-    as a log-ratio [T].
+    """Ratio of the whole response, prod_t r_t, at each of its tokens (RLOO, arXiv:2402.14740), as a
+    log-ratio [T].
 
     >>> import torch
     >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()

@@ -1,7 +1,8 @@
-"""Values: token advantages from rewards and a critic's predictions, and the critic's loss.
+"""Values: token advantages, computed from rewards and a critic's predictions, and the loss of the
+critic.
 
-All functions treat the trained tokens of a row as consecutive. Recursions skip masked tokens (tool
-answers in the middle, padding), which get 0.
+All functions treat the trained tokens of a row as consecutive. Recursions skip masked tokens (such
+as tool results and padding), whose results are 0.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ if TYPE_CHECKING:
 _BLOCK = 32
 """Tokens per matrix product in `_discounted_sums`."""
 _PART = 2**18
-"""Approximate number of tokens processed at once, to stay in the cache."""
+"""Approximate number of tokens to process at once, so that they stay in the CPU's cache."""
 
 
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), and its returns, [T] float32
-    each.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16). Returns the advantages and the
+    returns, [T] float32 each.
 
-    A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the row's next
-    trained token; after the last one, V and A are 0. The returns are A_t + V_t. Both are 0 at
-    masked tokens, whatever they hold.
+    A_t = delta_t + gamma lam A_t+1, where delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the next
+    trained token of the row; after the last one, V and A are 0. The returns are A_t + V_t. Both are
+    0 at masked tokens, whatever the inputs are there.
 
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        gamma: discount per token, 0 to 1 (otherwise a UserError, as for `lam`).
-        lam: 0 for one step (least variance), 1 for all future rewards (no bias from the critic).
+        gamma: discount per token, from 0 to 1 (otherwise a UserError, as for `lam`).
+        lam: 0 uses one step (least variance); 1 uses all future rewards (no bias from the critic).
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
     >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
@@ -60,12 +61,12 @@ def generalized_advantages(
     def of_part(
         rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]
     ) -> tuple[Floats, ...]:
-        # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
-        # lam G_t+1.
+        # Compute the returns by recursion, because it has fewer terms: G_t = r_t + gamma (1 - lam)
+        # V_t+1 + gamma lam G_t+1.
         steps_N = np.empty_like(values_N)
         np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
         steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = (
-            0  # nothing comes after a row's last token
+            0  # nothing follows the last token of a row
         )
         steps_N += rewards_N
         returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
@@ -76,11 +77,11 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens. 0 at
+    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the trained tokens of the row. 0 at
     masked tokens.
 
-    Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
-    (arXiv:2501.03262). Raises a UserError if gamma is outside 0 to 1.
+    Whitened over the batch, and with a KL penalty in the rewards, this is the advantage of
+    REINFORCE++ (arXiv:2501.03262). Raises a UserError if gamma is not between 0 and 1.
 
     >>> discounted_returns(torch.tensor([0.0, 1.0, 2.0]), PackedRows.of([2, 1]), gamma=0.5).tolist()
     [0.5, 1.0, 2.0]
@@ -95,12 +96,13 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of the given rows, with the
-    sample variance (division by n - 1). `shift=False` keeps the mean and scales around it.
+    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of these rows, with the sample
+    variance (division by n - 1). With `shift=False`, values are scaled around the mean, which
+    stays.
 
     Returns:
-        [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0
-        (without a shift: themselves).
+        [T] float32; 0 at masked tokens, whatever their values are. If all values are equal, or
+        there is only one, the result is 0, or the values themselves with `shift=False`.
 
     >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
@@ -149,16 +151,17 @@ class ValueLoss(AggregatedLoss):
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss of predictions [T], 0 with a gradient of 0 if every token is
-        masked, and metrics: means over trained tokens of `value`, `return` and, with a clip,
-        `clip_fraction` (share of tokens with the clipped value)."""
+        """Return the loss of predictions [T] before division, and metrics. If every token is
+        masked, the loss is 0 with a gradient of 0. Metrics are means over trained tokens: `value`,
+        `return` and, with a clip, `clip_fraction` (share of tokens whose loss uses the clipped
+        value)."""
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:
             old = rows.only_trained(rows[VALUES])
             bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             watched["clip_fraction"] = bounded > losses
-            # The larger loss: a value that moved beyond the clip range gets no further credit.
+            # Use the larger loss, so that a value that moved beyond the clip range gains nothing.
             losses = torch.maximum(losses, bounded)
         return (self.aggregation.weights(rows) * losses).sum() / 2, observed(rows.trained > 0, watched)
 
@@ -167,13 +170,13 @@ class ValueLoss(AggregatedLoss):
 def critic_advantages(
     samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
 ) -> Batch:
-    """Compute PPO's advantages and returns, by generalized advantage estimation.
+    """Compute PPO's advantages and returns by generalized advantage estimation.
 
     Args:
         gamma, lam: as in `generalized_advantages`.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
-            1. One call covers the step under `Synchronous`, and the rows that are ready under other
-            schedules; with several ranks of `functions`, each normalizes its part.
+            1. A call covers the whole step under `Synchronous`, and the rows that are ready under
+            other schedules. With several ranks of `functions`, each rank normalizes its own part.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
     >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
@@ -190,7 +193,8 @@ def critic_advantages(
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
-    """Use discounted future rewards as advantages; whitened, REINFORCE++ (arXiv:2501.03262).
+    """Use discounted future rewards as advantages. If they are whitened, this is REINFORCE++
+    (arXiv:2501.03262).
 
     >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
     >>> return_advantages(samples, whiten=False)["advantages"].to_pylist()
@@ -205,10 +209,11 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
 def _by_parts(
     of_part: Callable[..., tuple[Floats, ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
 ) -> tuple[Tensor, ...]:
-    """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
+    """Apply a function to the trained tokens of some rows at a time, so that they stay in the CPU's
+    cache.
 
     `of_part` takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
-    returns outputs [N]. Each output comes back as [T] float32, 0 at masked tokens.
+    returns outputs [N]. Each output is returned as [T] float32, with 0 at masked tokens.
     """
     cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
     mask = rows[RESPONSE_MASK].numpy() if RESPONSE_MASK in rows else None
@@ -216,7 +221,7 @@ def _by_parts(
     outputs = [np.empty(len(columns[0]), dtype=np.float32) for _ in range(num_outputs)]
     first = 0
     while first < len(rows):
-        # At least one row, even if it is longer than a part.
+        # Take at least one row, even if it is longer than a part.
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
         part = slice(cu_seqlens[first], cu_seqlens[last])
         starts = cu_seqlens[first : last + 1] - cu_seqlens[first]
@@ -241,26 +246,26 @@ def _float32(column: Tensor) -> Floats:
 def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
     """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
-    Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks obeys the same recursion
-    with c^_BLOCK, and is solved first. Then each block is one product with a triangular matrix of
+    Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks follows the same recursion
+    with c^_BLOCK, and is computed first. Then each block is one product with a triangular matrix of
     powers of c.
     """
     lengths = np.diff(cu_seqlens)
     num_blocks = -(-lengths // _BLOCK)
     filled = lengths > 0
-    ends = num_blocks.cumsum()  # the row's last block is ends - 1
+    ends = num_blocks.cumsum()  # the last block of a row is ends - 1
     tokens = np.full(ends[-1] if len(ends) else 0, _BLOCK, dtype=np.int8)
     tokens[ends[filled] - 1] = (lengths[filled] - 1) % _BLOCK + 1
     taken = np.arange(_BLOCK, dtype=np.int8) < tokens[:, None]
     blocks = np.empty(taken.shape, dtype=np.float32)
-    blocks[ends[filled] - 1] = 0  # last blocks may be partial; all others are filled completely
+    blocks[ends[filled] - 1] = 0  # last blocks may be partial; all others are full
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:
         sums, cuts = blocks @ powers.astype(np.float32), np.concatenate([[0], ends])
         heads = _discounted_sums(sums, cuts, c**_BLOCK)
         handed_on = np.append(heads[1:], np.float32(0))
-        handed_on[ends[filled] - 1] = 0  # nothing comes after a row's last block
+        handed_on[ends[filled] - 1] = 0
         blocks[:, -1] += np.float32(c) * handed_on
     position = np.arange(_BLOCK)
     steps_on = position[:, None] - position

@@ -1,5 +1,5 @@
-"""Resharding: the layout of parameters over ranks, and transfers from one layout to another.
+"""Resharding: how parameters are laid out over ranks, and transfers from one layout to another.
 
-Of `dataflow` it imports only errors and lazy torch. Workers use it; controllers only say "update
-weights to version v".
+It depends on `dataflow` only for errors and the lazy import of torch. Workers use it. Controllers
+only ask for "update weights to version v".
 """

@@ -1,11 +1,12 @@
-"""Buckets: the parts of a version in transfer order, cut so that each bucket fits into its memory.
+"""Buckets: the parts of a version in transfer order, cut into pieces that fit into fixed-size
+memory.
 
     parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
     buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, ...
 
-A bucket is a list of entries. An entry names a box of a tensor, its dtype, and the position of its
-bytes. Both sides walk the same list. Receivers read a part in place if they can map its memory
-(`SharedMemory`). All other parts are copied into the bucket memory, which successive buckets reuse.
+A bucket is a list of entries. An entry states a box of a tensor, its dtype, and the position of its
+bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). All other
+parts are copied into bucket memory, which later buckets reuse.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
 
 SLOTS = 2
-"""Buckets in memory at the same time: the publisher writes one while receivers read the other."""
+"""Number of buckets in memory at the same time: the publisher fills one while receivers read the
+other."""
 
 _ALIGNMENT = 64
-"""[bytes] A cache line: each tensor begins on one."""
+"""[bytes] The size of a cache line; each tensor begins at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,10 @@ class Entry:
     box: Box
     bucket: int
     offset: int
-    """[bytes] Offset from the start of the bucket, or of the mapped memory."""
+    """[bytes] Offset from the start of the bucket, or of the mapped memory if the part is read in
+    place."""
     memory: int = 0
-    """0 for bucket memory; otherwise the number of the memory that holds the elements in place."""
+    """0 for bucket memory; otherwise the number of the mapped memory that holds the elements."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,29 +65,30 @@ class Entry:
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return the elements as a view of `memory` ([bytes] uint8). The bucket begins at `start`
-        [bytes]; 0 for elements held in place."""
+        [bytes]; 0 for elements that are read in place."""
         first = start + self.offset
         own_bytes = memory[first : first + self.num_bytes]
         return own_bytes.view(getattr(torch, self.dtype)).view(self.box.shape)
 
 
 class Cutter:
-    """Cut versions into buckets. Consecutive versions with the same parts get the same entries. An
-    element that is larger than `bucket_bytes` gets a bucket to itself."""
+    """Cuts versions into buckets. Consecutive versions with the same parts get the same entries. An
+    element that is larger than `bucket_bytes` gets its own bucket."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._forms: list[_Form] = []
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
-        """Entry, number of its part, and index into the part (None for all of it)."""
+        """Entry, number of its part, and index into the part (None for the whole part)."""
         self.description = described(())
 
     def cut(self, parts: Iterable[TensorPart]) -> list[tuple[Entry, torch.Tensor]]:
-        """Return the entries in bucket order with their elements. Large parts are cut into several.
-        Raises WeightSyncError if a part occurs twice."""
+        """Return the entries in bucket order, each with its elements. Large parts become several
+        entries. Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
-        # Receivers that know a description keep their plan, so do not change it without need.
+        # Keep the entries if the parts are unchanged, because receivers plan again for each new
+        # description.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -99,17 +103,18 @@ class Cutter:
 
 
 class _Form(NamedTuple):
-    """A part without its elements."""
+    """All properties of a part except its elements."""
 
     name: str
     box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
     place: _MemoryPlace | None
-    """Where other processes can read the part as it travels."""
+    """Where other processes can read the part as it is sent; None if they cannot."""
 
     def offset_of(self, box: Box) -> int:
-        """[bytes] Offset in the part's memory of a box that is contiguous in the part."""
+        """[bytes] Offset of a box in the part's memory. The box must be contiguous within the
+        part."""
         assert self.place is not None
         starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
         rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
@@ -118,7 +123,7 @@ class _Form(NamedTuple):
 
 def _form_of(part: TensorPart) -> _Form:
     dtype = part.dtype or part.tensor.dtype
-    # A part that is cast is copied anyway, so it cannot be read in place.
+    # A part that needs a cast is copied anyway, so it cannot be read in place.
     place = place_of(part.tensor) if dtype == part.tensor.dtype else None
     return _Form(part.name, part.box, part.shape, dtype, place)
 
@@ -135,7 +140,7 @@ def _entries_of(
         seen.add((name, whole))
         for box in _boxes_of(whole, max(1, bucket_bytes // dtype.itemsize)):
             num_bytes = box.numel * dtype.itemsize
-            # An entry larger than a bucket must not leave an empty bucket before it.
+            # Do not leave an empty bucket before an entry that is larger than a bucket.
             if end and _aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
             start = _aligned(end)
@@ -147,11 +152,11 @@ def _entries_of(
 
 
 def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
-    """Cut a box along its first dimensions into contiguous boxes of limited size."""
+    """Cut a box along its first dimensions into contiguous boxes of at most `max_elements`."""
     if box.numel <= max_elements:
         yield box
         return
-    # A cut along any later dimension would not give contiguous boxes.
+    # Cutting along a later dimension would not give contiguous boxes.
     dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
     row = box.numel // box.shape[dim]
     step = max(1, max_elements // row)
@@ -165,20 +170,20 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 #
 #     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
 #
-# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
-# other dimensions. Both count in the whole tensor, and all weights are odd pseudo-random numbers.
-# Any way of cutting a tensor gives the same sum. A slice that is missing, swapped, shifted or from
-# another version changes the sum, except with a chance of about 2^-64. Bits are taken in the
-# tensor's dtype, without rounding.
+# modulo 2^64. The column is the index along the last dimension. The row is the flat index over all
+# other dimensions. Both refer to the whole tensor. All weights are odd pseudo-random numbers. So
+# the sum is the same however a tensor is cut. A slice that is missing, swapped, shifted or from
+# another version changes the sum; the chance that it does not is about 2^-64. The sum uses the bits
+# of the tensor's dtype, without rounding.
 
 
 _BLOCK_ELEMENTS = 1 << 16
 
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the checksum of one box of a tensor of this shape, in [0, 2^64); 0 for an empty box.
-    `tensor` has the elements, in the box's shape, of any dtype, strides and device. Sums of
-    disjoint boxes add up modulo 2^64.
+    """Return the checksum of one box of a tensor with this shape, in [0, 2^64); 0 for an empty box.
+    `tensor` contains the elements in the shape of the box, with any dtype, strides and device. Sums
+    of disjoint boxes add up modulo 2^64.
 
     >>> whole = torch.arange(12.0).view(3, 4)
     >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
@@ -190,7 +195,8 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().view(signed[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
-    # From three dimensions on, row weights are copies instead of views, and too large to cache.
+    # For three or more dimensions, the row weights are copies instead of views, and too large to
+    # cache.
     rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
@@ -198,10 +204,10 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
                 int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
                 % CHECKSUM_MODULUS
             )
-    # torch warns about arrays that are read-only, so copy them.
+    # Copy, because torch warns about read-only arrays.
     on_device = torch.from_numpy(columns.copy()).to(bits.device)
     step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
-    # The products take 8 bytes per element, so make them in blocks.
+    # The products take 8 bytes per element, so compute them in blocks.
     sums = torch.cat(
         [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
     )
@@ -210,8 +216,9 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
-    # Unlike `hash`, a CRC is equal in all processes.
+    """Return the odd factor of a tensor in a model's checksum. It makes the checksum depend on
+    names."""
+    # A CRC is equal in all processes, unlike `hash`.
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return (
         int(mix_bits(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
@@ -220,11 +227,12 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
-    """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
+    """Return odd pseudo-random weights for the indexes below `count`, for rows (kind 0) or columns
+    (kind 1)."""
     with np.errstate(over="ignore"):
         mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
-    # The cache returns this array itself, so callers must not change it.
+    # The cache returns this same array to every caller, so nobody may change it.
     odd.flags.writeable = False
     return odd
 
@@ -251,7 +259,7 @@ def _row_factors(box: Box, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
-    """Return the checksum over one rank's entries, in [0, 2^64), from the `box_sum` of each. It
+    """Return the checksum over one rank's entries, in [0, 2^64), given the `box_sum` of each. It
     depends on names, dtypes, shapes and bits. Checksums of ranks add up modulo 2^64."""
     found = (
         value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True)
@@ -260,7 +268,8 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
 
 
 def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
-    """Serialize entries as JSON, with the shared-memory files that hold some of their data."""
+    """Serialize entries as JSON, together with the shared-memory files that hold some of their
+    elements."""
     fields = [
         [e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory]
         for e in entries
@@ -269,7 +278,8 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 
 
 def fingerprint(description: bytes) -> str:
-    """Return an identifier, so that a receiver can recognize a description that it already has."""
+    """Return an identifier of a description. A receiver uses it to recognize a description that it
+    already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
@@ -281,7 +291,8 @@ def _aligned(offset: int) -> int:
 
 
 def device_of(transport: Transport) -> torch.device | None:
-    """Return the device of a transport's buckets in this process, or None for the host."""
+    """Return the device on which this process keeps buckets for a transport, or None for the
+    host."""
     if transport in ("auto", "gloo"):
         return None
     if not torch.cuda.is_available():
@@ -292,8 +303,8 @@ def device_of(transport: Transport) -> torch.device | None:
 
 
 def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
-    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped. Raises OSError if
-    this process does not see the device, or cannot open its memory."""
+    """Map a publisher's device memory, as [bytes] uint8. The memory stays mapped while views of it
+    exist. Raises OSError if this process does not see the device or cannot map its memory."""
     seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
     if said["device"] not in seen:
         raise OSError(
@@ -308,7 +319,7 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
     # `_new_shared_cuda` does not initialize CUDA by itself.
     torch.cuda.init()
     try:
-        # The first field is the publisher's number of the device, which may differ here.
+        # The first field is the device number in the publisher's process, which may differ here.
         storage = torch.UntypedStorage._new_shared_cuda(seen.index(said["device"]), *fields[1:])
     except RuntimeError as error:
         raise OSError(None, str(error).partition("\n")[0], said["device"]) from None
@@ -316,7 +327,7 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
 
 
 def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
-    # The same fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
+    # These are the fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
     # `rebuild_cuda_tensor`).
     fields = [
         {"bytes": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
@@ -325,13 +336,14 @@ def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
     return {"device": str(torch.cuda.get_device_properties(memory.device).uuid), "fields": fields}
 
 
-# Shared memory: host memory that other processes of this machine can map and read in place. It is an
-# anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder
-# and no limit besides host memory, and is freed when the last process closes and unmaps it.
+# Shared memory: host memory that other processes on this machine can map and read in place. It is
+# an anonymous file (`memfd_create`) that other processes open as `/proc/PID/fd/N`. The file has no
+# name in any folder and no size limit besides host memory. It is freed when the last process closes
+# and unmaps it.
 
 
 class _MemoryPlace(NamedTuple):
-    """Position of a tensor in memory that other processes of this machine and user can map."""
+    """Position of a tensor in memory that other processes of this user on this machine can map."""
 
     path: str
     num_bytes: int
@@ -340,8 +352,8 @@ class _MemoryPlace(NamedTuple):
 
 
 class SharedMemory:
-    """Memory for consecutive tensors of a total size (`room`). It lives as long as this object or
-    any of its tensors.
+    """Memory for several tensors, one after the other. `room` computes the total size. The
+    memory lives as long as this object or any of its tensors.
 
     >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
     >>> tensor = memory.empty((2, 3), torch.float32)
@@ -366,13 +378,13 @@ class SharedMemory:
 
     @staticmethod
     def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
-        """[bytes] Memory that tensors of these shapes take."""
+        """[bytes] Return the memory that tensors of these shapes take."""
         return sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros in this memory. Each tensor has a separate storage."""
+        """Return a tensor of zeros in this memory. Each tensor has its own storage."""
         numel = torch.Size(shape).numel()
-        # `frombuffer` refuses a count of 0.
+        # `frombuffer` rejects a count of 0.
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype)
         begin, self._taken = self._taken, self._taken + _aligned(numel * dtype.itemsize)
@@ -385,7 +397,8 @@ class SharedMemory:
 
 
 def place_of(tensor: torch.Tensor) -> _MemoryPlace | None:
-    """Return the position of a contiguous tensor in a `SharedMemory` of this process, or None."""
+    """Return where a contiguous tensor lies in a `SharedMemory` of this process, or None if it is
+    elsewhere."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()
@@ -398,22 +411,23 @@ def place_of(tensor: torch.Tensor) -> _MemoryPlace | None:
 
 
 _starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, _MemoryPlace]] = weakref.WeakKeyDictionary()
-"""Address and place of each live mapping, including mappings that only tensors keep alive."""
+"""For each live mapping, its address and place. Includes mappings that only tensors keep alive."""
 _starts_lock = threading.Lock()
 """One thread may create memory while another calls `place_of`."""
 
 
-# Copies in host memory, and the thread budget of a transfer.
+# Copies in host memory, and the number of threads for a transfer.
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
+    """Copy `source` over `target`, which has the same shape. In host memory, only the calling
+    thread copies.
 
-    torch would split the copy over all cores and wait for each, including cores that the other side
-    of the transfer occupies.
+    torch would split the copy over all cores and wait for each of them, including cores that the
+    other side of the transfer keeps busy.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.
@@ -432,7 +446,8 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch in this thread, so that `others` processes on this machine keep a core each."""
+    """Limit torch's threads in this context, so that `others` processes on this machine keep a core
+    each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:
@@ -441,29 +456,31 @@ def threads_beside(others: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Delta: the changed elements of a box, encoded as gaps and new bits.
+# Delta: only the changed elements of a box, encoded as gaps and new bits.
 #
 #     changed       .  .  .  X  .  .  .  X  X  .         at 3, 7 and 8
 #     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes
 #     values        bits        bits     bits
 #
-# Positions count in the box's own order, last dimension fastest. If one element in a hundred
-# changes, each costs its own size plus about 1.1 bytes. The comparison is bitwise: a zero that
-# changes its sign counts as changed.
+# Positions count in the order of the box's elements, last dimension fastest. If one element in a
+# hundred changes, each costs its own size plus about 1.1 bytes. Elements are compared bitwise: a
+# zero that changes its sign counts as changed.
 
 
 _ESCAPE = 255
-"""Gap byte for this number of unchanged elements, when the gap continues in the next byte."""
+"""Gap byte that stands for 255 unchanged elements, with the gap continuing in the next byte."""
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host."""
+    """Return the bits of a contiguous tensor as a flat array of unsigned integers. Tensors on the
+    host are not copied."""
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encode the elements at the positions `changed` (ascending) of the new bits ([elements]), as
-    gaps ([bytes] uint8) and values ([changed] unsigned integers of their size).
+    """Encode the changed elements as gaps ([bytes] uint8) and values ([changed] unsigned integers
+    of the elements' size). `bits` ([elements]) are the new bits, and `changed` are the ascending
+    positions that differ.
 
     >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
     >>> gaps.tolist(), values.tolist()
@@ -477,8 +494,8 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
-    """Overwrite the changed elements in the bits ([elements]) of the previous version. Raises
-    WeightSyncError, and changes nothing, if gaps, values and box do not match."""
+    """Overwrite the changed elements in `bits` ([elements]), which are those of the previous
+    version. If gaps, values and box do not match, raises WeightSyncError and changes nothing."""
     ends = np.flatnonzero(gaps != _ESCAPE)
     positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):
@@ -489,8 +506,8 @@ def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
 
 
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
-    """Select the positions in the box `outer` (ascending) that are inside a part of it, relative to
-    that part.
+    """Select the positions (ascending, in the box `outer`) that lie in the box `inner`, and return
+    them relative to `inner`.
 
     >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
     [0, 1]

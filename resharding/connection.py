@@ -5,9 +5,9 @@
     HMAC of the nonce, own nonce    ── proof ──>     checks it; closes the connection if it is wrong
     checks it                       <── proof ──     HMAC of the receiver's nonce
 
-Then both sides send messages: a letter, a length, and bytes. The token travels in the `Weights`
-record, which only the driver and its ranks see. Weights travel unencrypted, as with gloo and NCCL,
-so the network of a run must be private.
+After that, both sides send messages. Each message is a letter, a length, and bytes. The token is
+part of the `Weights` record, which only the driver and its ranks see. Weights are not encrypted, as
+with gloo and NCCL, so a run needs a private network.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ from ..dataflow.errors import WeightSyncError
 from .weights import LOOPBACK, RankWeights
 
 SILENCE_S = 60.0
-"""[s] Longest wait for the next message. `expect` adds time for a large version."""
+"""[s] Longest wait for the next message. `expect` extends it for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""Slowest rate of processing a version, for example packing a layer of experts between messages."""
+"""[bytes/s] Slowest rate at which a side may process a version between messages, for example while
+packing a layer of experts."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
-"""Largest message. A description of a million boxes takes half of it. Weights are not messages."""
+"""[bytes] Largest message. A description of a million boxes takes half of this. Weights are not
+sent as messages."""
 SMALL_BYTES = 64 << 10
-"""Largest greeting, challenge or acknowledgement."""
+"""[bytes] Largest greeting, challenge or acknowledgement."""
 _PIECE_BYTES = 1 << 20
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
 def this_machine() -> str:
-    """Return an identifier of kernel and PID namespace. Processes with equal identifiers can map
-    each other's memory."""
-    # Memory is mapped as /proc/PID/fd/N, and a PID has a meaning only in its namespace.
+    """Return an identifier of this kernel and PID namespace. Processes with equal identifiers can
+    map each other's memory."""
+    # Processes map memory as /proc/PID/fd/N, and a PID is only valid in its namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of an IPv4 or IPv6 address of this machine; of
-    LOOPBACK without one. Raises WeightSyncError if this machine does not have that address."""
+    """Return a socket that listens on a free port of this machine's IPv4 or IPv6 address `host`; of
+    LOOPBACK if `host` is empty. Raises WeightSyncError if this machine does not have that
+    address."""
     address = host or LOOPBACK
     try:
         return socket.create_server(
@@ -74,18 +77,19 @@ def listen(host: str) -> socket.socket:
 
 class Connection:
     """One side of an authenticated connection. All methods raise `OSError` if the other side is
-    gone, and `TimeoutError` if it is silent for `silence_s`."""
+    gone, and `TimeoutError` if it sends nothing for `silence_s`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.silence_s = SILENCE_S
         connected.settimeout(SILENCE_S)
-        # Otherwise small messages wait until earlier ones are acknowledged.
+        # Without this, small messages wait until earlier ones are acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher. Raises OSError if it is gone, is silent, or lacks the token."""
+        """Connect to a publisher. Raises OSError if the publisher is gone, does not answer, or does
+        not have the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -101,8 +105,8 @@ class Connection:
 
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
-        """Authenticate a receiver. Closes the socket and raises OSError if the receiver is silent or
-        does not have the token."""
+        """Authenticate a receiver. Closes the socket and raises OSError if the receiver does not
+        answer or does not have the token."""
         connection = cls(connected)
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -126,7 +130,7 @@ class Connection:
 
     @property
     def own_address(self) -> str:
-        """Address of this side, as the other side reaches it."""
+        """Address of this side, as the other side sees it."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
@@ -138,7 +142,7 @@ class Connection:
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
         """Return the letter and the content of the next message. Raises OSError if the content is
-        larger than `most_bytes`, or one of the reasons above."""
+        larger than `most_bytes`."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
@@ -147,11 +151,11 @@ class Connection:
         return kind, self._receive(length)
 
     def send_elements(self, content: torch.Tensor) -> None:
-        """Send bytes whose number the other side knows: uint8, contiguous, on the host."""
+        """Send bytes whose number the other side knows: a contiguous uint8 tensor on the host."""
         self._socket.sendall(cast(Any, content.numpy()))
 
     def receive_elements(self, target: torch.Tensor) -> None:
-        """Fill `target` (uint8, contiguous, on the host) with the next bytes."""
+        """Fill `target` (a contiguous uint8 tensor on the host) with the next bytes."""
         self._receive_into(memoryview(cast(Any, target.numpy())))
 
     def _receive_into(self, target: memoryview) -> None:
@@ -162,7 +166,7 @@ class Connection:
             target = target[received:]
 
     def hang_up(self) -> None:
-        """End the connection. A thread that waits for the other side gets an error."""
+        """End the connection. A thread that is waiting for the other side gets an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -171,7 +175,7 @@ class Connection:
 
     def _receive(self, num_bytes: int) -> bytes:
         content = bytearray()
-        # Allocate for the bytes that arrive: the announced length is untrusted.
+        # Allocate only for bytes that have arrived, because the announced length is untrusted.
         while len(content) < num_bytes:
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
             self._receive_into(memoryview(piece))
@@ -180,20 +184,21 @@ class Connection:
 
 
 def reason(error: Exception, silence_s: float | None = None) -> str:
-    """Say that the other side was silent (for this long) or is gone."""
+    """Return a message that says whether the other side did not answer (for this long) or is
+    gone."""
     if isinstance(error, TimeoutError):
         return "was silent" if silence_s is None else f"was silent for {silence_s:.0f} s"
     return f"is gone ({error})"
 
 
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
-    # The role in the digest keeps a peer from sending our own proof back to us.
+    # The digest includes the side's role, so that a peer cannot send our own proof back to us.
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
 class Listener:
-    """An endpoint at `host` (empty for this machine only) that passes each authenticated connection
-    to `serve`, on a thread of its own. Errors of `serve` end only that connection. Raises
+    """An endpoint at `host` (empty for this machine only) that calls `serve` for each authenticated
+    connection, in a new thread. An error in `serve` ends only that connection. Raises
     WeightSyncError if this machine does not have that address."""
 
     def __init__(self, host: str, serve: Callable[[Connection], None]) -> None:
@@ -227,18 +232,18 @@ class Listener:
             ).start()
 
     def _greet(self, connected: socket.socket) -> None:
-        # A client that dies or misbehaves loses its connection, without effect on others.
+        # A client that dies or misbehaves loses its own connection only.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self._serve(Connection.accept(connected, self.token))
 
 
-# Transports: how elements reach receivers.
+# Transports: how elements reach the receivers.
 #
-# transport   buckets          route of the bytes
-# auto        on the host      mapped on one machine; over the message connection to another machine
-# gloo        on the host      between two torch.distributed ranks, even on one machine
-# nccl        on the device    the same, from device to device
-# ipc         on the device    none: receivers map the device's memory
+# transport   buckets          how receivers get the bytes
+# auto        on the host      by mapping them (same machine) or over the message connection
+# gloo        on the host      through a process group of two ranks, even on the same machine
+# nccl        on the device    through a process group of two ranks, from device to device
+# ipc         on the device    by mapping the device's memory
 #
 # vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors (`vllm_publisher.py`).
 
@@ -246,11 +251,11 @@ class Listener:
 Transport = Literal["auto", "gloo", "nccl", "ipc"]
 
 
-# GroupChannel: bytes between two torch.distributed ranks, host to host with gloo, device to device
-# with NCCL.
+# GroupChannel: bytes between two torch.distributed ranks, from host to host with gloo, from device
+# to device with NCCL.
 #
-# The ranks meet over their authenticated connection, so no torch store listens. gloo and NCCL do
-# not check who connects to them, but only the other side learns the port.
+# The ranks set up the group over their authenticated connection, so no torch store has to listen.
+# gloo and NCCL do not check who connects to them, but only the other side learns the port.
 
 
 _LOOK_S = 0.0002
@@ -260,10 +265,10 @@ _AGAIN_S = 0.05
 
 
 class GroupChannel:
-    """One side of a process group of two. It carries uint8 tensors of a length that both sides
-    know, from rank 0 to rank 1. Tensors that are not on `device` ("cpu" for gloo, a CUDA device for
-    NCCL) are copied there first. The connection must be unused while the two sides meet. Raises
-    OSError if the other side is gone, or was silent."""
+    """One side of a process group of two ranks. It sends uint8 tensors from rank 0 to rank 1; both
+    sides know each tensor's length. Tensors that are not on `device` ("cpu" for gloo, a CUDA device
+    for NCCL) are copied there first. Nothing else may use the connection during setup. Raises
+    OSError if the other side is gone or does not answer."""
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
@@ -278,7 +283,7 @@ class GroupChannel:
                 else _nccl(meeting, rank, device)
             )
             if device.type != "cpu":
-                self._greet(rank)  # NCCL connects with the first bytes
+                self._greet(rank)  # NCCL connects with the first transfer
         meeting.stop_sending()
 
     def send_elements(self, content: torch.Tensor) -> None:
@@ -295,12 +300,13 @@ class GroupChannel:
             target.copy_(own)
 
     def hang_up(self) -> None:
-        """End the group and its connection. Threads that wait for the other side get an error."""
+        """End the group and its connection. Threads that are waiting for the other side get an
+        error."""
         self.close()
         self._connection.hang_up()
 
     def close(self) -> None:
-        """End the group. Both sides get an error if they wait for each other."""
+        """End the group. A side that is waiting for the other gets an error."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -309,7 +315,7 @@ class GroupChannel:
         self._await((self._group.recv if rank else self._group.send)([byte], self._other, 0))
 
     def _await(self, work: Any) -> None:
-        """Wait for the transfer. NCCL's own `wait` only blocks the device, without a timeout."""
+        """Wait for the transfer. NCCL's own `wait` blocks only the device, and has no timeout."""
         silence_s = self._connection.silence_s
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=silence_s))
@@ -319,12 +325,12 @@ class GroupChannel:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"NCCL moved nothing for {silence_s:.0f} s")
             time.sleep(_LOOK_S)
-        work.wait()  # order the device's current stream after it, and raise its errors
+        work.wait()  # order the device's current stream after it; raise its errors
 
 
 def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
     options: Any = cast(Any, ProcessGroupGloo)._Options()
-    # Listen only at the address that the two sides already use.
+    # Listen only at the address that this connection already uses.
     options._devices = [ProcessGroupGloo.create_device(hostname=connection.own_address)]
     options._timeout = timedelta(seconds=connection.silence_s)
     options._threads = 1
@@ -332,14 +338,15 @@ def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
 
 
 def _nccl(meeting: _Meeting, rank: int, device: torch.device) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # missing in torch builds without CUDA
+    from torch.distributed import ProcessGroupNCCL  # not in torch builds without CUDA
 
     with torch.cuda.device(device):
         return ProcessGroupNCCL(meeting, rank, 2, ProcessGroupNCCL.Options())
 
 
 class _Meeting(TorchStore):
-    """A torch store over a connection. The ranks of a group exchange addresses through it."""
+    """A torch store over a connection. The two ranks of a group exchange their addresses through
+    it."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -348,7 +355,7 @@ class _Meeting(TorchStore):
         self._has_ended = False
 
     def stop_sending(self) -> None:
-        """The ranks are connected, but NCCL's watchdog still uses the store."""
+        """Stop sending once the ranks are connected. NCCL's watchdog continues to use the store."""
         self._has_ended = True
 
     def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -383,7 +390,8 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch raises one class for a timeout and a lost connection, so only the text tells them apart.
+        # torch raises one class for a timeout and a lost connection, so only the text tells them
+        # apart.
         said = str(error)
         if "imed out" in said or "timeout" in said.lower():
             raise TimeoutError(said.partition("\n")[0]) from None

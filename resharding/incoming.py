@@ -58,14 +58,16 @@ from .weights import (
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
+    """The entries of one publisher. If the entries are unchanged, this object is too, so a receiver
+    plans only once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
-    """Tensor name -> indices of its entries, in the order of its pieces in the layout."""
+    """Maps each tensor name to the indexes of its entries, in the order of the tensor's pieces in
+    the layout."""
     buckets: tuple[tuple[int, ...], ...]
     memories: tuple[tuple[str, int], ...]
-    """Path and bytes of each memory that holds entries in place."""
+    """Path and size in bytes of each memory that holds entries in place."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,8 +87,8 @@ def read_description(description: bytes) -> _Description:
 
 @functools.lru_cache(maxsize=8)
 def layout_of(ranks: tuple[_Description, ...]) -> Layout:
-    """Return the trainer's layout, from the descriptions of its ranks. Raises WeightSyncError if
-    the ranks together do not publish each element of each tensor exactly once."""
+    """Return the trainer's layout, given the descriptions of its ranks. Raises WeightSyncError
+    unless the ranks together publish each element of each tensor exactly once."""
     layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
     for name, tensor in layout.tensors.items():
         given = sum(box.numel for boxes in tensor.boxes for box in boxes)
@@ -111,7 +113,7 @@ def _rank_layout(entries: Sequence[Entry]) -> Layout:
 
 
 class _Views:
-    """The elements of entries in memories of a publisher ([bytes] uint8, each)."""
+    """The elements of entries in a publisher's memories ([bytes] uint8 each)."""
 
     def __init__(self, memories: Sequence[torch.Tensor], parts: _Description) -> None:
         self.memories = memories
@@ -130,15 +132,15 @@ class _Views:
 
 
 _lock = threading.Lock()
-"""Several threads of a process may take weights at the same time."""
+"""Several threads of a process may receive weights at the same time."""
 
 _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
-"""By path, size and inode of the files, because paths may be reused."""
+"""Keyed by path, size and inode of the files, because paths may be reused."""
 
 
 def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
-    """Map a publisher's memories. They stay mapped across versions while the files exist, and views
-    of unchanged entries are kept. Raises OSError if a file is gone."""
+    """Map a publisher's memories. They stay mapped for later versions while the files exist; views
+    of unchanged entries are kept too. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
         found = _maps.get(key)
@@ -163,8 +165,8 @@ def _is_there(path: str, inode: int) -> bool:
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Private instead of read-only: torch needs writable memory, and writes must not reach other
-        # receivers.
+        # A private rather than read-only mapping: torch needs writable memory, and writes must not
+        # reach other receivers.
         mapping: Any = mmap.mmap(
             file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -174,13 +176,13 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
 
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
+"""[s] Longest wait for a bucket. The publisher may itself be waiting for another receiver."""
 
 
 class IncomingWeights:
-    """A version in transfer to process `part` of the `parts` of a receiver. Closing it tells the
-    publishers that this receiver takes no more. Raises WeightSyncError if a publisher has ended or
-    has another version, or the ranks' parts do not make up each tensor."""
+    """One version on its way to process `part` of a receiver with `parts` processes. Closing it
+    tells the publishers that this receiver is done. Raises WeightSyncError if a publisher is gone
+    or has another version, or if the ranks' parts do not make up each tensor."""
 
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
         self.version = weights.version
@@ -192,7 +194,7 @@ class IncomingWeights:
                 self._sources.append(_Source(rank, where, weights, part, parts))
             try:
                 self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
-                """The boxes of each rank. Equal versions share one object."""
+                """The boxes that each rank publishes. Equal versions share one object."""
             except WeightSyncError as error:
                 raise WeightSyncError(f"weights version {weights.version}: {error}") from None
         except BaseException:
@@ -207,19 +209,20 @@ class IncomingWeights:
 
     @property
     def neighbours(self) -> int:
-        """Number of trainer ranks that publish on this machine at the same time."""
+        """Number of trainer ranks on this machine, which publish at the same time."""
         return sum(source.memory is not None for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Yield the copies and their elements on arrival, for tensor names and copies from a plan
-        whose source is this layout. A tensor is valid until the next one. Raises WeightSyncError if
-        a publisher has ended, has given up, or was silent for too long."""
+        """Yield each copy with its elements as they arrive. `copies` are tensor names and copies
+        from a plan whose source is this layout. The elements are valid until the next copy. Raises
+        WeightSyncError if a publisher is gone, has given up, or did not answer in time."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
-        # Ask all publishers before reading from one: they fill buckets once their receivers have asked.
+        # Send requests to all publishers before reading from any: a publisher fills its buckets
+        # once its receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
         with selectors.DefaultSelector() as selector:
@@ -238,7 +241,8 @@ class IncomingWeights:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
-        # PATIENCE_S has the timeout twice, so add twice the extension for a large version.
+        # PATIENCE_S includes the timeout twice, so add the extension for a large version twice as
+        # well.
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -260,8 +264,8 @@ class IncomingWeights:
         return sum(sums) % CHECKSUM_MODULUS
 
     def check(self, name: str, copy: Copy, found: int) -> None:
-        """Compare a received copy with the published elements, if it is a whole piece. `found` is
-        the `box_sum` of the received elements, in the publisher's dtype."""
+        """Compare a received copy with the published elements, if the copy is a whole piece.
+        `found` is the `box_sum` of the received elements, in the publisher's dtype."""
         whole = copy.box == self.layout.tensors[name].boxes[copy.source][copy.source_piece]
         if whole and found != self.piece_sum(name, copy.source, copy.source_piece):
             raise WeightSyncError(
@@ -279,13 +283,14 @@ class IncomingWeights:
                     f"{source.where}: checksum {found:016x} was published, but {own:016x} arrived"
                 )
             total += own
-        # Only now: a thanked publisher counts this receiver as served.
+        # Not earlier, because a publisher counts this receiver as served once it is thanked.
         for source in self._sources:
             source.thank()
         return f"{total % CHECKSUM_MODULUS:016x}"
 
     def hang_up(self) -> None:
-        """End the connections from another thread; iterating over slices then raises an error."""
+        """End the connections. May be called from another thread; iterating over slices then raises
+        an error."""
         for source in self._sources:
             source.channel.hang_up()
 
@@ -303,7 +308,7 @@ class _Source:
         self._version = weights.version
         self._taken = 0
         self.memory: _Views | None = None
-        """The publisher's memory, if this process maps it."""
+        """The publisher's memory, if this process has mapped it."""
         here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(
@@ -330,7 +335,7 @@ class _Source:
             self._device = (
                 None if self._transport == "ipc" else device_of(self._transport)
             ) or torch.device("cpu")
-            """Device that receives the bytes, unless memory is mapped."""
+            """Device on which the bytes arrive, unless the memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
             # Bytes in mapped memory do not travel, so deltas would save nothing.
@@ -353,7 +358,8 @@ class _Source:
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
-        """Request copies. Their bytes arrive in this order; mapped memory needs no list."""
+        """Request copies. The publisher sends their bytes in this order. For mapped memory, no list
+        is sent."""
         said = b""
         if self.memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
@@ -367,7 +373,7 @@ class _Source:
                 self.channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
-        """Wait for the next message. Return the bucket, or None for a keepalive."""
+        """Wait for the next message. Return the number of the bucket, or None for a keepalive."""
         kind, content = self._receive_one_of(b"BP")
         if kind == b"P":
             return None
@@ -379,7 +385,7 @@ class _Source:
         return bucket
 
     def elements(self, number: int, copy: Copy) -> torch.Tensor:
-        """Return the elements of a copy of this entry, which belongs to the current bucket."""
+        """Return the elements of a copy of this entry. The entry belongs to the current bucket."""
         entry = self.parts.entries[number]
         if self.memory is not None:
             found = self.memory.elements(number)
@@ -391,10 +397,11 @@ class _Source:
     def release_bucket(self, bucket: int) -> None:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
-        # A publisher that sends the bytes knows by itself when the bucket is taken.
+        # If the publisher sends the bytes, it knows by itself when the receiver has taken the
+        # bucket.
         if self.memory is not None:
             if self._transport == "ipc":
-                torch.accelerator.synchronize()  # reads of the bucket may still be in flight
+                torch.accelerator.synchronize()  # the device may still be reading the bucket
             with self._named():
                 self.connection.send(b"T")
 
@@ -402,10 +409,10 @@ class _Source:
         return int(self._receive(b"E"), 16)
 
     def thank(self) -> None:
-        # Deltas may build only on versions that were confirmed.
+        # Deltas may only build on confirmed versions.
         if self._held is not None:
             self._held.version = self._version
-        with contextlib.suppress(OSError):  # the publisher may be gone; the version is complete anyway
+        with contextlib.suppress(OSError):  # the version is complete even if the publisher is gone
             self.connection.send(b"K")
 
     def close(self) -> None:
@@ -413,7 +420,7 @@ class _Source:
         self.connection.close()
 
     def _updated(self, held: _HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
-        """Receive a copy as a delta or whole, and hold its bits for the next version."""
+        """Receive a copy, as a delta or whole, and keep its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         form = bytearray(FORM.size)
@@ -462,7 +469,7 @@ class _Source:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Convert connection errors to errors that name the publisher."""
+        """Turn connection errors into errors that name the publisher."""
         try:
             yield
         except OSError as error:
@@ -484,34 +491,35 @@ class _Source:
 
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
-"""Descriptions by publisher. Publishers send a description only when it has changed."""
+"""Descriptions by publisher. Publishers send a description only if it has changed."""
 
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
     with _lock:
-        # Move the publisher to the end, because the first one is dropped.
         _descriptions.pop(publisher, None)
         _descriptions[publisher] = description
         while len(_descriptions) > 64:
             del _descriptions[next(iter(_descriptions))]
 
 
-# The previous version: deltas apply to it.
+# The previous version, to which deltas apply.
 
 
 class _HeldBoxes:
-    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
-    Entry numbers depend on the identity of the publisher."""
+    """The bits of the boxes that a receiver took last, to which the next version's deltas apply.
+    Entry numbers are only valid for one publisher."""
 
     def __init__(self, publisher: str) -> None:
         self.publisher = publisher
         self.version: int | None = None
-        """Version of all boxes; None if there are none or they belong to several versions."""
+        """The version to which all boxes belong; None if there are none, or if they belong to
+        several versions."""
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 
     def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version of these entry numbers and boxes, and return the version that is held of
-        all of them; None if deltas do not apply. `version` is None until it is set again."""
+        """Start a version with these entry numbers and boxes. Return the version of which all of
+        them are held, or None if deltas do not apply. `version` is None until the caller sets it
+        again."""
         keys = set(wanted)
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
@@ -521,8 +529,8 @@ class _HeldBoxes:
         return base
 
     def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the held bits of a box of an entry, or new memory for them: [elements] unsigned
-        integers of the elements' size."""
+        """Return the bits that are held of a box of an entry, or new memory for them: [elements]
+        unsigned integers of the elements' size."""
         key = (number, box)
         if key not in self._bits:
             self._bits[key] = np.empty(box.numel, dtype)
@@ -530,12 +538,13 @@ class _HeldBoxes:
 
 
 _held: dict[tuple[str, int, int], _HeldBoxes] = {}
-"""By receiver name, part number, and publisher rank."""
+"""Keyed by receiver name, part number, and rank of the publisher."""
 
 
 def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
-    """Return the boxes that this process (`part` of a receiver) holds of a trainer rank. A new
-    publisher drops them. Without a name of the receiver, they are not kept."""
+    """Return the boxes of a trainer rank that this process (`part` of a receiver) holds. A new
+    publisher discards the boxes of the previous one. If the receiver has no name, they are not
+    kept."""
     found = _held.get((receiver, part, rank))
     if found is None or found.publisher != publisher:
         found = _HeldBoxes(publisher)
@@ -544,7 +553,7 @@ def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxe
     return found
 
 
-# Receiver for modules whose parameters match the checkpoint: whole, or sharded by FSDP.
+# Receiver for modules whose parameters match the checkpoint, either whole or sharded by FSDP.
 #
 # vLLM fuses, pads and repacks its parameters, so it uses `vllm_writer.py` instead.
 
@@ -557,19 +566,19 @@ def receive_parts(
     sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> str:
     """Copy this rank's parts of a version into its tensors as they arrive, check them, confirm the
-    version, and return its checksum. `parts` are the tensors to overwrite: one box of each published
-    tensor. Elements are cast to the dtype of the part.
+    version, and return its checksum. `parts` are the tensors to overwrite, each one box of a
+    published tensor. Elements are cast to the dtype of the part.
 
     Args:
-        counted: for each part, whether this rank counts it. Among ranks with equal parts, exactly
-            one must. None to count all.
-        sum_over_ranks: adds an int64 array over the group, modulo 2^64. None if each part is a
+        counted: for each part, whether this rank adds it to the checksum. Exactly one of the ranks
+            with equal parts must. None counts all parts.
+        sum_over_ranks: sums an int64 array over the group, modulo 2^64. None if each part is a
             whole tensor.
 
     Raises:
-        WeightSyncError: names or shapes differ from the published tensors, and no part is
+        WeightSyncError: either names or shapes differ from the published tensors, and no part is
             overwritten; or a tensor arrived damaged or incomplete, and parts are partly
-            overwritten. The message names tensor, box and rank.
+            overwritten. The message names the tensor, the box and the rank.
     """
     own = {part.name: part for part in parts}
     for name in incoming.layout.tensors:
@@ -587,7 +596,7 @@ def receive_parts(
         part = own[name]
         target = part.tensor[copy.box.within(part.box)]
         copy_elements(target, source)
-        # A cast changes the bits, so compare the received elements.
+        # A cast changes the bits, so check the elements as they were received.
         found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
         incoming.check(name, copy, found)
         sums[name] += found

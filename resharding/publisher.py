@@ -13,10 +13,11 @@
     next pass: receivers that came late               checksum, then the receiver's acknowledgement
 
 Invariants:
-- A receiver is never more than SLOTS buckets behind, so SLOTS buckets of memory are enough.
-- A late receiver, such as a replaced rank, gets a separate pass, and keepalives until then.
-- A receiver that is gone, or silent for longer than its connection allows, delays no other.
-- A killed publisher leaves nothing behind.
+- A receiver is never more than SLOTS buckets behind, so memory for SLOTS buckets is enough.
+- A late receiver, such as a replaced rank, waits for a separate pass, and gets keepalives until
+  then.
+- A receiver that is gone, or does not answer within its connection's timeout, delays no other.
+- A killed publisher leaves no files or memory behind.
 """
 
 from __future__ import annotations
@@ -57,15 +58,17 @@ from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transpo
 from .weights import Box, TensorPart, Weights
 
 GRACE_S = 1.0
-"""[s] Longest time that the first receivers wait for the others to join their pass."""
+"""[s] Longest time that the first receivers of a pass wait for the others to join."""
 NEWS_S = 15.0
-"""[s] Interval of keepalives to a receiver that waits for its pass."""
+"""[s] Interval between keepalives to a receiver that waits for its pass."""
 NUMBER = struct.Struct("<q")
 FORM = struct.Struct("<qq")
-"""Header of each box that a receiver is sent: bytes of gaps and number of values of a delta."""
+"""Header of each box sent to a receiver: number of bytes of gaps, and number of values, of a
+delta."""
 WHOLE = (-1, -1)
 MOST_TIMES = 16
-"""How often a receiver may request an element: once for each tensor that contains it."""
+"""How often a receiver may request the same element. It needs to do so once for each of its tensors
+that contains the element."""
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
 
@@ -78,22 +81,24 @@ class _Sent:
     whole_bytes: int = 0
     """Size of the same boxes without deltas."""
     compared: int = 0
-    """Elements of this rank that were compared with the previous version."""
+    """Number of this rank's elements that were compared with the previous version."""
     changed: int = 0
 
 
 class WeightPublisher:
-    """Publishes a rank's weights, one version at a time. A group publishes each element once.
+    """Publishes a rank's weights, one version at a time. Together, the ranks of a group publish
+    each element once.
 
-    Extra memory: SLOTS buckets, or none if receivers read all parts in place.
+    Extra memory: SLOTS buckets, or none if all receivers read all parts in place.
 
     Args:
         host: address of this process for receivers on other machines; empty if there are none.
-        deltas: send receivers on other machines only the elements that changed since the version that
-            they hold. The publisher keeps a copy of all parts in host memory, in the dtype of the
-            transfer, once such a receiver has connected. Each receiver keeps a copy of its elements.
-        transport: route of the bytes (see `connection.py`). Any value except "auto" also applies on
-            this machine.
+        deltas: send receivers on other machines only the elements that changed since the version
+            that they hold. Once such a receiver has connected, the publisher keeps a copy of all
+            parts in host memory, in the dtype of the transfer. Each receiver keeps a copy of the
+            elements that it takes.
+        transport: how elements reach the receivers (see `connection.py`). Any value except "auto"
+            also applies to receivers on this machine.
 
     Raises:
         WeightSyncError: this machine does not have that address, or the transport needs a device
@@ -124,17 +129,18 @@ class WeightPublisher:
         self._filling: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        # One thread serves all versions: torch creates a thread pool for each thread that copies.
+        # One thread serves all versions, because torch creates a thread pool for each thread that
+        # copies.
         threading.Thread(target=self._fill, name="weft-weights", daemon=True).start()
 
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts (on any device, of any dtype) and return at once. Do not change
-        them before `finish`. Return the record that receivers need; records of several ranks add up.
-        A version (at least 0) below the previous one starts over: earlier records and deltas become
-        invalid. The named receivers begin together, late ones after these. Raises WeightSyncError if
-        a part occurs twice, or this publisher is closed."""
+        """Offer this rank's parts (on any device, of any dtype), and return at once. Do not change
+        the parts before `finish`. Return the record that receivers need. The driver adds up the
+        records of all ranks. Versions start at 0. A version below the previous one starts over:
+        earlier records and deltas become invalid. The named `receivers` start together; late ones
+        follow. Raises WeightSyncError if a part occurs twice or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
@@ -148,12 +154,12 @@ class WeightPublisher:
         )
         pages = -(-slot_bytes // SLOT_ALIGNMENT) or 1
         memory = self._memory.with_room(SLOTS * pages * SLOT_ALIGNMENT)
-        # Receivers may hold other weights under the version numbers that follow.
+        # The version numbers repeat, so receivers may hold other weights under them.
         if version < self._version:
             self._listener.token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
-        # The shadow holds bits by entry number, and the numbers now mean other entries.
+        # The shadow stores bits by entry number, and the numbers now stand for other entries.
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
         self._transfer = _Transfer(version, entries, memory, receivers, self._shadow)
@@ -164,9 +170,9 @@ class WeightPublisher:
 
     def finish(self) -> str | None:
         """End the current transfer. Receivers that are not done get an error. Return the checksum
-        of the published elements (checksums of ranks add up); None if no receiver took everything,
-        or no version was published. Raises WeightSyncError if parts were unreadable or changed
-        during it."""
+        of the published elements (checksums of ranks add up), or None if no receiver took
+        everything or no version was published. Raises WeightSyncError if parts could not be read or
+        changed during the transfer."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
@@ -174,12 +180,13 @@ class WeightPublisher:
         try:
             return transfer.stop()
         finally:
-            # The filler may still read the parts, which the caller is about to change.
+            # The filler may still be reading the parts, which the caller is about to change.
             self._idle.wait()
 
     @property
     def lost(self) -> dict[str, str]:
-        """Receivers that did not take all of the last published version -> their progress."""
+        """Maps each receiver that did not take all of the last published version to its
+        progress."""
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
@@ -196,7 +203,7 @@ class WeightPublisher:
         while transfer := self._filling.get():
             transfer.fill()
             self._idle.set()
-            # Otherwise this thread keeps the memory alive until the next version.
+            # Otherwise this thread would keep the memory alive until the next version.
             del transfer
 
     def _serve(self, connection: Connection) -> None:
@@ -237,33 +244,34 @@ class WeightPublisher:
 
 
 Want = tuple[int, Box]
-"""Index of an entry, and the requested box of it."""
+"""Index of an entry, and the box of it that is requested."""
 
 
 @dataclass(eq=False)
 class _Pass:
     filled: int = 0
     through: bool = False
-    """True once all buckets are filled and their sums agree with earlier passes."""
+    """Whether all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
     base: int | None = None
-    """Version that `changed` compares with; None without deltas."""
+    """The version with which `changed` compares; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Changed positions by entry, for entries in memory; None for entries to send whole."""
+    """For each entry in memory, the positions that changed; None to send the entry whole."""
 
 
 @dataclass(eq=False)
 class _Session:
     receiver: str
     part: int
-    """Index of this process in a receiver with several processes."""
+    """Index of this process among the processes of its receiver."""
     parts: int
     connection: Connection
     channel: Connection | GroupChannel
     wants: dict[int, list[Want]] | None = None
     """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None
-    """Version that the receiver holds of all that it requests; None without one."""
+    """The version of which the receiver holds everything that it requests; None if there is
+    none."""
     turn: _Pass | None = None
     taken: int = 0
     gone: bool = False
@@ -279,8 +287,8 @@ class _Transfer:
     """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with
     their elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS
     buckets, on any device. Receivers in `expected` start together if they connect within GRACE_S of
-    each other; others are served as well. Receivers on other machines that hold `shadow`'s version
-    get deltas."""
+    each other; other receivers are served as well. Receivers on other machines get deltas if they
+    hold the version of `shadow`."""
 
     def __init__(
         self,
@@ -312,12 +320,12 @@ class _Transfer:
         self._failure = ""
         self._checksum: int | None = None
         self.lost: dict[str, str] = {}
-        """Receivers that did not take everything -> their progress."""
+        """Maps each receiver that did not take everything to its progress."""
 
     # The filler's thread
 
     def fill(self) -> None:
-        """Serve passes until the transfer ends. Errors go to the receivers, and to `stop`."""
+        """Run passes until the transfer ends. Errors are passed to the receivers and to `stop`."""
         try:
             while members := self._gather():
                 self._fill_pass(members)
@@ -328,14 +336,14 @@ class _Transfer:
         self._tensors = []
 
     def _gather(self) -> list[_Session]:
-        """Return the receivers of the next pass, or none when the transfer has ended."""
+        """Return the receivers of the next pass; none if the transfer has ended."""
         with self._condition:
             self._condition.wait_for(lambda: self._ended or self._waiting())
             complete = self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
             if self._ended:
                 return []
             members, turn = self._waiting(), _Pass()
-            if not complete:  # late receivers get a separate pass, and later passes do not wait for them
+            if not complete:  # late receivers get a separate pass, for which later passes do not wait
                 self._expected &= self._came()
             for session in members:
                 session.turn = turn
@@ -363,11 +371,11 @@ class _Transfer:
             turn.base = shadow.start_version()
         for number, entries in enumerate(self._buckets):
             copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
-            # Entries in place need no bucket memory, so they never wait for earlier buckets.
+            # Entries that are read in place need no bucket memory, so they never wait for earlier
+            # buckets.
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
-                # All members have taken this bucket, so its positions are no longer needed.
                 turn.changed.pop(entry, None)
             slot = number % SLOTS
             sums = [self._fill(entry, slot) for entry in entries]
@@ -392,7 +400,8 @@ class _Transfer:
         self._await_taken(members, len(self._buckets))
 
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
-        """Wait until all members are done with `number` buckets. Return False if none is left."""
+        """Wait until all members have taken the first `number` buckets. Return False if no member
+        is left."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._ended or all(s.gone or s.taken >= number for s in members)
@@ -400,7 +409,8 @@ class _Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Copy and cast an entry into its bucket, unless it is read in place. Return its sum."""
+        """Copy (and cast) an entry into its bucket, unless receivers read it in place. Return the
+        sum of its elements."""
         entry, target = self.entries[number], self._elements(number, slot)
         if not entry.memory:
             copy_elements(target, self._tensors[number])
@@ -413,7 +423,6 @@ class _Transfer:
         )
 
     def _add_up(self, turn: _Pass) -> None:
-        # Entries are in bucket order.
         total = checksum_of(self.entries, itertools.chain.from_iterable(turn.sums))
         if self._checksum not in (None, total):
             raise WeightSyncError(f"the weights of version {self.version} changed during the transfer")
@@ -428,8 +437,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on the thread of its connection. `answer` describes the version to it,
-        and returns its requests."""
+        """Serve a receiver on the thread of its connection. `answer` describes the version to the
+        receiver, and returns the receiver's requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -471,7 +480,7 @@ class _Transfer:
             self._condition.notify_all()
 
     def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
-        """Wait until the receiver's pass satisfies `come`, and send keepalives meanwhile."""
+        """Wait until `come` is true of the receiver's pass, and send keepalives meanwhile."""
         seen = self._filled
         while True:
             with self._condition:
@@ -485,7 +494,8 @@ class _Transfer:
                 with contextlib.suppress(OSError):
                     session.connection.send(b"F", why.encode())
                 raise ConnectionAbortedError(why)
-            # A keepalive without progress would hide a publisher that is stuck.
+            # Send a keepalive only if there is progress; otherwise it would hide a publisher that
+            # is stuck.
             if goes_on:
                 session.connection.send(b"P")
 
@@ -497,7 +507,7 @@ class _Transfer:
         slot: int,
         changed: np.ndarray | None,
     ) -> None:
-        """Send a box of an entry. With a shadow, a header precedes it."""
+        """Send a box of an entry. If there is a shadow, a header precedes the elements."""
         entry = self.entries[number]
         elements = self._elements(number, slot)[box.within(entry.box)].contiguous()
         header, contents = FORM.pack(*WHOLE), [elements.reshape(-1).view(torch.uint8)]
@@ -506,7 +516,8 @@ class _Transfer:
             if gaps.nbytes + values.nbytes < elements.nbytes:
                 header = FORM.pack(len(gaps), len(values))
                 contents = [torch.from_numpy(gaps), torch.from_numpy(values.view(np.uint8))]
-        # Count before sending: a receiver that has the last box may end the transfer at once.
+        # Count before sending, because a receiver that has the last box may end the transfer at
+        # once.
         with self._condition:
             self.sent.num_bytes += sum(content.nbytes for content in contents)
             self.sent.whole_bytes += elements.nbytes
@@ -517,8 +528,9 @@ class _Transfer:
                 channel.send_elements(content)
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
-        Refuses boxes of other ranks, and more than MOST_TIMES the bytes of this rank."""
+        """Parse the version that a receiver holds, and its requests. These are None if the receiver
+        maps the memory. Rejects boxes of other ranks, and requests for more than MOST_TIMES the
+        bytes of this rank."""
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}
@@ -526,7 +538,7 @@ class _Transfer:
         num_bytes = 0
         for number, starts, stops in boxes:
             box = Box(tuple(starts), tuple(stops))
-            # JSON may hold true, which `isinstance` would accept as an int.
+            # JSON may contain true, which is an int for `isinstance`.
             if not (type(number) is int and 0 <= number < len(self.entries)):
                 raise ValueError(f"it wants entry {number} of {len(self.entries)}")
             entry = self.entries[number]
@@ -542,7 +554,7 @@ class _Transfer:
 
     def _stops(self, session: _Session) -> str:
         """Return the reason to stop serving a receiver; empty to continue."""
-        # A failure in a later pass does not concern receivers whose pass is complete.
+        # A failure in a later pass does not affect receivers whose pass is complete.
         if self._failure and not session.has_come(lambda turn: turn.through):
             return self._failure
         return "the publisher has ended the transfer" if self._ended else ""
@@ -572,7 +584,7 @@ class _Transfer:
 
 
 def _lies_in(box: Box, outer: Box) -> bool:
-    """Whether a received box is inside `outer`. The box is untrusted input."""
+    """Return whether a received box is inside `outer`. The box is untrusted input."""
     if not len(box.starts) == len(box.stops) == len(outer.starts):
         return False
     ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)
@@ -587,8 +599,9 @@ def _lies_in(box: Box, outer: Box) -> bool:
 
 class _BucketMemory:
     """Memory that grows to fit the largest version. Without a device, it is an anonymous file on
-    the host (`memfd_create`), mapped as /proc/PID/fd/N by processes of this machine and user. With
-    `mapped`, receivers map the device's memory by its IPC handle. Nothing is pickled."""
+    the host (`memfd_create`), which processes of this user on this machine map as /proc/PID/fd/N.
+    If `mapped`, it is on the device, and receivers map it by its IPC handle. Handles are not
+    pickled."""
 
     def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
         self._device = device
@@ -596,10 +609,11 @@ class _BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields that a receiver needs to map the memory."""
+        """Fields with which a receiver maps the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
+        """Return the memory as [bytes] uint8, at least `num_bytes` long. Memory returned earlier
+        stays valid while something uses it."""
         if self._memory is not None and num_bytes <= len(self._memory):
             return self._memory
         if self._device is not None:
@@ -623,35 +637,39 @@ class _BucketMemory:
 
 
 _MOST_CHANGED = 0.1
-"""Largest share of changed elements. Above it, encoding takes longer than sending the whole box."""
+"""Largest share of elements that may have changed for a delta. Above this share, encoding takes
+longer than sending the whole box."""
 
 
 class _Shadow:
-    """The bits that a publisher sent last, by entry, and their version. Held in host memory."""
+    """The bits of each entry as a publisher sent them last, and their version. They are in host
+    memory."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Version of all entries; None if there are none or they belong to several versions."""
+        """The version to which all entries belong; None if there are none, or if they belong to
+        several versions."""
         self.compared = 0
-        """Elements of the last version that were compared with the previous one."""
+        """Number of elements of the last version that were compared with the previous one."""
         self.differed = 0
         self._bits: dict[int, np.ndarray] = {}
 
     def start_version(self) -> int | None:
-        """Start a version and return the previous one. `version` is None until it is set again."""
+        """Start a version, and return the previous one. `version` is None until the caller sets it
+        again."""
         self.compared = self.differed = 0
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
         return base
 
     def forget(self) -> None:
-        """Free the memory. The next version is sent whole."""
+        """Free the memory. The next version is then sent whole."""
         self.version = None
         self._bits.clear()
 
     def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Return the ascending positions of changed elements, and store the new bits of the entry
-        ([elements]). None to send the whole entry, because it is new or most of it changed."""
+        """Store the new bits of an entry ([elements]), and return the ascending positions that
+        changed, or None to send the whole entry because it is new or too much of it changed."""
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
             # `bits` may be a view of bucket memory, which the next bucket overwrites.

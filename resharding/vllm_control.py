@@ -1,7 +1,8 @@
-"""vLLM control: a trainer drives engines that receive weights through one of vLLM's own backends.
+"""vLLM control: a trainer drives engines that receive weights through one of vLLM's own transfer
+backends.
 
-vLLM's trainers call four client methods, which must reach every rank of every engine. A
-`Connection` to each engine carries the calls, and the engine forwards them to its ranks.
+vLLM's trainers call four methods of a client, and each call must reach every rank of every engine.
+Weft sends the calls over a `Connection` to each engine, and the engine forwards them to its ranks.
 
     engine                                              rank 0 of the trainer
     connects, sends its identity            ── H ──>    waits for all expected engines
@@ -34,8 +35,8 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
 #
 # Payloads are dictionaries of names, numbers and shapes. Payloads for CUDA IPC also contain the
-# arguments for torch to open shared memory: bytes, dtypes and torch classes. Other values are
-# rejected.
+# arguments with which torch opens shared memory: bytes, dtypes and torch classes. Any other value
+# is rejected.
 
 
 _CLASSES: dict[str, type] = {
@@ -48,7 +49,7 @@ _NAMES = {found: name for name, found in _CLASSES.items()}
 
 
 def encoded(value: Any) -> str:
-    """Encode a value as JSON, unless it contains one that is not plain (TypeError).
+    """Encode a value as JSON. Raises TypeError if it contains a value that is not plain.
 
     >>> decoded(encoded({"handle": (torch.Size([2, 3]), b"\\x00", torch.float32, None)}))
     {'handle': ((2, 3), b'\\x00', torch.float32, None)}
@@ -57,7 +58,8 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode the output of `encoded`. Sizes become tuples. Other text raises ValueError."""
+    """Decode a text from `encoded`. `torch.Size` values become tuples. Raises ValueError for any
+    other text."""
     return _value(json.loads(text))
 
 
@@ -117,7 +119,7 @@ class TensorSum(NamedTuple):
 
 
 def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
-    """Return the checksum of a version or of one rank's part, from the sums of its tensors."""
+    """Return the checksum of a version or of one rank's part, given the sums of its tensors."""
     total = sum(
         found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items()
     )
@@ -129,14 +131,14 @@ class _Engine:
     receiver: str
     ranks: int
     identity: str
-    """Differs for a replacement engine under the same name."""
+    """A replacement engine with the same name has another identity."""
     version: int
     connection: Connection
     lost: str = ""
-    """Why the engine dropped out; empty while it takes part."""
+    """Why the engine was dropped; empty while it takes part."""
 
     def ask(self, method: str, payload: Any) -> None:
-        """Call a method on the engine's ranks. On failure, the engine is `lost`."""
+        """Call a method on the engine's ranks. If that fails, set `lost`."""
         try:
             self.connection.send(b"C", encoded([method, payload]).encode())
             kind, content = self.connection.receive()
@@ -148,12 +150,13 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
-    `host`. If they share one collective (`together`), the loss of one stops all."""
+    """The receiving engines. On rank 0, at the address `host`, this is the client of vLLM's trainer
+    (`VLLMWeightSyncClient`). If all engines share one collective (`together`), losing one of them
+    stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
-        """Engines that did not take the last version -> why."""
+        """Maps each engine that did not take the last version to the reason."""
         self._together = together
         self._came: queue.SimpleQueue[_Engine] = queue.SimpleQueue()
         self._engines: list[_Engine] = []
@@ -166,14 +169,15 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected, or at most `patience_s`: the transfer of
-        a version of `num_bytes` begins without engines that are late. Return names and identities
-        of the connected engines, in the expected order, which is also the order of their ranks."""
+        """Wait until the expected engines have connected, for at most `patience_s`. The transfer of
+        a version of `num_bytes` begins without engines that are late. Return the names and
+        identities of the connected engines, in the expected order, which is also the order of their
+        ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
         while not set(expected) <= here.keys():
-            try:  # with a timeout of 0, still take engines that have already connected
+            try:  # even with a timeout of 0, take engines that have already connected
                 engine = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
@@ -203,7 +207,8 @@ class Receivers:
     # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the ranks to receive. Numbered ranks get consecutive offsets over engines."""
+        """Prepare the ranks to receive. If ranks are numbered, they are numbered consecutively over
+        the engines."""
         payloads, offset = [], init_info.get("rank_offset")
         for engine in self._engines:
             payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset})
@@ -217,12 +222,12 @@ class Receivers:
         self._ask("update_weights", [update_info] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish the update. Engines already know the version, so the argument is unused."""
+        """Finish the update. The engines already know the version, so the argument is unused."""
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Call a method on all engines in parallel, and wait for all. Raises an error if an engine
-        has failed and the backend needs all engines, or no engine is left."""
+        """Call a method on all engines in parallel, and wait for all of them. Raises an error if no
+        engine is left, or if one has failed and the backend needs all."""
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
@@ -246,7 +251,7 @@ class Receivers:
                 engine.connection.send(b"E", said)
             except OSError as error:
                 self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
-        # Wait only now, so that all engines compare at the same time.
+        # Wait only after sending to all, so that the engines compare at the same time.
         for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
             with contextlib.suppress(OSError):  # the engine has the version even if it is gone
                 engine.connection.receive()
@@ -290,12 +295,12 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Receive a version as the trainer's rank 0 directs, compare it with the published sums, and
-    return its checksum. `engine` distinguishes this engine from predecessors of the same name.
-    `call` calls one of `METHODS` with its payload (or None) on all ranks. `loaded` returns for each
-    rank the sums of the tensors that its loaders got. Raises WeightSyncError if the trainer has
-    ended, has given up or was silent, a rank has failed, or a tensor differs from the published
-    one."""
+    """Receive a version as directed by the trainer's rank 0, compare it with the published sums,
+    and return its checksum. `engine` distinguishes this engine from earlier ones with the same
+    name. `call` calls one of `METHODS` with its payload (or None) on all ranks. `loaded` returns,
+    for each rank, the sums of the tensors that its loaders got. Raises WeightSyncError if the
+    trainer is gone, has given up or does not answer, if a rank has failed, or if a tensor differs
+    from the published one."""
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"
@@ -324,7 +329,7 @@ def take_as_told(
                     for name, (d, s, t) in json.loads(content).items()
                 }
                 _compare(weights, said, loaded())
-                with contextlib.suppress(OSError):  # complete even if the trainer is gone
+                with contextlib.suppress(OSError):  # the version is complete even if the trainer is gone
                     connection.send(b"K")
                 return checksum_of_tensors(said)
             else:

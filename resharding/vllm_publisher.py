@@ -1,13 +1,13 @@
 """VllmPublisher: the sending side of `vllm.distributed.weight_transfer`.
 
-vLLM's trainers take whole tensors, one at a time, from a `WeightSource` that all trainer ranks
+vLLM's trainers take one whole tensor at a time from a `WeightSource`, over which all trainer ranks
 iterate together. So every rank assembles each tensor from the parts of all ranks. Rank 0 drives the
 engines (`vllm_control.py`).
 
     publish ──> send, on all ranks, while the engines receive ──> finish
 
-The engines sum the tensors that their loaders get, and compare the sums with those of the trainer's
-ranks.
+The engines sum the tensors that their loaders get, and compare these sums with those of the
+trainer's ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weigh
 @dataclass(frozen=True)
 class _VllmBackend:
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
-    """Make parameters from the trainer's rank, the address of rank 0, the number of ranks of all
-    engines, and the bytes of one buffer (at least the largest tensor)."""
+    """Makes the backend's parameters from the trainer's rank, the address of rank 0, the total
+    number of engine ranks, and the size of one buffer in bytes (at least that of the largest
+    tensor)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -66,20 +67,20 @@ def _ipc(rank: int, host: str, num_ranks: int, buffer_bytes: int) -> TrainerInit
 
 
 BACKENDS = {"nccl": _VllmBackend(_nccl, together=True), "ipc": _VllmBackend(_ipc, together=False)}
-"""By vLLM's names."""
+"""Keyed by vLLM's names."""
 
 _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer,
-    which is the default group of `torch.distributed`, call each method together. `host` is the
-    address of rank 0 for engines on other machines; empty if there are none. `advance` is called
-    after each tensor. Raises WeightSyncError if torch finds no GPU for the backend, or this machine
-    does not have that address.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer call
+    each method together; they are the default group of `torch.distributed`. `host` is the address
+    of rank 0 for engines on other machines; empty if there are none. `advance` is called after each
+    tensor. Raises WeightSyncError if torch finds no GPU for the backend, or if this machine does
+    not have that address.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
-    size of the largest tensor.
+    Extra memory on each rank: the current tensor, and two vLLM buffers. Each buffer has
+    `bucket_bytes`, or the size of the largest tensor if that is more.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class VllmPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines of
-        these names. Do not change them before `finish`. Return the record that receivers need; the
-        records of all ranks add up. Raises WeightSyncError if the ranks do not hold each element
-        exactly once."""
+        """Offer the parts of all ranks, which together hold each element once, to the engines with
+        these names. Do not change the parts before `finish`. Return the record that receivers need.
+        The driver adds up the records of all ranks. Raises WeightSyncError if the ranks do not hold
+        each element exactly once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -126,8 +127,8 @@ class VllmPublisher:
         return Weights(version, places, backend=self._name)
 
     def send(self, version: int) -> None:
-        """Send the published version, and return when all engines have it. Raises WeightSyncError
-        if the transfer failed; with a collective backend, if one engine failed."""
+        """Send the published version, and return once all engines have it. Raises WeightSyncError
+        if the transfer failed. With a collective backend, the failure of one engine is enough."""
         try:
             if not self._meet(version):
                 return
@@ -138,7 +139,7 @@ class VllmPublisher:
                 self._receivers.send_sums(tensors)
             self._was_sent = True
         except BaseException as error:
-            self._trainer = None  # the progress of the engines is unknown
+            self._trainer = None
             if self._receivers is not None:
                 self._receivers.dismiss(f"the trainer has given up: {error}")
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -149,7 +150,7 @@ class VllmPublisher:
 
     def finish(self) -> str | None:
         """End the transfer, so that the weights may change. Return the checksum of this rank's
-        parts, which add up; None if the version was not sent."""
+        parts (checksums of ranks add up), or None if the version was not sent."""
         if self._receivers is not None:
             self._receivers.dismiss("the trainer has ended the transfer")
         self._source.drop()
@@ -157,7 +158,7 @@ class VllmPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Receivers of the last version that did not take everything -> why."""
+        """Maps each receiver that did not take all of the last version to the reason."""
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:
@@ -166,7 +167,8 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed; False without any."""
+        """Wait for the engines. If they changed, create a new vLLM trainer. Return False if there
+        are no engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -175,14 +177,14 @@ class VllmPublisher:
             what = (_ANEW if anew else _AS_BEFORE) if engines else _NOBODY
             said = torch.tensor([what, self._receivers.num_ranks])
         if self._ranks > 1:
-            # Only rank 0 sees the engines, and all ranks must decide alike.
+            # Only rank 0 knows the engines, and all ranks must decide alike.
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
         if what == _ANEW:
             self._end_trainer()
             buffer_bytes = max(self._bucket_bytes, self._source.largest_bytes)
             info = self._backend.init_info(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
-            # vLLM calls no method of the client on ranks that drive no engine.
+            # On ranks that drive no engine, vLLM calls no method of the client.
             client: Any = self._receivers or object()
             self._trainer = WeightTransferTrainerFactory.trainer_init(
                 info, client=client, source=self._source
@@ -196,7 +198,8 @@ class VllmPublisher:
 
 
 class _GatheredTensors(WeightSource):
-    """The tensors of a version, each assembled on `device` of all ranks during iteration."""
+    """The tensors of a version. During iteration, each one is assembled on `device` of every
+    rank."""
 
     def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
         self._ranks = ranks
@@ -204,12 +207,12 @@ class _GatheredTensors(WeightSource):
         self._advance = advance
         self._own: dict[str, list[TensorPart]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
-        """Name, dtype, shape, and number of this rank's elements, for each tensor."""
+        """For each tensor: name, dtype, shape, and the number of elements that this rank holds."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 
     def set_parts(self, parts: Sequence[TensorPart], version: int) -> None:
-        """Set the next version. Each element of each tensor must be on exactly one rank."""
+        """Set the next version. Exactly one rank must hold each element of each tensor."""
         own: defaultdict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             own[part.name].append(part)
@@ -221,7 +224,7 @@ class _GatheredTensors(WeightSource):
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
-            # Exchanging forms takes all ranks, so all do it if one has other forms.
+            # Exchanging forms is a collective, so all ranks do it if the forms of any rank changed.
             dist.all_reduce(changed)
         if changed.item():
             self._metadata = _agreed(self._told(forms), version)
@@ -254,8 +257,7 @@ class _GatheredTensors(WeightSource):
                 found += box_sum(target, part.box, tensor.shape)
             self._sums[tensor.name] = found % CHECKSUM_MODULUS
             if self._ranks > 1 and full.numel():
-                # At each byte, at most one rank has a nonzero value, so the sum is the whole
-                # tensor.
+                # At most one rank has a nonzero value at each byte, so the sum is the whole tensor.
                 dist.all_reduce(full.view(-1).view(torch.uint8))
             self._advance()
             yield tensor.name, full
@@ -297,7 +299,7 @@ class _GatheredTensors(WeightSource):
 
 
 def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
-    """Return the tensors that the ranks hold together, in order of first appearance."""
+    """Return the tensors that the ranks together hold, in order of first appearance."""
     found: dict[str, ParamMeta] = {}
     elements: defaultdict[str, int] = defaultdict(int)
     for name, dtype, shape, of_rank in (form for forms in told for form in forms):

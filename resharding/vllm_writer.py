@@ -1,24 +1,26 @@
-"""vLLM's model as a destination: where each box of a checkpoint tensor lands, and writing it there.
+"""vLLM's model as a destination: find where each box of a checkpoint tensor belongs, and write it
+there.
 
-`record_layout` runs the model's own `load_weights` once, on tensors without memory, while a
-dispatch mode records each copy instead of executing it. So Weft maintains no table of fused
-projections, grouped heads, padding or experts.
+`record_layout` runs the model's own `load_weights` once on meta tensors, while a dispatch mode
+records each copy instead of executing it. So Weft needs no table of fused projections, grouped
+heads, padding or experts.
 
     checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
     layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
 
-A view of a fake keeps its storage, offset and strides, which determine its box. A clone of a view
-is recorded as the view, and a tensor that a loader zeroes before it copies it is a fill. Other
-results (a cast, a sum) have no box and raise an error, as does a copy on top of another.
+A view of a fake tensor has the fake's storage, and its offset and strides determine its box. A
+clone of a view is recorded as the view. A tensor that a loader zeroes before it copies it is
+recorded as a fill. Other results (a cast, a sum) have no box and raise an error, as does a copy to
+elements that already have one.
 
 `WeightWriter` writes received slices, layer by layer. A layer gets memory with its first slice, and
-vLLM prepares it after its last slice. So only incomplete layers need extra memory: one layer, if
-slices arrive in the order of the recorded layout. On CPU, the memory of one layer of each shape is
-kept for the next version.
+vLLM prepares the layer after its last slice. So only incomplete layers need extra memory. That is
+one layer if slices arrive in the order of the recorded layout. On CPU, the memory of one layer of
+each shape is kept for the next version.
 
-A version can also be staged: written to staging memory while the model continues to compute. Linear
-layers on CPU are packed there as well. Applying a staged version exchanges these, and prepares the
-other layers.
+A version can also be staged: it is written to other memory while the model continues to compute.
+Linear layers on CPU are also packed there. Applying a staged version swaps in these layers, and
+prepares all others.
 
     apply:  begin_update ──> write slices, prepare each layer with its last slice ──> finish_update
     stage:  write slices beside the model
@@ -76,13 +78,14 @@ class _Fill:
 
 @dataclass(frozen=True)
 class _RecordedLayout:
-    """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data."""
+    """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data
+    without references to the model."""
 
     layout: Layout
-    """Tensors in the order of the model's layers. The memory of a piece is the name of a parameter
-    or buffer. The sender casts to the dtypes of the parameters."""
+    """Tensors in the order of the model's layers. The `memory` of a piece is the name of a
+    parameter or buffer. The sender casts elements to the dtypes of the parameters."""
     fills: tuple[_Fill, ...]
-    """Fills, which precede the copies of the layout."""
+    """Fills to apply before the copies of the layout."""
     unused: tuple[str, ...]
     """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
 
@@ -90,11 +93,11 @@ class _RecordedLayout:
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
 ) -> _RecordedLayout:
-    """Run the own loader of a vLLM model once on fakes, and record its copies. The model, loaded or
-    not, is unchanged. `checkpoint` has the shape and dtype of each tensor. Raises UserError if the
-    loader rejects a name or a shape, computes with a tensor instead of copying boxes of it, loads
-    an element twice, or leaves one without a value. The message names the tensor and the
-    parameter."""
+    """Run a vLLM model's own loader once on fake tensors, and record its copies. The model stays
+    unchanged, whether it is loaded or not. `checkpoint` maps the name of each tensor to its shape
+    and dtype. Raises UserError if the loader rejects a name or a shape, computes with a tensor
+    instead of copying boxes of it, loads an element twice, or leaves an element without a value.
+    The message names the tensor and the parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -111,7 +114,7 @@ def record_layout(
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use."""
+    """Undo `initialize_layerwise_reload`: restore the tensors with which vLLM's kernels compute."""
     for layer in model.modules():
         restore_layer(layer)
     if hasattr(model, "_original_do_torchao_reload"):
@@ -119,7 +122,8 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def restore_layer(layer: torch.nn.Module) -> None:
-    """Restore the tensors that vLLM's kernels use, if this layer waits for its weights."""
+    """Restore the tensors with which vLLM's kernels compute, if this layer is waiting for
+    weights."""
     info = get_layerwise_info(layer)
     if info.can_load():
         _unwrap_loaders(layer)
@@ -132,16 +136,17 @@ class _Memory:
     name: str
     tensor: torch.Tensor
     kernel: torch.Tensor | None
-    """Tensor that the model computes with. Tied parameters share one object."""
+    """The tensor with which the model computes. Tied parameters share one object."""
     reason: str
-    """Why copies into it are not possible; empty if they are."""
+    """Why a loader may not copy into it; empty if it may."""
     boxes: list[tuple[Box, str]] = field(default_factory=list)
-    """Boxes in the parameter's own coordinates, each with the name of its tensor."""
+    """Boxes in the parameter's own coordinates, each with the name of the checkpoint tensor."""
     filled: list[Box] = field(default_factory=list)
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """Return the memories that loaders may write, by storage. Restores the original loaders."""
+    """Return the memories that loaders may write, keyed by storage. Also restores the original
+    loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         kernel = _kernel_tensors(layer)
@@ -165,7 +170,7 @@ def _kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Restore the loaders, which vLLM wraps to collect a layer's weights."""
+    """Restore the loaders that vLLM has wrapped."""
     for tensor in get_layer_tensors(layer).values():
         if (loader := _get_original_loader(tensor)) is not getattr(tensor, "weight_loader", loader):
             tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue]
@@ -292,7 +297,8 @@ class _Recorder(TorchDispatchMode):
         self._fills.append(_Fill(memory.name, view, value))
 
     def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
-        """Check that each element of each parameter was loaded once, and return the recording."""
+        """Check that each element of each parameter was loaded exactly once, and return the
+        recording."""
         touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
         loaded: dict[int, str] = {}
         for memory in touched:
@@ -306,7 +312,8 @@ class _Recorder(TorchDispatchMode):
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
         held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
-        # In this order a layer is complete before the next one begins, so only one needs extra memory.
+        # In this order, a layer is complete before the next one begins, so only one layer needs
+        # extra memory.
         held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
         tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
         unused = tuple(name for name in shapes if not self._pieces.get(name))
@@ -318,7 +325,7 @@ _READS = (
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
 )
-"""Operations that need values, which a fake does not have."""
+"""Operations that need values, which a fake tensor does not have."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -331,7 +338,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Whether an operation writes into its first argument, or into the one named `out`."""
+    """Return whether an operation writes into its first argument, or into the one named `out`."""
     return any(
         argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments
     )
@@ -362,7 +369,7 @@ def _check(memory: _Memory) -> None:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    # This identifier also works on `meta`, where storages have no address.
+    # This identifier also works for meta tensors, whose storages have no address.
     return tensor.untyped_storage()._cdata
 
 
@@ -377,15 +384,16 @@ def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
 #     module                   memory to write               preparation
 #     embeddings               the memory that kernels read  packing on CPU, for a head that uses them
 #     linear layers, CUDA      the memory that kernels read  none
-#     linear layers, CPU       lent, reused between layers   vLLM's packing
-#     all others               new                           vLLM, which copies it to the kernels' memory
+#     linear layers, CPU       lent, reused between layers   vLLM packs the weight
+#     all others               new                           vLLM copies it to the kernels' memory
 #
-# Staging prepares a copy of the module with other parameters, and later moves the results to the
-# module.
+# Staging prepares a copy of the module that has other parameters, and later moves the results to
+# the module.
 
 
 class _SpareMemory:
-    """Host memory in the loading format of prepared layers, kept warm across versions."""
+    """Host memory in the loading format, left over from prepared layers and reused for later layers
+    and versions."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -400,8 +408,8 @@ class _SpareMemory:
 
 
 class _Layer:
-    """A module of this name in the model, whose own parameters are written together. `written` has
-    the full names of the parameters and buffers that slices are written to."""
+    """A module of the model, with the name `name`, whose own parameters are written together.
+    `written` contains the full names of the parameters and buffers to which slices are written."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, written: Iterable[str], spare: _SpareMemory
@@ -409,21 +417,21 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.waiting = 0
-        """Targets that lack slices."""
+        """Number of targets that lack slices."""
         self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
-        """Whether kernels read the written memory directly."""
+        """Whether the layer is written directly to the memory that kernels read."""
         self._written = {own_name(memory) for memory in written}
         self._spare = spare
         self._lent: list[torch.Tensor] = []
         self._memories: dict[str, tuple[torch.Tensor, int]] = {}
         """The module's parameters since `start`, each with its offset in the storage."""
         self._beside = False
-        """Whether a copy of the module is packed, instead of the module."""
+        """Whether a copy of the module is packed, instead of the module itself."""
         self._staged: dict[str, torch.Tensor] = {}
         self._new: dict[str, Any] = {}
-        """Attributes besides parameters that packing has set on the copy of the module."""
+        """Attributes, besides parameters, that packing has set on the copy of the module."""
 
     def elements(self, memory: str, view: View) -> torch.Tensor:
         if (found := self._memories.get(memory)) is None:
@@ -433,14 +441,15 @@ class _Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Whether vLLM's kernels read this parameter directly, as a bias without loading format."""
+        """Return whether vLLM's kernels read this parameter directly. An example is a bias that has
+        no loading format."""
         if self.in_place:
             return True
         name = own_name(memory)
         return getattr(self.module, name) is _kernel_tensors(self.module).get(name)
 
     def start(self) -> bool:
-        """Give the module writable memory. Return whether padding overwrote memory in use."""
+        """Give the module writable memory. Return whether this wrote padding to memory in use."""
         self.started = True
         self._memories = {}
         if self._is_read_as_written():
@@ -454,7 +463,8 @@ class _Layer:
         return any(self.computes_with(fill.memory) for fill in self.fills)
 
     def complete(self) -> None:
-        """After its last slice, let vLLM prepare the module and copy it to its kernels' memory."""
+        """Called after the last slice: let vLLM prepare the module and copy it to the memory of its
+        kernels."""
         self._memories = {}  # they would keep memory alive that vLLM frees
         if self.in_place:
             prepare(self.module)
@@ -464,7 +474,7 @@ class _Layer:
         self._give_back()
 
     def _give_back(self, but: Container[int] = ()) -> None:
-        """Return lent memory to the pool, except at these addresses."""
+        """Return lent memory to the pool, except at the addresses `but`."""
         for memory in self._lent:
             if memory.data_ptr() not in but:
                 self._spare.give_back(memory)
@@ -482,7 +492,7 @@ class _Layer:
         )
 
     def _lend(self) -> None:
-        """On CPU, lend memory if preparing the layer leaves no reference to it."""
+        """On CPU, lend memory if no reference to it remains after the layer is prepared."""
         if not is_cpu_packed(self.module):
             return
         for name, wanted in get_layer_tensors(self.module).items():
@@ -493,14 +503,14 @@ class _Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding. `kept` is kept across versions, by
-        parameter names in the model."""
+        """Allocate staging memory, and fill its padding. `kept` maps the model's parameter names to
+        memory that is kept across versions."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
             is_linear = self._beside and type(self.module.quant_method) is UnquantizedLinearMethod
             if is_linear and wanted.is_meta:
-                continue  # memory is lent when the first slice arrives
+                continue
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
                 kept[memory] = self._new_beside(wanted)
@@ -516,13 +526,14 @@ class _Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def complete_staged(self) -> None:
-        """After the last slice, pack the parameters for CPU kernels, and free the rest."""
+        """Called after the last slice: pack the parameters for CPU kernels, and free the rest."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)
         for name, staged in self._staged.items():
             parameters[name] = torch.nn.Parameter(staged, requires_grad=False)
-        # vLLM packs in place, so it gets a copy that shares all else with the module in use.
+        # vLLM packs in place, so it gets a copy that shares everything except parameters with the
+        # module in use.
         beside = object.__new__(type(module))
         beside.__dict__.update(module.__dict__, _parameters=parameters)
         if not _is_looked_up(module):
@@ -534,7 +545,7 @@ class _Layer:
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
-        """Move the staged parameters into the module, which waits for its weights."""
+        """Move the staged parameters into the module, which is waiting for weights."""
         self.started = True
         if self._beside:
             restore_layer(self.module)
@@ -551,13 +562,14 @@ class _Layer:
         self._give_back()
 
     def _loading_format(self, name: str) -> torch.Tensor:
-        """Return a parameter in the loading format, or if it has none, in the kernels' format."""
+        """Return a parameter in the loading format or, if it has none, in the format of the
+        kernels."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
         found = parameters.get(name, buffers.get(name))
         return getattr(self.module, name) if found is None else found
 
     def _new_beside(self, wanted: torch.Tensor) -> torch.Tensor:
-        # A GPU reads pinned memory faster.
+        # Copies from pinned memory to a GPU are faster.
         pinned = get_layerwise_info(self.module).restore_device.type == "cuda"
         return torch.empty_strided(
             wanted.shape, wanted.stride(), dtype=wanted.dtype, device="cpu", pin_memory=pinned
@@ -569,14 +581,14 @@ def own_name(memory: str) -> str:
 
 
 def is_cpu_packed(module: torch.nn.Module) -> bool:
-    """Whether vLLM packs the weight for its CPU kernels, and keeps no unpacked memory."""
+    """Return whether vLLM packs the weight for its CPU kernels, and keeps no unpacked copy."""
     method = type(getattr(module, "quant_method", None))
     known = method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return known and current_platform.is_cpu() and not current_platform.is_zen_cpu()
 
 
 def prepare(module: Any) -> None:
-    """Let vLLM prepare a module. An embedding is packed lazily, when a head first uses it."""
+    """Let vLLM prepare a module. An embedding is only packed when a head first uses it."""
     if not _is_looked_up(module):
         module.quant_method.process_weights_after_loading(module)
     elif hasattr(module, "cpu_linear"):
@@ -592,9 +604,10 @@ def prepare(module: Any) -> None:
 
 @contextlib.contextmanager
 def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Make vLLM repack the experts among these layers for its CPU kernel whenever it prepares them.
+    """Inside the context, vLLM repacks the experts among these layers for its CPU kernel whenever
+    it prepares them.
 
-    vLLM 0.32 packs experts once, at start-up, and takes updated weights without packing them, which
+    Without this, vLLM 0.32 packs experts only at startup, and uses updated weights unpacked, which
     produces garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
@@ -608,12 +621,12 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # no weights arrived for it
+            if method.moe_kernel is None:
                 method.moe_kernel = kernel
 
 
 def _is_looked_up(module: torch.nn.Module) -> bool:
-    """Whether it is an embedding on CPU whose rows are looked up, rather than a head."""
+    """Return whether a module on CPU is an embedding whose rows are looked up, and not a head."""
     return type(module) is VocabParallelEmbedding and is_cpu_packed(module)
 
 
@@ -622,7 +635,8 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """Return `memory` with class and loader of `wanted`, like vLLM's `materialize_meta_tensor`."""
+    """Return `memory` with the class and loader of `wanted`, like vLLM's
+    `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__
     found.__dict__ = wanted.__dict__.copy()
@@ -630,7 +644,7 @@ def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
 
 
 class _ModelState(enum.Enum):
-    """State of a vLLM model.
+    """State of a vLLM model's weights.
 
     WHOLE --begin_update--> WRITING --finish_update--> WHOLE
                                |
@@ -645,8 +659,9 @@ class _ModelState(enum.Enum):
 
 
 class _Target:
-    """A piece of a tensor that a layer waits for. `parts` came in the previous version, as
-    they arrived; empty if there was none. Repeated parts need no arithmetic on boxes."""
+    """A piece of a tensor for which a layer waits. `parts` are the boxes in which the previous
+    version arrived; empty if there was none. If the same parts arrive again, no arithmetic on boxes
+    is needed."""
 
     def __init__(self, layer: _Layer, piece: Piece, parts: frozenset[Box]) -> None:
         assert piece.view is not None
@@ -665,7 +680,7 @@ class _Target:
         return not any(came.intersection(part) for came in self.came)
 
     def record(self, part: Box) -> bool:
-        """Record a part. Return whether it was the last one."""
+        """Record a part that has arrived. Return whether it was the last one."""
         self.came.add(part)
         if self._parts:
             return self.came_as_before
@@ -673,7 +688,7 @@ class _Target:
 
     @property
     def came_as_before(self) -> bool:
-        """Whether everything has arrived, in the parts of the previous version."""
+        """Return whether everything has arrived, in the same parts as the previous version."""
         return bool(self._parts) and len(self.came) == len(self._parts)
 
     def left(self) -> list[Box]:
@@ -686,7 +701,8 @@ class _Target:
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
-"""Target number, part of the slice, position, and index into the slice (None for all of it)."""
+"""Number of the target, box of the slice, position in memory, and index into the slice (None for
+the whole slice)."""
 
 
 class _Route(NamedTuple):
@@ -696,8 +712,8 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions into a recorded model, from slices in the checkpoint's coordinates. `written`
-    is called with name, box and elements of each slice, before vLLM repacks it."""
+    """Writes versions into a recorded model. Slices are in the coordinates of the checkpoint.
+    `written` is called with the name, box and elements of each slice, before vLLM repacks them."""
 
     def __init__(
         self,
@@ -713,19 +729,19 @@ class WeightWriter:
         self._tensors = recording.layout.tensors
         self._fills = recording.fills
         self._written_to: defaultdict[str, set[str]] = defaultdict(set)
-        """Module -> full names of its written parameters."""
+        """Maps each module to the full names of its parameters to write."""
         memories = [piece.memory for tensor in self._tensors.values() for piece in tensor.pieces[0]]
         for memory in (*memories, *(fill.memory for fill in recording.fills)):
             self._written_to[memory.rpartition(".")[0]].add(memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
         self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
-        """Tensor and target number -> parts of the last version, as they arrived."""
+        """Maps (tensor, number of the target) to the parts in which the last version arrived."""
         self._layers: dict[str, _Layer] = {}
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
-        """Whether this update has changed memory that the model computes with."""
+        """Whether this update has changed memory with which the model computes."""
         self._spare = _SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
         self._staging = False
@@ -742,23 +758,23 @@ class WeightWriter:
 
     @torch.no_grad()
     def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version: everything that this rank holds, each element once, as names in the
-        checkpoint, boxes, and the elements of each box in the dtype of the recorded layout. Raises
-        WeightSyncError if a slice does not match the layout in name, shape or dtype, arrived twice,
-        or is missing. `state` then tells what the model holds."""
+        """Write a version: each element that this rank holds, exactly once. A slice is the name of
+        a tensor in the checkpoint, a box, and the elements of the box in the dtype of the recorded
+        layout. Raises WeightSyncError if a slice does not match the layout in name, shape or dtype,
+        arrives twice, or is missing. `state` then says what the model contains."""
         with self._updating():
             for name, box, source in slices:
                 self.write_slice(name, box, source)
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version to staging memory, with the arguments and errors of `apply`."""
+        """Write a version to staging memory; the arguments and errors are those of `apply`."""
         self._expect()
         self._staging = True
         try:
             for layer in self._layers.values():
                 layer.stage(self._kept)
-                if not layer.waiting:  # the layer is all padding
+                if not layer.waiting:
                     layer.complete_staged()
             for name, box, source in slices:
                 self.write_slice(name, box, source)
@@ -795,7 +811,7 @@ class WeightWriter:
             self._layer(fill.memory).fills.append(fill)
 
     def write_slice(self, name: str, box: Box, source: torch.Tensor) -> None:
-        """Copy one slice to all places that hold elements of it."""
+        """Copy one slice to all places that hold some of its elements."""
         route = (
             self._routes.get((name, box)) if self._staging or self.state is _ModelState.WRITING else None
         )
@@ -806,7 +822,7 @@ class WeightWriter:
             )
         targets = self._targets[name]
         for number, part, _, _ in route.steps:
-            # Check all targets first, so that a refused slice is written nowhere.
+            # Check all targets first, so that a rejected slice is written nowhere.
             if not targets[number].lacks(part):
                 raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
         for number, part, view, index in route.steps:
@@ -828,13 +844,13 @@ class WeightWriter:
 
     @torch.no_grad()
     def finish_update(self) -> None:
-        """Complete the update after the last slice. Checks that no slice is missing."""
+        """Check that no slice is missing, and complete the update."""
         self._check_complete()
         for layer in self._layers.values():
-            if not layer.started:  # the layer is all padding
+            if not layer.started:
                 layer.start()
                 layer.complete()
-        # vLLM changes the remaining layers below, so an error leaves a mix of versions.
+        # vLLM changes the remaining layers below, so an error would leave a mix of versions.
         self._touched = True
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
@@ -915,8 +931,8 @@ class WeightWriter:
 def process_tied(model: torch.nn.Module) -> None:
     """Prepare modules that share their weight with a loaded layer, such as a tied output head.
 
-    vLLM's layerwise reload only prepares loaded layers. On CPU the head multiplies by a packed copy
-    of its weight, which would otherwise keep the old version.
+    vLLM's layerwise reload only prepares layers for which weights were loaded. On CPU, the head
+    multiplies by a packed copy of its weight, which would otherwise stay at the old version.
     """
     seen: set[int] = set()
     for layer in model.modules():

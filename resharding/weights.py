@@ -1,9 +1,9 @@
-"""Weights as plain data: the boxes of tensors that ranks hold, the copies between two layouts, and
-the records of a version.
+"""Weights as plain data: which boxes of tensors each rank holds, the copies between two layouts,
+and the records of a version.
 
 Both sides of a transfer use the names and coordinates of the checkpoint. The trainer's layout comes
-from its DTensors. vLLM's layout is recorded while its own loaders run, so no table lists fused
-projections or replicated heads.
+from its DTensors. vLLM's layout is recorded while its own loaders run, so Weft needs no table of
+fused projections or replicated heads.
 
     "model.layers.0.self_attn.k_proj.weight", shape (64, 128), two ranks
         trainer, FSDP     rank 0: rows 0 to 32       rank 1: rows 32 to 64
@@ -26,12 +26,12 @@ import numpy as np
 from ..dataflow.errors import UserError, WeightSyncError, nearest
 from ..dataflow.lazy import torch
 
-# Box: a rectangular part of a tensor. Resharding consists of intersections of boxes.
+# Box: a rectangular part of a tensor. Resharding computes intersections of boxes.
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a tensor with indices in [start, stop) along each dimension.
+    """The elements of a tensor whose indexes are in [start, stop) along each dimension.
 
     >>> Box((0, 0), (4, 8)).intersection(Box((0, 6), (10, 8)))
     Box([0:4, 6:8])
@@ -48,7 +48,8 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """Return the box of the indices [start, stop) along one dimension."""
+        """Return the box with the indexes [start, stop) along one dimension, and all indexes along
+        the others."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
         return cls(tuple(starts), tuple(stops))
@@ -75,13 +76,13 @@ class Box:
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """Return the common elements of both boxes; None if there are none."""
+        """Return the elements that are in both boxes, or None if there are none."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def minus(self, other: Box) -> list[Box]:
-        """Return the elements outside `other`, as disjoint boxes: at most two per dimension."""
+        """Return the elements outside `other` as disjoint boxes, at most two per dimension."""
         common = self.intersection(other)
         if common is None:
             return [self]
@@ -93,7 +94,7 @@ class Box:
                     cut_starts, cut_stops = starts.copy(), stops.copy()
                     cut_starts[dim], cut_stops[dim] = start, stop
                     left.append(Box(tuple(cut_starts), tuple(cut_stops)))
-            # Later dimensions cut only what is left, so the boxes are disjoint.
+            # Later dimensions cut only the remaining elements, so the boxes are disjoint.
             starts[dim], stops[dim] = common.starts[dim], common.stops[dim]
         return left
 
@@ -107,19 +108,21 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element, by torch's name of the dtype."""
+"""Bytes per element, keyed by torch's name of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Location of a rank. Copies prefer a near source."""
+    """Location of a rank. Copies prefer a source that is close."""
 
     node: str = ""
     device: str = ""
-    """Name of the memory on that node, such as "cuda:3". Ranks that share one need no transfer."""
+    """Name of the memory on that node, such as "cuda:3". No transfer is needed between ranks on the
+    same device."""
 
     def distance(self, other: Where) -> int:
-        """0 within one device's memory, which needs no transfer; 1 on one node; 2 between nodes."""
+        """Return the distance to another location: 0 within one device's memory, where no transfer
+        is needed; 1 within a node; 2 between nodes."""
         if self.node != other.node:
             return 2
         return 0 if self.device and self.device == other.device else 1
@@ -136,7 +139,7 @@ class View:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that a rank holds. A layout from a formula has no memory."""
+    """A box of a tensor that a rank holds. In a layout from a formula, pieces have no memory."""
 
     box: Box
     memory: str = ""
@@ -147,14 +150,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Distribution of one tensor over the ranks, with its name and shape in the checkpoint."""
+    """How one tensor is distributed over the ranks, with its name and shape in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     """Name of the torch dtype, such as "bfloat16"."""
     pieces: tuple[tuple[Piece, ...], ...]
-    """For each rank, the pieces that it holds; empty if it holds nothing."""
+    """For each rank, the pieces that it holds; empty if it holds none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -163,7 +166,7 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor. Raises UserError if one is not."""
+        """Check that each box is inside the tensor. Raises UserError otherwise."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -176,7 +179,7 @@ class TensorLayout:
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """Boxes of each rank's pieces. Equal tensors of different layers have equal boxes."""
+        """The boxes of each rank's pieces. Equal tensors of different layers have equal boxes."""
         return tuple(tuple(piece.box for piece in pieces) for pieces in self.pieces)
 
     @property
@@ -186,10 +189,10 @@ class TensorLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Distribution of a model's tensors over the ranks of one side of a transfer."""
+    """How a model's tensors are distributed over the ranks of one side of a transfer."""
 
     tensors: Mapping[str, TensorLayout]
-    """By name in the checkpoint, in the order of the transfer."""
+    """Tensors by their name in the checkpoint, in the order of the transfer."""
     ranks: tuple[Where, ...]
     label: str = ""
     """Name of the layout in `explain`, such as "FSDP 4"."""
@@ -197,7 +200,8 @@ class Layout:
     def __post_init__(self) -> None:
         checked: set[tuple[int, tuple[int, ...]]] = set()
         for tensor in self.tensors.values():
-            # Equal layers share pieces in layouts from formulas, so check each pair once.
+            # In layouts from formulas, equal layers share their pieces, so check each pair only
+            # once.
             if (shared := (id(tensor.pieces), tensor.shape)) not in checked:
                 checked.add(shared)
                 tensor.check_boxes()
@@ -209,7 +213,7 @@ class Layout:
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], ranks: Sequence[Where], label: str = "") -> Layout:
         """Return a layout of these tensors, in this order. Raises UserError if two tensors have the
-        same name, or a tensor has a different number of ranks."""
+        same name, or if a tensor has a different number of ranks."""
         by_name: dict[str, TensorLayout] = {}
         for tensor in tensors:
             if by_name.setdefault(tensor.name, tensor) is not tensor:
@@ -218,8 +222,9 @@ class Layout:
 
     @classmethod
     def of_ranks(cls, layouts: Sequence[Layout], label: str = "") -> Layout:
-        """Return the layout of a group from layouts of one rank each, which may leave out tensors.
-        Raises UserError if two ranks report different shapes or dtypes of one tensor."""
+        """Return the layout of a group, given layouts of one rank each. A rank's layout may leave
+        out tensors. Raises UserError if two ranks report different shapes or dtypes for a
+        tensor."""
         known: dict[str, tuple[int, TensorLayout]] = {}
         for rank, layout in enumerate(layouts):
             for name, own in layout.tensors.items():
@@ -236,12 +241,12 @@ class Layout:
         return cls.of(tensors, [layout.ranks[0] for layout in layouts], label)
 
     def num_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank holds. Elements that it holds twice count twice."""
+        """Return the number of bytes that a rank holds. Elements that it holds twice count
+        twice."""
         return self._bytes_of_ranks[rank]
 
     @cached_property
     def _bytes_of_ranks(self) -> list[int]:
-        # Equal layers are counted once and multiplied.
         shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
         times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
         found = [0] * len(self.ranks)
@@ -251,19 +256,20 @@ class Layout:
         return found
 
 
-# Strided views as boxes of a contiguous tensor, by arithmetic on offsets and strides: a loader may
+# Strided views as boxes of a contiguous tensor, computed from offsets and strides. A loader may
 # narrow, transpose, split or flatten a tensor before it copies elements.
 
 MAX_BOXES = 1 << 16
-"""Views that consist of more boxes (every second element of a long row) are rejected."""
+"""Views that consist of more boxes than this are rejected, such as every second element of a long
+row."""
 
 
 class _Axis(NamedTuple):
     length: int
     step: int
-    """In indices of the tensor's dimension."""
+    """Step in indexes of the tensor's dimension."""
     stride: int
-    """In the other memory."""
+    """Stride in the other memory."""
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -276,10 +282,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
-    """Return the boxes of a contiguous tensor that a view covers, each with its position in another
-    memory: a view of the box's shape. `other` is the view of that memory, in the shape of `view`. Raises
-    ValueError if the view repeats an element by a stride of 0, its elements form no boxes, or more than
-    `MAX_BOXES`.
+    """Return the boxes of a contiguous tensor that a view covers. Each comes with its position in
+    another memory, as a view in the shape of the box. `other` is the view of that memory; it has
+    the shape of `view`. Raises ValueError if the view repeats an element (stride 0), or if its
+    elements do not form boxes or form more than `MAX_BOXES`.
 
     >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
     >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
@@ -295,7 +301,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
         if last >= shape[dim]:
             raise ValueError(f"the view wraps around the end of dimension {dim}")
         merged = _merged(axes)
-        # Only consecutive indices form one box; the other axes get a box for each index.
+        # Only consecutive indexes form one box; other axes get a box for each index.
         spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
         outer += [(dim, axis) for axis in merged]
     if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
@@ -306,7 +312,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
 def _boxes(
     starts: tuple[int, ...], spans: list[_Axis], outer: list[tuple[int, _Axis]], offset: int
 ) -> Iterator[tuple[Box, View]]:
-    """Yield one box for each index along the axes that no box can span."""
+    """Yield one box for each index along the axes that a box cannot span."""
     lengths = tuple(axis.length for axis in spans)
     strides = tuple(axis.stride for axis in spans)
     for index in itertools.product(*(range(axis.length) for _, axis in outer)):
@@ -329,9 +335,10 @@ def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
 
 
 def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
-    """For each dimension of the tensor, return the dimensions of the view that run along it."""
+    """Return, for each dimension of the tensor, the dimensions of the view that run along it."""
     tensor_strides = contiguous_strides(shape)
-    # A dimension of extent 1 has the stride of its neighbor, and would be found instead of it.
+    # Skip dimensions of extent 1: they have the stride of a neighbor, and would be found in its
+    # place.
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     found: list[list[_Axis]] = [[] for _ in shape]
     for count, stride, there in zip(view.shape, view.strides, other.strides, strict=True):
@@ -357,7 +364,7 @@ def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
 
 
 def _merged(axes: list[_Axis]) -> list[_Axis]:
-    """Sort axes by step, and join axes that continue each other in both memories."""
+    """Sort axes by step, and join those that continue each other in both memories."""
     merged: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.step):
         if merged:
@@ -369,30 +376,33 @@ def _merged(axes: list[_Axis]) -> list[_Axis]:
     return merged
 
 
-# Plan: the copies that turn one layout into another. Its invariants, which
-# `tests/resharding/test_plan.py` compares with brute force:
+# Plan: the copies that turn one layout into another. The plan has these invariants, which
+# `tests/resharding/test_plan.py` checks by brute force:
 #
-# - Exactly one copy to a destination rank covers each element that the rank holds.
-# - Elements that are already in a rank's device memory do not travel.
-# - Among equal sources, the nearest wins, then the one that has sent least so far.
-# - Equal tensors of different layers share their copies, so planning a large model takes seconds.
+# - Each element that a destination rank holds is covered by exactly one copy to that rank.
+# - Elements that are already in a rank's device memory are not transferred.
+# - Among equal sources, the closest is used; among equally close ones, the one that has sent the
+#   fewest bytes so far.
+# - Equal tensors of different layers share their copies, so planning a large model takes only
+#   seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     source: int
     source_piece: int
-    """Index of the source's piece of this tensor that has the box."""
+    """Index of the source's piece that contains the box."""
     destination: int
     box: Box
     travels: bool
-    """False if both ranks hold it in the memory of one device."""
+    """Whether the elements must be transferred; False if both ranks use the memory of one
+    device."""
 
 
 class ReshardPlan:
     """The copies of boxes from source ranks to destination ranks, in the destination's dtypes. The
-    source may contain tensors that the destination does not need. Raises WeightSyncError if the
-    source lacks a tensor or a box that the destination needs, or has it in another shape."""
+    source may have tensors that the destination does not need. Raises WeightSyncError if the source
+    lacks a tensor or a box that the destination needs, or if shapes differ."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
@@ -409,11 +419,11 @@ class ReshardPlan:
             self._plan_equal(tensors)
 
     def copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Return the copies of the tensor of this name, ordered by destination rank."""
+        """Return the copies of the tensor with this name, ordered by destination rank."""
         return self._copies[tensor]
 
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
-        """Iterate over the copies to one destination rank, in the order of the transfer."""
+        """Yield the copies to one destination rank, in the order of the transfer."""
         return (
             (name, copy)
             for name in self.destination.tensors
@@ -422,8 +432,8 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds only for the source layout: 0 for
-        HybridFlow's layouts (arXiv:2409.19256, table 2)."""
+        """Return the bytes that a destination rank's device holds only for the source layout. This
+        is 0 for HybridFlow's layouts (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] == 0).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
@@ -463,7 +473,7 @@ class ReshardPlan:
         return given, receivers
 
     def _plan_equal(self, names: Sequence[str]) -> None:
-        """Plan equal tensors. Ranks that hold the same box take turns over the tensors."""
+        """Plan equal tensors. Ranks that hold the same box take turns as its source."""
         source, destination = self.source.tensors[names[0]], self.destination.tensors[names[0]]
         equal_sources = max(Counter(box for boxes in source.boxes for box in boxes).values(), default=1)
         num_variants = min(len(names), equal_sources)
@@ -478,7 +488,7 @@ class ReshardPlan:
         pieces = _SourcePieces(source)
         item_bytes = destination.item_bytes
         for rank, boxes in enumerate(destination.boxes):
-            # A rank may hold a box in two places, but its elements arrive once.
+            # A rank may hold a box in two places, but receives it only once.
             for box in dict.fromkeys(boxes):
                 if not box.numel:
                     continue
@@ -495,14 +505,14 @@ class ReshardPlan:
     def _cover(
         self, pieces: _SourcePieces, box: Box, rank: int, name: str
     ) -> Iterator[tuple[int, int, Box]]:
-        # Cut a box into parts, each with its source rank and the index of that rank's piece.
+        # Cut a box into parts. Each part has a source rank, and the index of that rank's piece.
         found, commons, once = pieces.overlapping(box)
         if once:  # no element has two sources, so the order does not matter
             for index, common in zip(found, commons, strict=True):
                 yield int(pieces.ranks[index]), int(pieces.numbers[index]), common
             return
         owners = pieces.ranks[found]
-        # `lexsort` sorts by its last key first.
+        # The last key of `lexsort` is the most significant.
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
         missing = [box]
         for position in order:
@@ -541,8 +551,9 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Return the pieces that overlap a box, the overlaps, and whether they cover it exactly."""
-        if box not in self._found:  # replicas request the same boxes
+        """Return the pieces that overlap a box, the overlaps, and whether they cover the box
+        without overlapping each other."""
+        if box not in self._found:
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)
             )
@@ -554,7 +565,7 @@ class _SourcePieces:
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
         if sum(common.numel for common in commons) != box.numel:
             return False
-        # Equal sizes are not enough: two pieces may overlap while an element is missing.
+        # Equal sizes are not enough, because two pieces may overlap while an element is missing.
         starts = np.maximum(self._starts[found], box.starts)
         stops = np.minimum(self._stops[found], box.stops)
         return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(
@@ -563,20 +574,20 @@ class _SourcePieces:
 
 
 def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.ndarray:
-    """`Where.distance` of each source rank (row) to each destination rank (column)."""
+    """Return `Where.distance` from each source rank (rows) to each destination rank (columns)."""
     distance = functools.cache(Where.distance)
     found = [[distance(source, destination) for destination in destinations] for source in sources]
     return np.array(found, np.int8).reshape(len(sources), len(destinations))
 
 
 def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:
-    """Group the destination's tensors by shape, dtype, and boxes on both sides."""
+    """Group the destination's tensors by shape, dtype, and their boxes on both sides."""
     numbers: dict[tuple[tuple[Box, ...], ...], int] = {}
     by_identity: dict[int, int] = {}
 
     def number(tensor: TensorLayout) -> int:
-        # Layouts from formulas share pieces. Comparing identities avoids comparing the boxes of
-        # 36,000 experts.
+        # Layouts from formulas share pieces. So compare identities, which avoids comparing the
+        # boxes of 36,000 experts.
         key = id(tensor.pieces)
         if key not in by_identity:
             by_identity[key] = numbers.setdefault(tensor.boxes, len(numbers))
@@ -603,23 +614,23 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f} GB"
 
 
-# Records of a published version, its parts, and its summary.
+# Records of a published version, of its parts, and its summary.
 
 BY_VLLM = "vllm:"
-"""Prefix of a transport that is one of vLLM's own backends."""
+"""Prefix of the transports that are vLLM's own backends."""
 
 CHECKSUM_MODULUS = 1 << 64
 
 
 class TensorPart(NamedTuple):
-    """A box of a checkpoint's tensor of this name and shape, with its elements."""
+    """A box of a checkpoint tensor with this name and shape, and its elements."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
     dtype: torch.dtype | None = None
-    """Dtype of the transfer; None for the tensor's own. Casts happen during the copy."""
+    """Dtype of the transfer; None for the tensor's own dtype. The cast happens during the copy."""
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
@@ -628,31 +639,32 @@ def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
 
 
 LOOPBACK = "127.0.0.1"
-"""Address on which a rank listens if no other machine has to reach it."""
+"""Address on which a rank listens if no other machine needs to reach it."""
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The endpoint that publishes one rank's parts. The token authenticates receivers."""
+    """The endpoint that publishes one rank's parts. Receivers prove that they know the token."""
 
     host: str
-    """Address for receivers on other machines; empty for none, and LOOPBACK only."""
+    """Address for receivers on other machines; empty to listen on LOOPBACK only."""
     port: int
     machine: str
-    """Machine that can map the rank's memory (see `this_machine`); others get messages."""
+    """The machine that can map the rank's memory (see `this_machine`); other machines get
+    messages."""
     token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A published version. The records of a group's ranks add up."""
+    """A published version. Adding the records of a group's ranks gives the record of the group."""
 
     version: int
     ranks: tuple[RankWeights, ...]
     receiver: str = ""
-    """Receiver's name in messages, such as "rollout[0]"."""
+    """Name of the receiver in messages, such as "rollout[0]"."""
     backend: str = ""
-    """vLLM backend that carries the weights; empty for Weft's transfer."""
+    """The vLLM backend that transfers the weights; empty for Weft's own transfer."""
 
     def __add__(self, other: Weights) -> Weights:
         if other.version != self.version:
@@ -665,13 +677,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Given:
-    """Summary of a published version. The summaries of a group's ranks add up."""
+    """Summary of a published version. Adding the summaries of a group's ranks gives the summary of
+    the group."""
 
     version: int
     checksum: str | None
     """Sum over all elements, as 16 hexadecimal digits; None if no receiver took everything."""
     num_bytes: int
-    """Size of all elements, as they travel to a receiver that takes all of them."""
+    """Bytes transferred to a receiver that takes all elements."""
 
     def __add__(self, other: Given) -> Given:
         num_bytes = self.num_bytes + other.num_bytes
@@ -682,7 +695,8 @@ class Given:
 
 
 def mix_bits(numbers: np.ndarray) -> np.ndarray:
-    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of the result depends on all
+    bits of the input."""
     with np.errstate(over="ignore"):
         numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,5 +1,5 @@
-"""Workers: actor, critic, reference, reward and rollout, one SPMD process each, and their engines.
+"""Workers: actor, critic, reference, reward and rollout, and their engines. Each worker is one SPMD
+process.
 
-A worker is a plain typed class that a unit test can construct. Ray wraps it at the edge, in
-`controllers`.
+A worker is a plain typed class, which a unit test can construct. `controllers` wraps it with Ray.
 """

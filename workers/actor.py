@@ -1,4 +1,5 @@
-"""ActorWorker: the policy to train. Each rank is one SPMD process; its engine does the work."""
+"""ActorWorker: the policy that is trained. Each rank is one SPMD process, and its engine
+computes."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class ActorConfig(TrainedConfig):
 
     @property
     def vllm_backend(self) -> str:
-        """Name of vLLM's own weight transfer backend, or "" if Weft's transport is used."""
+        """Name of the vLLM weight transfer backend, or "" to use Weft's own transport."""
         return self.transport.removeprefix(BY_VLLM) if self.transport.startswith(BY_VLLM) else ""
 
     @field_validator("transport", mode="before")
@@ -90,7 +91,8 @@ class ActorConfig(TrainedConfig):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the start of a run: end-of-text tokens that the model's settings lack."""
+        """Notes to log when a run starts: end-of-text tokens that the model's settings do not
+        name."""
         return stop_token_notes(self.model)
 
 
@@ -139,11 +141,11 @@ class ActorWorker(TrainedWorker):
         adapter: bool = True,
         entropies: bool = False,
     ) -> Batch:
-        """Compute the log-probability of each response token in the column `of` under the current
-        weights, at the temperature of sampling.
+        """Compute the log-probability of each response token in the column `of`, under the current
+        weights and at the sampling temperature.
 
-        `adapter=False` computes them under the model without its adapter (`weft.adapter_off`).
-        `entropies=True` also writes the entropy of each token's distribution.
+        `adapter=False` runs the model without its adapter (`weft.adapter_off`). `entropies=True`
+        also writes the entropy of each token's distribution.
         """
         rows = batch.with_columns(response_ids=batch[of])
         if entropies:
@@ -165,20 +167,21 @@ class ActorWorker(TrainedWorker):
         """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
         optimizer steps.
 
-        With several minibatches, each rank shuffles and cuts its own rows. With one pass of one
-        step, rows may arrive in several calls: gradients accumulate until the driver marks a call
-        as `last`.
+        With several minibatches, each rank shuffles and splits its own rows. With one pass and one
+        minibatch, rows may arrive in several calls. Gradients then accumulate until the driver
+        marks a call as `last`.
 
         Returns:
-            The metrics of `Updates.update`. The first step adds, if its columns exist,
-            `mean_logprob_gap` and `max_logprob_gap` (nats between the log-probabilities of
-            generator and trainer, under the weights before the update), and `mean_staleness` and
-            `max_staleness` (versions). With deltas it adds `changed_share` (share of published
-            elements that changed since the previous version).
+            The metrics of `Updates.update`. If their columns exist, the first step adds
+            `mean_logprob_gap` and `max_logprob_gap` (difference in nats between the
+            log-probabilities of generator and trainer, under the weights before the update), and
+            `mean_staleness` and `max_staleness` (in versions). With delta transfers, it adds
+            `changed_share`, the share of published elements that changed since the previous
+            version.
 
         Raises:
-            DivergedError: `stop_after_bad_steps` consecutive steps were bad. Their rows are in the
-                run's `skipped/`.
+            DivergedError: the last `stop_after_bad_steps` steps were bad. Their rows are in
+                `skipped/` in the run's directory.
         """
         published: Metrics = {}
         if last and self._publisher is not None:
@@ -198,8 +201,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers, such as "rollout[0]". The records of
-        all ranks add up. Parameters must not change until `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers such as "rollout[0]". Return a record
+        for the receivers; the driver adds the records of all ranks. Parameters must not change
+        until `finish_publishing`."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -207,7 +211,7 @@ class ActorWorker(TrainedWorker):
     def _new_publisher(self) -> Any:
         at = self.context
         if backend := self.config.vllm_backend:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this on import
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it on import
             from ..resharding.vllm_publisher import VllmPublisher
 
             return VllmPublisher(backend, at.rank, at.world_size, at.address, advance=at.advance)
@@ -220,14 +224,16 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """Send a published version through vLLM's own backends, while the receivers take it."""
+        """Send a published version through vLLM's own transfer backend, while the receivers take
+        it."""
         self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
-        """End the publication of a version that all receivers have; the weights may change again.
-        Return the record of what this rank sent; the records of all ranks add up. Raises a
-        WeightSyncError if the weights could not be read, or changed during the transfer."""
+        """End the publication of a version that all receivers have. The weights may change after
+        this. Return a summary of what this rank sent. The driver adds up the summaries of all
+        ranks. Raises a WeightSyncError if the weights could not be read or changed during the
+        transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:
@@ -239,7 +245,7 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare canaries of followers, by name such as "rollout[0]", with this group's
+        """Compare the followers' canaries, keyed by names such as "rollout[0]", with this group's
         log-probabilities. Raises a WeightSyncError if they differ."""
         for receiver, canary in canaries.items():
             rows = Batch.of(
@@ -256,21 +262,22 @@ class ActorWorker(TrainedWorker):
 
 
 _LARGEST_GAP = 1e-3
-"""[nats] Limit on the mean gap of a canary's tokens if both sides compute in float32; 1e-6 is usual
-(docs/benchmarks.md)."""
+"""[nats] Largest mean gap of a canary's tokens if both sides compute in float32; usual gaps are
+about 1e-6 (docs/benchmarks.md)."""
 _LARGEST_HALF_GAP = 0.2
-"""[nats] The same limit if either side computes in half precision; a few hundredths are usual."""
+"""[nats] The same limit if either side computes in half precision; usual gaps are a few
+hundredths."""
 
 
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
-    """Compare a rank's log-probabilities with the trainer's, [tokens]. Raises a WeightSyncError if
-    the mean difference is too large or nan."""
+    """Compare a rank's log-probabilities with the trainer's, [tokens] each. Raises a
+    WeightSyncError if the mean difference is too large or nan."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = _LARGEST_GAP if exact and canary.exact else _LARGEST_HALF_GAP
-    # Also true for nan.
+    # This is also true for nan.
     if not gap <= bound:
         raise WeightSyncError(
             f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "
@@ -281,7 +288,7 @@ def check_canary(
 
 
 class _WithGap:
-    """Wraps a loss to compare log-probabilities of trainer and generator in the same pass."""
+    """Wraps a loss to compare the log-probabilities of trainer and generator in the same pass."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -293,19 +300,19 @@ class _WithGap:
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)
-        # Untrained tokens may not have been sampled at all, such as the answers of a tool.
+        # Tokens that are not trained may not have been sampled, such as the results of a tool.
         gaps = (logprobs - rows[RESPONSE_LOGPROBS]).abs()
         gap = observed(rows.trained > 0, {"mean_logprob_gap": gaps}, largest={"max_logprob_gap": gaps})
         return loss_sum, {**metrics, **gap}
 
 
-# Decide before any process starts which adapters (LoRA) are published alone.
+# Decide before any process starts which LoRA adapters are published alone.
 
 
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
     """Decide for each followed group with an adapter whether it publishes the adapter alone or
-    merged weights (`Lora.published`), and set the `config` of all involved handles accordingly.
-    Raises a UserError if an adapter is to be published alone, but a follower cannot take it."""
+    merged weights (`Lora.published`). Set the `config` of all handles involved accordingly. Raises
+    a UserError if the user asks to publish an adapter alone but a follower cannot take it."""
     handles = list(handles)
     for handle in handles:
         handle.config = handle.given

@@ -1,4 +1,4 @@
-"""AdaptiveKlWorker: a KL penalty in the reward with an adaptive coefficient."""
+"""AdaptiveKlWorker: a KL penalty in the reward, with an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class AdaptiveKlConfig(AdaptiveCoefficient):
 
 
 class AdaptiveKlWorker(Worker):
-    """A worker rather than a function, so that checkpoints save the coefficient."""
+    """Adds a KL penalty to rewards. It is a worker rather than a function, so that checkpoints save
+    the coefficient."""
 
     Config = AdaptiveKlConfig
 
@@ -65,9 +66,9 @@ class AdaptiveKlWorker(Worker):
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
-        """Update the coefficient for the next step from the divergence of these samples (`old`:
-        log-probabilities of the sampling policy). Return `kl_coefficient`, used in these rewards,
-        and `kl` (nats per response)."""
+        """Set the coefficient for the next step from the divergence of these samples. `old` is the
+        column with the log-probabilities of the sampling policy. Return `kl_coefficient`, the one
+        used in these rewards, and `kl` (nats per response)."""
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
         kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])
@@ -78,8 +79,8 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder. Training waits 0 seconds."""
-        # All ranks hold the same coefficient.
+        """Write the coefficient to a new folder. Return 0, because training does not wait."""
+        # All ranks have the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
             Disk().write_whole(
@@ -89,11 +90,10 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        # `save_checkpoint` returns only after its file is on disk.
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         stored = read_json(Path(path) / _FILE)
-        # Only the value is saved: target and horizon are settings that a resumed run may change.
+        # Restore only the value: target and horizon are settings, which a resumed run may change.
         self.coefficient = self.config.model_copy(update={"value": float(stored["value"])})

@@ -34,11 +34,12 @@ class CriticConfig(TrainedConfig):
 
 
 class CriticWorker(TrainedWorker):
-    """Predicts and learns numbers: with head="values" a critic, with head="rewards" a reward model.
+    """Predicts numbers and learns to: a critic with head="values", a reward model with
+    head="rewards".
 
-    The model may be any causal language model (its new head starts small, from the seed) or one
-    with a scalar head, such as a trained reward model. `lora` trains the adapter and the whole
-    head.
+    The model may be any causal language model, or one with a scalar head, such as a trained reward
+    model. A new head starts with small weights drawn from the seed. `lora` trains the adapter and
+    the whole head.
     """
 
     Config = CriticConfig
@@ -50,7 +51,7 @@ class CriticWorker(TrainedWorker):
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         check_scalar_head(config.model, read_model_config(config.model))
-        # Updates work with both heads, so other operations have no entry.
+        # Updates work with both heads, so only operations that need a certain head are listed.
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)
@@ -67,7 +68,7 @@ class CriticWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
-        """Compute the reward of each response: the head's output at its last token, [1] float32;
+        """Compute the reward of each response, [1] float32: the head's output at the last token, or
         nan for an empty response."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
@@ -83,13 +84,14 @@ class CriticWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes of `minibatches` optimizer steps.
-        See `Updates.update` for results and errors. The driver marks the `last` call."""
+        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
+        optimizer steps. For results and errors, see `Updates.update`. The driver marks the `last`
+        call of an update."""
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
 
 
 def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Return [rows] float32: the last value of each row, nan for an empty row.
+    """Return the last value of each row, or nan for an empty row: [rows] float32.
 
     >>> last_of_rows(np.array([1.0, 2.0, 3.0], np.float32), np.array([0, 2, 2, 3])).tolist()
     [2.0, nan, 3.0]

@@ -1,9 +1,9 @@
-"""Dispatch protocols: how the rows of a call are distributed over a worker group, and whose results
-are kept.
+"""Dispatch protocols: how to distribute the rows of a call over a worker group, and whose results
+to keep.
 
-A protocol is a pair of functions of the ranks' mesh coordinates, so the driver knows nothing about
-tensor or pipeline parallelism. The built-in protocols are attributes of `Dispatch`; custom
-protocols are further values:
+A protocol is a pair of functions of the ranks' mesh coordinates, so the driver needs to know
+nothing about tensor or pipeline parallelism. The built-in protocols are attributes of `Dispatch`. A
+custom protocol is one more value:
 
 >>> def first_rank_only(rows, mesh):
 ...     return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
@@ -27,37 +27,37 @@ from .models.model_folder import head_dim, num_heads, read_model_config, text_se
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Position of a rank in its group's mesh. Ranks with equal `dp` are one replica and get equal
-    rows."""
+    """Position of a rank in its group's mesh. Ranks with equal `dp` form one replica and get the
+    same rows."""
 
     dp: int = 0
     tp: int = 0
     pp: int = 0
     micro_dp: int = 0
-    """Generation replica within a training replica, if the same ranks generate with fewer shards
-    and stages (HybridFlow's micro-DP groups, arXiv:2409.19256; `generation_coordinates` in
-    `resharding/formulas.py`)."""
+    """Index of the generation replica within a training replica, if the same ranks generate with
+    fewer shards and stages (HybridFlow's micro-DP groups, arXiv:2409.19256;
+    `generation_coordinates` in `resharding/formulas.py`)."""
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Properties of rows that a protocol distributes without seeing their contents."""
+    """What a protocol knows about the rows that it distributes; it does not see their contents."""
 
     num_tokens: np.ndarray
-    """[rows] tokens of each row."""
+    """[rows] number of tokens in each row."""
     group_ids: np.ndarray
-    """[rows] group of each row."""
+    """[rows] id of each row's group."""
     whole_groups: bool = False
-    """Whether rows of one group must stay together."""
+    """Whether the rows of a group must stay together."""
     costs: np.ndarray | None = None
-    """[rows] cost of each row on its rank (`RowCost`); None for its tokens."""
+    """[rows] cost of computing each row (`RowCost`); None uses its number of tokens."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
 
 Shares = Sequence[Sequence[int] | None]
-"""Indexes of each rank's rows, or None for a rank that is not called."""
+"""Indexes of each rank's rows; None for a rank that is not called."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Dispatch:
     """A dispatch protocol.
 
     Args:
-        distribute: returns the share of each rank from the rows of a call and the ranks'
-            coordinates.
-        collect: returns the ranks whose results are kept from the coordinates of the ranks. Choose
-            one per replica: rows returned by two ranks would count twice.
+        distribute: given the rows of a call and the ranks' coordinates, returns the share of each
+            rank.
+        collect: given the ranks' coordinates, returns the ranks whose results are kept. Choose one
+            rank per replica, because a row that two ranks return would count twice.
     """
 
     name: str
@@ -76,28 +76,30 @@ class Dispatch:
     collect: Callable[[Sequence[Coordinates]], list[int]]
 
     ONE_TO_ALL: ClassVar[Dispatch]
-    """Every rank gets the same rows and arguments. Calls with rows keep the first rank's result,
-    other calls every rank's."""
+    """Every rank gets the same rows and arguments. Calls with rows keep the first rank's result;
+    other calls keep the results of all ranks."""
     SPLIT_BY_DP: ClassVar[Dispatch]
-    """Split rows over data-parallel replicas, balanced by cost; all ranks of a replica get the same
+    """Split rows over data-parallel replicas, balanced by cost. All ranks of a replica get the same
     rows."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
-    """Split rows over generation replicas, `micro_dp` of each `dp`. All ranks of a replica (its
-    pipeline stages and tensor-parallel shards) get the same rows."""
+    """Split rows over generation replicas, that is, over each `micro_dp` of each `dp`. All ranks of
+    a generation replica (its pipeline stages and tensor-parallel shards) get the same rows."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        # Pickle built-in protocols by name, so that they stay identical in other processes.
+        # Pickle built-in protocols by name, so that comparison by identity works in other
+        # processes.
         if getattr(Dispatch, self.name, None) is self:
             return getattr, (Dispatch, self.name)
         return Dispatch, (self.name, self.distribute, self.collect)
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split rows with these costs into parts of similar total: the largest first, each into the
-    smallest part so far. Ties go to the lowest part, so the split is deterministic.
+    """Split rows with these costs into parts with similar totals: place the most expensive row
+    first, each into the part with the lowest total so far. Ties go to the first such part, so the
+    split is deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -111,7 +113,7 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, part = heap[0]
         out[part].append(index)
-        heapq.heapreplace(heap, (load + max(1, size), part))  # spread rows without tokens by number
+        heapq.heapreplace(heap, (load + max(1, size), part))
     return [part if len(part) < 2 else sorted(part) for part in out]
 
 
@@ -140,7 +142,7 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
     """Return the first rank of the last pipeline stage of every data-parallel replica."""
     last = max(c.pp for c in mesh)
-    # Only the last stage has outputs, and all tensor-parallel ranks of it have the same ones.
+    # Only the last stage has outputs, and all its tensor-parallel ranks have the same ones.
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 
@@ -161,21 +163,21 @@ Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
 )
 
 
-# Cost of training on a row: linear layers by its tokens, attention by their square.
+# Cost of training on a row: linear in its tokens for matrix products, quadratic for attention.
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of rows in tokens of linear layers: L + L^2 / A for a row of L tokens (ByteScale
-    balances ranks this way, arXiv:2502.21231).
+    """Cost of rows, in units of the linear cost of one token: L + L^2 / A for a row of L tokens
+    (ByteScale balances ranks this way, arXiv:2502.21231).
 
     >>> RowCost(attention_length=1000)(np.array([500, 1000])).tolist()
     [750.0, 2000.0]
     """
 
     attention_length: float = math.inf
-    """A: tokens of a row whose attention costs as much as everything else; with infinity a row
-    costs its tokens."""
+    """A: number of tokens in a row whose attention costs as much as everything else. With infinity,
+    a row costs its number of tokens."""
 
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
         tokens = np.asarray(num_tokens, np.float64)
@@ -183,8 +185,9 @@ class RowCost:
 
 
 def row_cost_of(model: str | Path) -> RowCost:
-    """Return the row cost of a model, in multiplications counted from its settings; 1 per token if
-    they are incomplete. Attention in layers with a window counts as free."""
+    """Return the row cost of a model, from the numbers of multiplications that its settings imply.
+    If settings are missing, each token costs 1. Attention layers with a sliding window count as
+    free."""
     try:
         settings = text_settings(read_model_config(model))
     except UserError:
@@ -195,9 +198,9 @@ def row_cost_of(model: str | Path) -> RowCost:
     hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
     heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
     queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
-    if chosen := settings.get("num_experts_per_tok"):  # a mixture computes only the chosen experts
+    if chosen := settings.get("num_experts_per_tok"):  # a mixture of experts computes only these
         inner = int(chosen) * int(settings.get("moe_intermediate_size") or inner)
-    # Projections of queries, outputs, keys and values; three matrices of the MLP; the head.
+    # Projections of queries, keys, values and outputs; three matrices of the MLP; the head.
     linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary
     kinds = settings.get("layer_types") or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)

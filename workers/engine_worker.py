@@ -1,4 +1,4 @@
-"""EngineWorker: parent of workers that run a training engine."""
+"""EngineWorker: base class of workers that run a training engine."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
     """Return the columns that a log-probability pass over the column `of` uses if they exist. A
-    mixture of experts replays `routes` only of sampled responses."""
+    mixture of experts replays `routes` only for sampled responses."""
     return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
-    """A worker with the `TrainingEngine` that `config.engine` creates, or else an `FsdpEngine`. If
-    `alone`, this rank holds a complete model and joins no group."""
+    """A worker with a `TrainingEngine`: the one that `config.engine` creates, or an `FsdpEngine`.
+    If `alone`, this rank holds a complete model and joins no group."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class EngineWorker(Worker):
         super().__init__(config, context)
         make = config.engine
         if make is None:
-            # The driver imports this module too, and must not import torch.
+            # Imported late, because the driver imports this module and must not import torch.
             from .training.fsdp import FsdpEngine as make
-        # An independent rank must not wait for others at a rendezvous.
+        # A rank that is `alone` must not wait for others at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
-        # Report an incomplete engine here rather than in the middle of a run.
+        # Report an incomplete engine at the start rather than in the middle of a run.
         wanted = [name for name in vars(TrainingEngine) if name[0] != "_"]
         missing = [name for name in wanted if not hasattr(self.engine, name)]
         if missing:
@@ -131,25 +131,26 @@ def loss_reads(loss: Loss) -> tuple[str | Column, ...]:
 
 
 def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
-    """Return the columns that such an update uses if they exist."""
+    """Return the columns that an update with this loss uses if they exist."""
     return (*_declared(loss.may_read), RESPONSE_MASK, IMAGES)
 
 
 def _declared(names: Iterable[str]) -> Iterator[str | Column]:
-    """Return the named columns: Weft's own if it declares the name, never a file's."""
+    """Return the columns with these names. If Weft declares the name, this is Weft's column, never
+    one from a data file."""
     return (KNOWN.get(name, name) for name in names)
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
-    """Return the batch of an update. With one pass of one step, gradients may accumulate over
-    several calls, unless the loss is more than a sum over rows."""
-    # The router loss needs the expert loads of the complete step before its first backward pass.
+    """Return how the rows of an update are batched. With one pass and one minibatch, gradients may
+    accumulate over several calls, unless the loss is not a sum over rows."""
+    # The router loss needs the expert loads of the whole step before the first backward pass.
     in_parts = epochs == minibatches == 1 and config.router_loss is None
     return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 
 
 class TrainedWorker(EngineWorker):
-    """Parent of trained workers: updates, and this group's part of checkpoints."""
+    """Base class of trained workers, with updates and this group's part of checkpoints."""
 
     def __init__(
         self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs"
@@ -164,7 +165,7 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.tensor_parallel)
-            # This check imports torch, which takes seconds.
+            # Skip this check where it cannot fail, because it imports torch, which takes seconds.
             if config.lora.targets != "all-linear" or config.lora.dora:
                 from .training.adapter import check_layers
 
@@ -183,14 +184,15 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write model, head and tokenizer as a Hugging Face folder, replacing an existing one. An
-        adapter is `merged`, or else written alone in the format of `peft`."""
+        """Write model, head and tokenizer as a Hugging Face folder. An existing folder is replaced.
+        An adapter is merged into the model if `merged` is set; otherwise only the adapter is
+        written, in the format of `peft`."""
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Copy the training state and write it to a new folder in the background. Return the
-        seconds that training waited."""
+        """Copy the training state, and write it to a new folder in the background. Return the
+        number of seconds that training waited."""
         return self._updates.save(Path(path))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -200,13 +202,13 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restore weights, optimizer, version and random states from a checkpoint of any number of
-        ranks."""
+        """Restore weights, optimizer, version and random states from a checkpoint, which any number
+        of ranks may have written."""
         self._updates.load(Path(path))
 
 
 def check_updates(nodes: Iterable[Node]) -> None:
-    """Check the arguments of the updates of a graph."""
+    """Check the arguments of a graph's updates."""
     for node in nodes:
         loss = node.arguments.get("loss")
         if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
@@ -220,7 +222,8 @@ def check_updates(nodes: Iterable[Node]) -> None:
                 raise UserError(
                     f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}"
                 )
-        # Without these, the engine loses the old policy after the first of several steps.
+        # Without old log-probabilities, the engine loses the old policy after the first of several
+        # steps.
         steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
         if (
             loss is not None

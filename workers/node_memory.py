@@ -1,4 +1,4 @@
-"""Memory of this node, as the kernel counts it, by the nearest limit."""
+"""Memory of this node as the kernel counts it, under the tightest limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from ..dataflow.byte_units import gib
 
 NO_LIMIT = 1 << 60
-"""Limits from this size mean unlimited; cgroups version 1 reports such a number."""
+"""[bytes] Limits of this size or more mean unlimited; cgroups version 1 reports such numbers."""
 
 
 @dataclass(frozen=True)
 class NodeMemory:
     used_bytes: int
-    """Used memory, without what the kernel can reclaim."""
+    """Used memory, without memory that the kernel can reclaim."""
     limit_bytes: int
     by: str
-    """Source of the limit."""
+    """Where the limit comes from."""
 
     @property
     def share(self) -> float:
@@ -34,7 +34,7 @@ class NodeMemory:
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory | None:
-    """Return the memory of this node under the tightest limit of machine and cgroups."""
+    """Return the memory of this node, under the tightest limit of the machine and the cgroups."""
     found = [*_of_machine(root), *_of_cgroups(root)]
     return max(found, key=lambda memory: memory.share) if found else None
 
@@ -45,7 +45,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
     found: list[Path] = []
     for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
-        for path in paths:  # in a container this may be a host path, which is missing
+        for path in paths:  # in a container this may be a path of the host, which does not exist
             at = root / top / path.strip("/")
             # The limits of all parent groups apply as well.
             found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
@@ -79,7 +79,6 @@ def _number(file: Path) -> int | None:
 
 
 def _text(file: Path) -> str:
-    """Return the content of a file, or "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

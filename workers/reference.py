@@ -1,4 +1,5 @@
-"""ReferenceWorker: a model that computes log-probabilities, frozen or as a teacher."""
+"""ReferenceWorker: a model that computes log-probabilities, as a frozen reference or as a
+teacher."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ReferenceConfig(ModelConfig):
 
 
 class ReferenceWorker(EngineWorker):
-    """Computes log-probabilities under frozen weights, or under weights of an actor."""
+    """Computes log-probabilities under frozen weights, or under the weights of an actor that it
+    follows."""
 
     Config = ReferenceConfig
 
@@ -30,7 +32,7 @@ class ReferenceWorker(EngineWorker):
         self.version = 0
         """Policy version of the weights."""
         self._whole = True
-        """Whether all weights are of the same version."""
+        """Whether all weights belong to the same version."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -46,16 +48,16 @@ class ReferenceWorker(EngineWorker):
         of: str = str(RESPONSE_IDS),
         replay: bool = True,
     ) -> Batch:
-        """Compute the log-probability of each response token under the reference, at the
-        temperature of sampling.
+        """Compute the log-probability of each response token under this model, at the sampling
+        temperature.
 
         Args:
-            batch: columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is not 1,
-                `temperature` [1] float32.
+            batch: has the columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is
+                not 1, `temperature` [1] float32.
             into: the column to write, [L] float32 nats.
-            replay: whether a mixture of experts replays the column `routes`, if it exists: right
-                for the initial weights of the trained model, wrong for another model of the same
-                shape.
+            replay: whether a mixture of experts replays the column `routes`, if it exists. This is
+                right if the model has the initial weights of the trained model, and wrong for any
+                other model.
         """
         if not self._whole:
             raise WeightSyncError(
@@ -68,8 +70,8 @@ class ReferenceWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Load a published version and return its checksum. Raises a WeightSyncError if the weights
-        do not fit the model, or differ from the published ones."""
+        """Load a published version, and return its checksum. Raises a WeightSyncError if the
+        weights do not fit the model or differ from the published ones."""
         from ..resharding.incoming import IncomingWeights
 
         # Stays False if the update fails.

@@ -8,13 +8,13 @@
     proves itself                     ── proof for r ──>  checks the proof of rank 0
        both continue with `torch.distributed`, under keys that begin with another HMAC of the secret
 
-Protection: a process without the secret (of another run, or with an old address) never passes for a
-rank, and a rank never uses the store of another group. The store listens on only one address.
+Protection: a process without the secret, such as one from another run, cannot pass for a rank. A
+rank never uses the store of another group. The store listens on only one address.
 
-No protection: `TCPStore` has neither authentication nor encryption. A process that can connect to
-its port can list, read, overwrite and delete keys, and so disturb a group or learn where its ranks
-listen. Connections of gloo and NCCL carry unencrypted tensors. Between machines, use a network that
-outsiders cannot reach.
+Limits: `TCPStore` has neither authentication nor encryption. A process that can connect to its port
+can list, read, overwrite and delete keys. So it can disturb a group, or learn where the group's
+ranks listen. The connections of gloo and NCCL carry unencrypted tensors. Between machines, use a
+network that outsiders cannot reach.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.01
-"""Polling interval for a key. `TCPStore.wait` prints a C++ warning for each wait that times out."""
+"""[s] Polling interval for a key. Polling is needed because `TCPStore.wait` prints a C++ warning
+for each wait that times out."""
 
 
 def take_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port of one address of this machine. It does not listen yet,
-    so early connections are refused and retried instead of waiting forever.
+    """Return a socket that is bound to a free port of one address of this machine. The socket does
+    not listen yet, so early connections are refused and retried instead of waiting forever.
 
     >>> with take_port("127.0.0.1") as taken:
     ...     taken.getsockname()[0]
@@ -68,9 +69,9 @@ class Rendezvous:
     port: int
     secret: str = field(repr=False)
     timeout_s: float = 300.0
-    """Longest wait for the other ranks."""
+    """[s] Longest wait for the other ranks."""
     taken: socket.socket | None = field(default=None, repr=False, compare=False)
-    """On rank 0: the socket that holds the port. The store listens on it."""
+    """On rank 0: the socket that holds the port. The store will listen on it."""
 
     @classmethod
     def at(cls, taken: socket.socket, secret: str, timeout_s: float = 300.0) -> Rendezvous:
@@ -83,13 +84,13 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
-        # The role is part of the proof, so that no rank's proof can be replayed for another rank.
+        # The proof includes the role, so that one rank's proof cannot be replayed as another's.
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
         """Meet the other ranks of a group. Return the shared store once all ranks have proved that
-        they have the secret. Raises a WorkerError if ranks did not join in time (the message names
-        them), or a process does not have the secret."""
+        they know the secret. Raises a WorkerError if ranks did not join in time (the message names
+        them), or if a process does not know the secret."""
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         deadline = time.monotonic() + self.timeout_s
@@ -103,7 +104,7 @@ class Rendezvous:
         from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         timeout = timedelta(seconds=self.timeout_s)
-        # The store takes over the descriptor of the socket.
+        # The store takes over the socket's descriptor.
         listening = self.taken.detach() if self.taken is not None else None
         try:
             if rank:
@@ -124,7 +125,8 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens; `TCPStore` would log a stack trace per attempt."""
+        """Wait until rank 0 listens, because `TCPStore` would log a stack trace for each
+        attempt."""
         while True:
             try:
                 left_s = max(POLL_S, deadline - time.monotonic())
@@ -137,7 +139,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """The exchange of proofs from one rank's point of view."""
+    """The exchange of proofs, as one rank sees it."""
 
     rendezvous: Rendezvous
     store: Store
@@ -145,7 +147,8 @@ class _Meeting:
     deadline: float
 
     def let_in(self, others: Sequence[int]) -> str:
-        """Check the proofs of the others, prove rank 0's identity to each, and return its nonce."""
+        """On rank 0: check the proofs of the other ranks, prove rank 0's identity to each, and
+        return its nonce."""
 
         def missing() -> str:
             late = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
@@ -165,7 +168,8 @@ class _Meeting:
         return own
 
     def come(self, rank: int) -> str:
-        """Prove membership to rank 0 and check its proof. Return rank 0's nonce."""
+        """On other ranks: prove membership to rank 0, and check rank 0's proof. Return rank 0's
+        nonce."""
         own = secrets.token_hex(16)
         self._wait_for("nonce/0", lambda: "rank 0")
         nonce = self._read("nonce/0")

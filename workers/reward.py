@@ -1,4 +1,5 @@
-"""RewardWorker: scores samples with Python functions, written for Weft or another library."""
+"""RewardWorker: scores samples with Python functions that were written for Weft or another
+library."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 400
-"""Characters of a prompt or response that a message shows."""
-# Frames below this folder belong to Weft, not to the user's code.
+"""Number of characters of a prompt or response that a message shows."""
+# Stack frames in this folder belong to Weft, not to the user's code.
 _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
@@ -92,7 +93,7 @@ class RewardConfig(Config):
 
     @property
     def silence_s(self) -> float | None:
-        """Longest silence of a working process, in seconds."""
+        """[s] Longest time without progress in a working process."""
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
@@ -109,18 +110,20 @@ class RewardConfig(Config):
         return any(reward.takes_text for reward in self.rewards)
 
     def columns(self, into: str) -> tuple[str, ...]:
-        """Return the written columns: the reward, each function's result, and their parts."""
+        """Return the columns to write: the reward, each function's result, and the parts of
+        results."""
         named = [f"{into}/{reward.title}" for reward in self.rewards] if len(self.rewards) > 1 else []
         return (into, *named, *([f"{into}_parts"] if self.has_parts else []))
 
     @property
     def has_parts(self) -> bool:
-        """Whether a function may return a dictionary, by its library or its annotation."""
+        """Whether a function may return a dictionary, according to its library or its
+        annotation."""
         return any(reward.may_return_parts for reward in self.rewards)
 
     def verdict(self, into: str) -> str | None:
-        """Return the column of the only grader with verdicts, right (1) or wrong (0); None if there
-        is none or several."""
+        """Return the column of the only grader that gives verdicts, right (1) or wrong (0); None if
+        there is no such grader or more than one."""
         verdicts = [r.title for r in self.rewards if getattr(r.function, "is_verdict", False)]
         if len(verdicts) != 1:
             return None
@@ -128,7 +131,7 @@ class RewardConfig(Config):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the start of a run: functions with another library's signature."""
+        """Notes to log when a run starts: functions with the signature of another library."""
         found = ((reward, reward.signature) for reward in self.rewards)
         return tuple(
             f"reward function {r.title} ({r.place}) has {signature}"
@@ -177,7 +180,7 @@ class RewardWorker(Worker):
         super().__init__(config, context)
         self._caller = Caller(config.rewards)
         if config.takes_text:
-            _ = self._tokenizer  # load it before the first sample
+            _ = self._tokenizer
         for reward in config.rewards:
             if (prepare := getattr(reward.function, "prepare", None)) is not None:
                 prepare()
@@ -196,17 +199,17 @@ class RewardWorker(Worker):
         writes=lambda config, into: config.columns(into),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
-        """Call the functions on each sample. Slow functions return their rewards in parts. A failed
-        sample holds back no other: its exception is raised after all rewards.
+        """Call the functions on each sample. If functions are slow, rewards are yielded in parts. A
+        failed sample delays no other: its exception is raised after all rewards.
 
         Raises:
-            ResultError: a function returned something other than numbers; no further sample is
+            ResultError: a function returned something that is not a number; no further sample is
                 scored.
             SampleError: a function returned a number that is not finite, or no function applies to
                 a sample.
-            Exception: the first exception of a function. Like a `SampleError` it has `sample_ids`,
-                of all failed samples, and `sample`: the prompt and response of the first, and the
-                line that raised.
+            Exception: the first exception that a function raised. Like a `SampleError`, it has the
+                attributes `sample_ids` (of all failed samples) and `sample`: the prompt and
+                response of the first failed sample, and the line that raised.
         """
         decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
         rows = RewardRows(samples, decode)
@@ -214,7 +217,6 @@ class RewardWorker(Worker):
         try:
             with _working_directory_kept():
                 for done in scoring.run():
-                    # Avoid copying the batch if all samples finish at once.
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
                     metrics = self._metrics(outcomes, scoring.logged, into)
@@ -245,7 +247,8 @@ class RewardWorker(Worker):
         return of_column(into, {**logged, **parts, **own})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """Return the first failure, with all failed sample ids and the first one's texts."""
+        """Return the first failure, with the ids of all failed samples and the texts of the
+        first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -262,7 +265,7 @@ class RewardWorker(Worker):
 
 
 def _check_answers(reward: Reward, source: Source) -> None:
-    """Refuse rows without an answer for a function that needs one."""
+    """Reject rows without an answer if the function needs one."""
     for name in reward.answers:
         column = name if name in source.columns else str(ANSWER)
         if column not in source.columns:
@@ -279,8 +282,8 @@ def _check_answers(reward: Reward, source: Source) -> None:
 
 @contextlib.contextmanager
 def _working_directory_kept() -> Iterator[None]:
-    """Restore the working directory after a function that changes it, as code sandboxes do: the
-    user's relative paths refer to it."""
+    """Restore the working directory after a function that changes it, as code sandboxes do, because
+    the user's relative paths depend on it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -294,14 +297,15 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return mean, standard deviation, number (`scored`) and, if there are any, the largest."""
+    """Return mean, standard deviation and number (`scored`) and, if there are any rewards, their
+    maximum."""
     metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
     return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:
-    """Prefix metrics with their column's name, except for the reward itself: the mean of a baseline
-    is not the reward's.
+    """Prefix metrics with the name of their column, except for the reward itself. The mean of a
+    baseline, for example, must not count as the reward's.
 
     >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
@@ -312,7 +316,7 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the file and line of the innermost user code in the traceback."""
+    """Return the file and line of the innermost frame of user code in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if not f.filename.startswith((_LIBRARY, "<"))]
     installed = ("site-packages", f"{os.sep}lib{os.sep}python")

@@ -31,8 +31,8 @@ class RewardModelConfig(ModelConfig):
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores responses with a model. Each rank has the complete model, so a dead rank is replaced
-    while the others continue."""
+    """Scores responses with a model. Each rank has the complete model, so a dead rank can be
+    replaced while the others continue."""
 
     Config = RewardModelConfig
     replaceable = True
@@ -57,7 +57,7 @@ class RewardModelWorker(EngineWorker):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank; each rank is a replica."""
+        """Coordinates of this rank. Each rank is a replica."""
         return Coordinates(dp=self.context.rank)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
@@ -76,6 +76,6 @@ class RewardModelWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
-        """Compute the head's output at each response token. At the end of a reasoning step, a
-        process reward model gives the logit that the step is right."""
+        """Compute the head's output at each response token. For a process reward model, the output
+        at the end of a reasoning step is the logit that the step is right."""
         return samples.with_columns(**{into: self.engine.values(samples)})

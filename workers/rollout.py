@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 SMALLEST_HEAD_ON_CPU = 32
-"""Smallest attention head that vLLM's CPU kernel supports."""
+"""Smallest size of an attention head that vLLM's CPU kernel supports."""
 
 
 class RolloutConfig(VllmSettings):
@@ -111,7 +111,8 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes in the `generate` calls of one graph. Raises as `Worker.check`."""
+        """Find mistakes in the `generate` calls of one graph. Raises the same errors as
+        `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -144,13 +145,14 @@ class RolloutConfig(VllmSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the start of a run: end-of-text tokens that the model's settings lack."""
+        """Notes to log when a run starts: end-of-text tokens that the model's settings do not
+        name."""
         return stop_token_notes(self.model)
 
 
 def context_at_start(model: str | Path) -> int:
-    """Return the context length of a model, from its settings or the defaults of `transformers`
-    (which takes seconds to import)."""
+    """Return the context length of a model, from its settings or from the defaults of
+    `transformers`, whose import takes seconds."""
     context = context_of(read_model_config(model))
     if context is None:
         context = getattr(complete_text_settings(model), "max_position_embeddings", None)
@@ -211,7 +213,7 @@ def _check_prompts(
     source: Source, node: str, sampling: Sampling, max_context: int | None, of_model: int | None
 ) -> None:
     """Check that every prompt of the source leaves room for `max_tokens`. Prompts that other nodes
-    write are checked at sampling time."""
+    write are checked when they are sampled."""
     if max_context is None:
         return
     if sampling.max_tokens >= max_context:
@@ -220,7 +222,7 @@ def _check_prompts(
             f"lower it below {max_context}{_or_raise(max_context, of_model)}"
         )
     if str(PROMPT_IDS) not in source.columns:
-        return  # another node makes the prompts
+        return
     lengths = Batch.of_table(source.table.select([str(PROMPT_IDS)])).lengths(PROMPT_IDS)
     if not len(lengths):
         return
@@ -245,9 +247,9 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 
 MAX_RESPONSES = 10_000_000
-"""Limit on the responses of one `generate` call, because the worker keeps a request for each."""
+"""Limit on the responses of one `generate` call, because the worker keeps one request for each."""
 POLL_S = 0.001
-"""Polling interval for new weights while the worker is idle."""
+"""[s] Polling interval for new weights while the worker is idle."""
 
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
@@ -270,11 +272,11 @@ class RolloutWorker(Worker):
         self._vocabulary = read_vocabulary(self._folder)
         self._generating = 0
         """Number of calls that are sampling."""
-        # Requests without a seed must differ between replicas.
+        # Seed of the replica. Requests without a seed must differ between replicas.
         seed = _hash(context.seed, context.rank) % 2**31
         reads_images = sees_images(read_model_config(self._folder))
         self._images = ImageReader(config.model, self._folder) if reads_images else None
-        # An engine of the user's own may not take these two.
+        # A user's own engine may not accept these two.
         served = {"adapter": config.adapter, "images": self._images}
         served = {name: value for name, value in served.items() if value is not None}
         self.engine = self.new_engine(
@@ -282,7 +284,7 @@ class RolloutWorker(Worker):
         )
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
-        """Create the generation engine. A subclass may replace it."""
+        """Create the generation engine. A subclass may override this."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
         settings |= {"max_num_seqs": self.config.max_num_seqs, "routes": self.config.routes}
@@ -301,26 +303,28 @@ class RolloutWorker(Worker):
     ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
         """Sample `n` responses to each prompt.
 
-        Yields the responses of each engine step as they finish, or None after a step without a
-        finished response, which lets another call on this worker run. Callers may send back sample
-        ids of prompts whose remaining responses are no longer wanted.
+        After each engine step, yields the responses that finished in it, or None if none did, which
+        lets another call on this worker run. The caller may send back sample ids of prompts whose
+        remaining responses are no longer wanted.
 
         Args:
-            prompts: columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
-                `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
-                that exist already), and `images`, each with a placeholder in the prompt.
+            prompts: has the columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional
+                columns: `draw_path` (in later expansions of a graph), `made_before` (numbers of
+                responses that already exist), and `images`, each with a placeholder in the prompt.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
             `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`,
-            `temperature` float32, and with `routes` the column of that name. Log-probabilities
-            belong to the distribution that was sampled from. Greedy responses use the model's own
-            distribution (and `temperature` 1). A sampling that truncates the distribution writes no
-            log-probabilities (see `Sampling`). Metrics: `tokens`, `response_length` and
-            `truncation_rate` (share of responses that reached the token limit).
+            `temperature` float32 and, if `routes` is set, the column of that name.
+            Log-probabilities are those of the distribution that was sampled from. Greedy responses
+            use the model's own distribution (and `temperature` 1). If the sampling truncates the
+            distribution, no log-probabilities are written (see `Sampling`). Metrics: `tokens`,
+            `response_length` and `truncation_rate` (share of responses that reached the token
+            limit).
 
         Raises:
-            SampleError: a prompt is empty or too long for the context, or its images are unreadable.
+            SampleError: a prompt is empty or too long for the context, or its images are
+                unreadable.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -341,7 +345,7 @@ class RolloutWorker(Worker):
             for index in (index for index in range(n) if index not in made[row]):
                 seed = self._seed(int(group_ids[row]), draws[row], ids, index)
                 requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
-        # Number of unfinished responses of each prompt.
+        # Number of unfinished responses for each prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
         steps = self.engine.generate(requests, sampling)
@@ -367,20 +371,20 @@ class RolloutWorker(Worker):
     def receive_weights(
         self, weights: Weights, recompute: bool = False
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
-        """Load a published version of the weights and return its checksum. With a double buffer,
-        during sampling, this is a generator that yields while the version arrives, and returns the
-        metric `weights_pause_s` as well. `recompute` rebuilds the KV cache of unfinished responses.
-        Raises a WeightSyncError if the bytes differ from the published ones, or do not fit the
-        model."""
+        """Load a published version of the weights, and return its checksum. With a double buffer
+        and while the worker is sampling, this is a generator. It yields while the version arrives,
+        and also returns the metric `weights_pause_s`. `recompute` rebuilds the KV cache of
+        unfinished responses. Raises a WeightSyncError if the bytes differ from the published ones
+        or do not fit the model."""
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
-        # vLLM's own backends write directly into the model, so they cannot stage.
+        # vLLM's own backends write directly into the model, so they cannot stage a version.
         if self._generating and self._doubles and not weights.backend:
             return self._stage(weights, recompute)
         return self._take(weights, recompute)
 
     @cached_property
     def _doubles(self) -> bool:
-        """Whether new weights arrive in separate memory while the old ones serve."""
+        """Whether new weights arrive in separate memory while the old ones are in use."""
         if self.config.double_buffer is not None:
             return self.config.double_buffer
         memory = None if torch.cuda.is_available() else node_memory()
@@ -430,8 +434,8 @@ class RolloutWorker(Worker):
     def _seed(
         self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
     ) -> int | None:
-        """Return the seed of one response. It depends on prompt and draw path, because rows of
-        later turns share their group and may share their prompt."""
+        """Return the seed of one response. It depends on the prompt and the draw path, because rows
+        of later turns share their group and may share their prompt."""
         if not self.config.seeded:
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
@@ -511,16 +515,17 @@ class RolloutWorker(Worker):
         context = config.max_context or context_of(read_model_config(config.model))
         if context is None:
             return None
-        # "" is the source: prompts of other nodes are not filtered by length.
+        # "" stands for the source; prompts of other nodes are not filtered by length.
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
 
 
-# Canary: log-probabilities that a rank and its trainer both compute, before the rank serves the run.
+# Canary: log-probabilities that a rank and its trainer both compute, before the rank serves the
+# run.
 #
-# Checksums show that weights have arrived; the canary shows that both sides compute the same with
-# them. A rank samples it once, after its first weights.
+# Checksums show that the weights have arrived. The canary shows that both sides compute the same
+# results with them. A rank samples it once, after it has received its first weights.
 
 _CANARIES = 4
 _CANARY_PROMPT_TOKENS = 4
@@ -545,7 +550,7 @@ def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     >>> len(_canary_prompts(100)), int(max(ids.max() for ids in _canary_prompts(3))) < 3
     (4, True)
     """
-    # If config.json gives no vocabulary size, only the smallest ids are sure to be valid.
+    # If config.json does not state the vocabulary size, only the smallest ids are sure to be valid.
     drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (_CANARIES, _CANARY_PROMPT_TOKENS))
     return list(drawn.astype(np.int32))
 
@@ -557,7 +562,7 @@ def _children(
     n: int,
     sampling: Sampling,
 ) -> Children:
-    """Return responses as child rows. `left` counts each row's unfinished responses."""
+    """Return responses as child rows. `left` is the number of unfinished responses of each row."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
@@ -570,7 +575,7 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
         str(RESPONSE_LOGPROBS): (np.concatenate([r.logprobs for r in responses]), offsets),
         str(RESPONSE_VERSIONS): (np.concatenate([r.versions for r in responses]), offsets),
         str(FINISH_REASON): [r.finish_reason for r in responses],
-        # Trainers divide logits by this; greedy responses keep the model's plain distribution.
+        # Trainers divide logits by this; greedy responses use the model's plain distribution.
         str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     }
     if responses[0].routes is not None:

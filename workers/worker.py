@@ -38,24 +38,24 @@ def remote(
 ) -> Callable[[F], F]:
     """Make a method callable on a group. The method itself stays unchanged.
 
-    A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`,
-    or an iterator of these. Each part of an iterator is published as soon as it is yielded;
-    yielding None publishes nothing and lets another call run. A map returns one row for each row,
-    in the same order. A method without columns returns its result, or a generator that yields None
-    and returns its result with metrics.
+    A method with columns takes a `Batch` as its first argument. It returns a `Batch`, metrics,
+    `(Batch, metrics)`, or an iterator of these. Each item of an iterator is published as soon as it
+    is yielded. Yielding None publishes nothing, and lets another call run. A map returns one row
+    for each input row, in the same order. A method without columns returns its result, or a
+    generator that yields None and finally returns the result with metrics.
 
     Args:
         dispatch: how to distribute rows over the ranks, and whose results to keep.
-        shape: relation of output rows to input rows.
-        reads: columns that the method requires, or a function of the call's arguments and the
+        shape: how output rows relate to input rows.
+        reads: columns that the method requires. May be a function of the call's arguments and the
             group's `config` that returns them: `lambda loss: (RESPONSE_IDS, *loss.reads)`.
-        may_read: columns that it uses if they exist.
-        writes: columns that it adds.
-        takes: unit of one call; None selects groups for a GROUP, and rows otherwise.
-        interruptible: whether other calls on the worker may run each time it yields.
+        may_read: columns that the method uses if they exist.
+        writes: columns that the method adds.
+        takes: the unit of one call. None selects groups if `shape` is GROUP, and rows otherwise.
+        interruptible: whether other calls on the worker may run each time the method yields.
 
     Raises:
-        UserError: at declaration, if `reads` or another function depends on an argument that the
+        UserError: on declaration, if `reads` or another of these functions has a parameter that the
             method lacks.
     """
 
@@ -69,7 +69,7 @@ def remote(
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
-    """Return the dispatch protocol of a worker's method, or None if it is not remote."""
+    """Return the dispatch protocol of a worker's method, or None if the method is not remote."""
     for each in worker_class.__mro__:
         # An override without @remote inherits the protocol.
         dispatch = getattr(vars(each).get(method), "__dispatch__", None)
@@ -79,8 +79,8 @@ def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
 
 
 MAX_FAILED = 0.05
-"""Share of a node's rows that may be dropped after three failures each, if the group's
-configuration has no `max_failed`."""
+"""Default of `max_failed` for groups whose configuration has no such setting: the share of a node's
+rows that may be dropped after three failures each."""
 
 
 @dataclass(frozen=True)
@@ -91,40 +91,41 @@ class Context:
     rank: int = 0
     world_size: int = 1
     rendezvous: Rendezvous | None = None
-    """Meeting point of the ranks for `torch.distributed`; None in a group of one, and for
-    independent ranks (`replaceable`)."""
+    """Where the ranks meet for `torch.distributed`; None in a group of one, and for independent
+    ranks (`replaceable`)."""
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
-    """Whether the driver replaces this process when it is silent for too long. Otherwise the worker
-    enforces deadlines itself."""
+    """Whether the driver replaces this process if it shows no progress for too long. If not, the
+    worker enforces deadlines itself."""
     at: Callable[[int | None], None] = lambda sample_id: None
-    """Call this with the sample in work (None for no sample) where a sample may hang or end the
-    process. The driver then blames this sample instead of all unfinished samples of the call."""
+    """Call this with the id of the sample in work (None for no sample), where a sample may hang or
+    end the process. The driver then blames this sample, rather than all unfinished samples of the
+    call."""
     local_rank: int = 0
-    """Number of this rank among the group's ranks on its node."""
+    """Index of this rank among the group's ranks on its node."""
     node_rank: int = 0
-    """Number of this node among the group's nodes."""
+    """Index of this node among the group's nodes."""
     nodes: int = 1
-    """Number of nodes of the group, with the same number of ranks on each."""
+    """Number of nodes of the group. Each has the same number of ranks."""
     address: str = ""
     """Address of the node for ranks on other nodes; empty if there are none."""
     devices: tuple[str, ...] = ()
     """The GPUs that only this process sees, as in `CUDA_VISIBLE_DEVICES`. If empty, the process
-    sees all GPUs of its node and uses the one of its local rank."""
+    sees all GPUs of its node, and uses the one with its local rank's number."""
     advance: Callable[[], None] = lambda: None
-    """Call this after each part of the work, such as a microbatch or an engine step. The driver
-    considers a rank that does not hung after `call_timeout_s`."""
+    """Call this after each part of the work, such as a microbatch or an engine step. If a rank does
+    not call it for `call_timeout_s`, the driver considers the rank hung."""
 
 
 def device_index(context: Context, visible: int) -> int:
-    """Return the index of this rank's GPU among the visible ones, at least one.
+    """Return the index of this rank's GPU among the visible ones. `visible` is at least 1.
 
     >>> device_index(Context(local_rank=3, devices=("3",)), 1), device_index(Context(local_rank=3), 8)
     (0, 3)
 
     Raises:
-        UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
+        UserError: the process sees all GPUs of its node, but the node has more ranks than GPUs.
     """
     # The process sees only its own GPUs, so they count from 0.
     if context.devices:
@@ -139,8 +140,9 @@ def device_index(context: Context, visible: int) -> int:
 
 
 def peak_device_bytes() -> int:
-    """Return the most bytes that PyTorch has held on the current GPU; 0 if it has used none."""
-    # Never import torch for this: a process without it uses no GPU.
+    """Return the largest number of bytes that PyTorch has held on the current GPU; 0 if PyTorch has
+    not used one."""
+    # Never import torch for this: a process without torch uses no GPU.
     loaded = sys.modules.get("torch")
     if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
         return 0
@@ -148,8 +150,8 @@ def peak_device_bytes() -> int:
 
 
 def rank_device(context: Context) -> torch.device:
-    """Return the device of a rank, and make it the current one, so that `cuda` without a number
-    means it. Raises like `device_index`."""
+    """Return the device of a rank, and make it the current device, so that `cuda` without a number
+    means this one. Raises the same errors as `device_index`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(context, torch.cuda.device_count()))
@@ -158,18 +160,18 @@ def rank_device(context: Context) -> torch.device:
 
 
 class Worker:
-    """Parent of every worker class.
+    """Base class of every worker.
 
     The constructor of a subclass, `Cls(config, context)`, loads the model. Methods marked with
     `@remote` can be called on a group. `weft.group` returns a *handle* that is typed as its worker
-    class, so methods of handles are declared here too.
+    class, so this class also declares the methods of handles.
     """
 
     Config: ClassVar[type[Config]]
-    """Configuration class; `weft.group` builds it from keyword arguments."""
+    """Configuration class; `weft.group` constructs it from keyword arguments."""
     replaceable: ClassVar[bool] = False
-    """Whether ranks are independent, and hold nothing but their configuration and the weights that
-    they follow. Rows that fail are requeued (and dropped at the third failure, see `MAX_FAILED`); a
+    """Whether ranks are independent: they hold only their configuration, and the weights that they
+    follow. Their failed rows are requeued, and dropped at the third failure (see `MAX_FAILED`). A
     process that ends or hangs is replaced, and the run continues."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
@@ -181,52 +183,59 @@ class Worker:
         """Find mistakes before any process starts, without importing torch, ray or vllm.
 
         Args:
-            nodes: calls on this group in one graph (`node.arguments` by name).
-            source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, `source.name`).
+            nodes: calls on this group in one graph (`node.arguments` maps names to values).
+            source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, and
+                `source.name`).
 
         Raises:
-            UserError: a setting is wrong; the message names it, the rule and the nearest valid value.
+            UserError: a setting is wrong. The message names the setting, the rule, and the closest
+                valid value.
         """
 
     @classmethod
     def check_machine(cls, config: Any, ranks: int) -> None:
-        """Check that this machine without GPUs has room for all ranks of the group."""
+        """Check that this machine, which has no GPUs, has room for all ranks of the group."""
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return the cost of rows. Replicas get rows of similar cost."""
+        """Return the function that computes the cost of rows. Replicas get rows of similar total
+        cost."""
         return RowCost()
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
-        """Return the limit for prompt tokens of these calls, or None without a limit."""
+        """Return the largest number of prompt tokens that these calls allow, or None if there is no
+        limit."""
         return None
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
-        """Return the most tokens of a row (prompt and response) that the model reads, or None."""
+        """Return the largest number of tokens (prompt and response) that the model can read in a
+        row, or None if there is no limit."""
         return None
 
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
-        """Return why a group with this configuration cannot take only its leader's adapter, or ""
-        if it can. The adapter then comes in `config.adapter`. `leader` is the configuration of the
-        followed group."""
+        """Return why a group with this configuration cannot load only its leader's adapter, or ""
+        if it can. If it can, it gets the adapter's settings in `config.adapter`. `leader` is the
+        configuration of the followed group."""
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
-        """Return why vLLM's own backends cannot send to such a group, or "" if they can."""
+        """Return why vLLM's own backends cannot send weights to a group with this configuration, or
+        "" if they can."""
         return f"{cls.__name__} does not run vLLM"
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank in the mesh of its group, registered with the driver."""
+        """Coordinates of this rank in the mesh of its group; the rank registers them with the
+        driver."""
         return Coordinates(dp=self.context.rank)
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th of its updates. Call it on handles,
-        before a graph runs."""
+        """Load the weights of `leader` after every `every`-th of its updates. Call this method on
+        handles, before a graph runs."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"
@@ -239,11 +248,11 @@ class Worker:
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
-        """Claim device memory before this group's turn on a shared pool."""
+        """Claim device memory before this group's turn on a shared pool of devices."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
-        """Free device memory after this group's turn on a shared pool."""
+        """Free device memory after this group's turn on a shared pool of devices."""
 
     def close(self) -> None:
         """Release processes, memory and files."""
@@ -251,17 +260,17 @@ class Worker:
 
 @dataclass(frozen=True)
 class Children:
-    """New rows of some parents. An expansion that returns or yields a plain `Batch` instead gives
-    all rows of the parents in it.
+    """New rows of some parents. An expansion that returns or yields a plain `Batch` instead states
+    that these are all rows of the parents in it.
 
-    Parent and number identify a row and its `sample_id`. If a worker dies, its parents keep the
-    rows that it yielded; the next worker finds their numbers in the column `made_before` and makes
-    only the rest.
+    A row's parent and number identify the row, and determine its `sample_id`. If a worker dies, its
+    parents keep the rows that it has yielded. The next worker finds the numbers of these rows in
+    the column `made_before`, and makes only the missing ones.
     """
 
     rows: Batch
     """Rows with a column `parent_id`."""
     numbers: np.ndarray
-    """[rows] int64 number of each row among its parent's rows, from 0."""
+    """[rows] int64: number of each row among the rows of its parent, from 0."""
     finished: np.ndarray
     """int64 sample ids of the parents that get no more rows."""

@@ -1,4 +1,4 @@
-"""MultipleChoice: grades the letter or number of the option that a response settles on."""
+"""MultipleChoice: grades the letter or number of the option that a response chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADVERB = r"(?i:for\s+sure|definitely|clearly|thus|therefore|probably|most\s+lik
 
 
 def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
-    """Return the expressions that find an option; `keys` is a range of upper-case characters."""
+    """Return the expressions that find an option; `keys` is a range of uppercase characters."""
     bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
     small = rf"(?-i:[{keys.lower()}])"
     key = rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
@@ -65,11 +65,12 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""Return the option that a response gives as its answer, in upper case, or None. Options are A
-    to J, or numbers 1 to 9.
+    r"""Return the option that a response gives as its answer, in upper case, or None. Options are
+    the letters A to J or the numbers 1 to 9.
 
-    A box or an `<answer>` takes precedence, then "the answer is C", then a letter that begins or
-    ends the response. Options that the response denies ("it isn't C", "B is wrong") do not count.
+    A box or an `<answer>` takes precedence, then "the answer is C", then a letter at the start or
+    end of the response. Options that the response rejects ("it isn't C", "B is wrong") do not
+    count.
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
@@ -82,11 +83,10 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         inside = plain(content)
         return (
             _at_start(inside, patterns)
-            # A box that is the whole text would recurse without end.
+            # If a box is the whole text, looking inside it would recurse without end.
             or (inside != text and letter_of(inside, numbers=numbers))
             or None
         )
-    # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):
@@ -115,7 +115,8 @@ def _in_short_runs(text: str) -> str:
 
 
 def _is_key(found: re.Match[str], text: str) -> bool:
-    """Whether a matched character names an option: not in "A good question" and "3 apples"."""
+    """Return whether a matched character names an option, unlike in "A good question" and "3
+    apples"."""
     key, rest = found["key"], text[found.end("key") :]
     if key in "AI" or key.isdigit():
         return not re.match(r"\s+(?!because|since|as|for|by|and|is)[a-z]", rest)
@@ -138,7 +139,7 @@ class MultipleChoice(Grader):
     is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare a response with an option such as "C", "(c)", "(C) Paris" or "3".
+        """Compare a response with an option, written like "C", "(c)", "(C) Paris" or "3".
 
         >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)

@@ -1,7 +1,7 @@
-"""Equality of two mathematical answers, with `math-verify` and sympy.
+"""Equality of two mathematical answers, using `math-verify` and sympy.
 
-A comparison may never end, so it belongs in a process that can be killed (`math.py`). Model text is
-parsed, never evaluated.
+A comparison may never end, so run it in a process that can be killed (`math.py`). Text from a model
+is parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from .numbers import (
 LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
-"""Longest answer that is compared as a formula, in characters. Long right answers allow more."""
+"""[characters] Longest answer to compare as a formula. The limit is higher if the right answer is
+long."""
 LARGEST_DIGITS = 50_000
-"""Digits of the largest power or factorial that is computed."""
+"""Number of digits of the largest power or factorial to compute."""
 _TOWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*[{(]*\s*(?=\d)")
 _FACTORIAL = re.compile(r"(\d+)\s*(!+)")
 _FACTORIAL_OF_FORMULA = re.compile(r"\^[^()]*\)\s*!|!\s*\)\s*!")
@@ -48,30 +49,30 @@ _UNIT = re.compile(
     rf"|(?<=[\d}})iππ])\s*(?P<bare>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})(?![a-zA-Z])"
     r"\s*(?:\^\s*\{?\s*[23]\s*\}?|squared|cubed)?(?:\s*(?:/|per)\s*[a-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?)\s*$"
 )
-"""A unit after a formula. `numbers.quantity_of` reads the units of numbers."""
+"""A unit after a formula. `numbers.quantity_of` reads units after numbers."""
 _MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
 MAX_REPORTS = 10
-"""Most failed comparisons that a process reports."""
+"""Largest number of failed comparisons that a process reports."""
 _reports = itertools.count(1)
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Whether the final answer of a response equals the answer, bare or as a solution that ends
-    with it. Raises a ValueError if the answer is empty or a sentence, or the two are too large to
-    compare.
+    r"""Return whether the final answer of a response equals the answer, which may be bare or a
+    solution that ends with it. Raises a ValueError if the answer is empty or a sentence, or if the
+    two are too large to compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
     """
-    boxed = extraction.last_boxes(answer)  # the answer may be a solution
+    boxed = extraction.last_boxes(answer)  # the answer may be a whole solution
     gold = ", ".join(boxed) if boxed else after_hashes(answer) or answer
     if not plain(gold):
         raise ValueError(f"the answer {answer[:100]!r} is empty")
     text = extraction.without_reasoning(response).strip()
-    # A cheap comparison first: most right answers are written like the answer.
+    # Compare cheaply first, because most right answers are written like the given answer.
     if not text or key(text[: 2 * len(gold) + 100]) == key(gold):
         return bool(text)
     final = extraction.final_part(response)
@@ -88,7 +89,8 @@ def is_right(response: str, answer: str) -> bool:
 
 
 def _states(gold: str, text: str) -> bool:
-    """Whether a text states the answer: in a box, after "the answer is", alone, or last."""
+    """Return whether a text states the answer: in a box, after "the answer is", alone, or at the
+    end."""
     boxed = extraction.last_boxes(text)
     if boxed:
         said = _said_in_box(boxed[-1])
@@ -147,7 +149,8 @@ def _stated_by(answer: str) -> str | None:
 
 
 def are_equal(gold: str, given: str) -> bool:
-    r"""Whether two bare answers mean the same, by notation, as numbers, as words, or as formulas.
+    r"""Return whether two bare answers mean the same: by notation, as numbers, as words, or as
+    formulas.
 
     >>> are_equal(r"\dfrac12", "0.5"), are_equal(r"\text{Odd}", "odd"), are_equal("10 cm", "10 m")
     (True, True, False)
@@ -157,7 +160,7 @@ def are_equal(gold: str, given: str) -> bool:
         return True
     if not theirs or len(theirs) > LONGEST_ANSWER + 20 * len(mine):
         return False
-    # "3,4" and "4,3" are two numbers each.
+    # "3,4" and "4,3" are two numbers each, so do not parse them as one.
     if _is_number(gold) and _is_number(given) and (quantity_of(gold) or quantity_of(given)):
         return _same_number(gold, given)
     if is_words(gold) or is_words(given):
@@ -177,7 +180,7 @@ def are_equal(gold: str, given: str) -> bool:
 
 
 def _said_in_box(box: str) -> str | None:
-    r"""Return the answer of a sentence in a box.
+    r"""Return the answer that a boxed sentence states.
 
     >>> _said_in_box(r"\text{The answer is }42"), _said_in_box(r"\text{odd}")
     ('42', None)
@@ -188,14 +191,15 @@ def _said_in_box(box: str) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    """Return words without articles and plural endings: "No solutions" equals "no solution"."""
+    """Return words without articles and plural endings, so that "No solutions" equals "no
+    solution"."""
     found = re.findall(r"[^\W_]+", plain(text).lower())
     words = [word for word in found if word not in ("a", "an", "the")]
     return [w.removesuffix("s") if len(w) > 3 and not w.endswith("ss") else w for w in words]
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
-    r"""Split a formula from the unit after it; returns the formula, and the unit with its size.
+    r"""Split a formula from the unit after it. Return the formula, and the unit with its size.
 
     >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0], _without_unit(r"6\sqrt{2}\text{ m}")[0]
     ('25\\pi', '25\\pi r', '6\\sqrt{2}')
@@ -215,7 +219,7 @@ def _in_base(text: str) -> int | None:
     found = re.fullmatch(r"(\w+)_\{?(\d{1,2})\}?", key(text))
     try:
         return int(found[1], int(found[2])) if found else None
-    except ValueError:  # digits outside the base
+    except ValueError:
         return None
 
 
@@ -224,7 +228,8 @@ def _is_number(text: str) -> bool:
 
 
 def _same_number(gold: str, given: str) -> bool:
-    """Whether two numeric texts are equal. A comma may be decimal if the other text has none."""
+    """Return whether two numeric texts are equal. A comma may be a decimal comma if the other text
+    has none."""
     one, other = quantity_of(gold), quantity_of(given)
     if one is not None and other is not None and one.equals(other):
         return True
@@ -244,7 +249,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _begins_with(gold: str, said: str) -> bool:
-    """Whether a stated answer, such as "42 apples in 3 boxes", begins with the right one."""
+    """Return whether a stated answer, such as "42 apples in 3 boxes", begins with the right one."""
     formulas = _formulas(said)
     if any(are_equal(gold, given) for given in dict.fromkeys((", ".join(formulas), *formulas[:1]))):
         return True
@@ -262,7 +267,7 @@ def _formulas(text: str) -> list[str]:
 
 
 def _in_prose(gold: str, text: str) -> bool:
-    """Whether the formula, number or words at the end of a text are the answer."""
+    """Return whether the formula, number or words at the end of a text are the answer."""
     if is_words(gold):
         ending = re.escape(plain(gold)) + r"[\s.!*]*$"
         stated = rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}"
@@ -285,14 +290,14 @@ def _formula(text: str) -> str:
     r"""Convert an answer to LaTeX: `2*sqrt(3)` becomes `2*\sqrt{3}`."""
     text = plain(without_unit(text)).replace("**", "^")
     if "=" in text and "," in text:
-        text = re.sub(r"\s*\b(?:and|or)\b\s*", "; ", text)  # p=5, q=2 and p=7, q=2
+        text = re.sub(r"\s*\b(?:and|or)\b\s*", "; ", text)  # such as p=5, q=2 and p=7, q=2
     text = _FUNCTIONS.sub(lambda m: "\\" + m.group(1).replace("infinity", "infty"), text)
     return _CALL.sub(r"\\\1{\2}", text)
 
 
 def _verified(gold: list[Any], given: list[Any]) -> bool:
-    """Whether any reading of the answer provably equals any reading of the given text. Raises
-    MemoryError or RecursionError if the comparison is too large."""
+    """Return whether some reading of the answer provably equals some reading of the given text.
+    Raises MemoryError or RecursionError if the comparison is too large."""
     _, verify = _math_verify()
     try:
         right = bool(
@@ -300,7 +305,7 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
         )
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # one pair of readings is invalid; others may be valid
+    except Exception as error:  # this pair of readings is invalid; others may be valid
         right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
         if not right and (number := next(_reports)) <= MAX_REPORTS:
             more = "; further ones are not reported" if number == MAX_REPORTS else ""
@@ -310,7 +315,7 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
 
 
 DIGITS = 1500
-"""Digits of precision for comparing two constants. `verify` compares only 15."""
+"""Digits of precision when comparing two constants. `verify` compares only 15."""
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -333,7 +338,6 @@ def _differ(one: Any, other: Any) -> bool:
 def _expressions_differ(one: Any, other: Any) -> bool:
     import sympy
 
-    # Percentages may mean two numbers.
     if one.has(sympy.UnevaluatedExpr) or other.has(sympy.UnevaluatedExpr):
         return False
     if one.free_symbols != other.free_symbols:
@@ -355,7 +359,7 @@ def _expressions_differ(one: Any, other: Any) -> bool:
         return any(part != 0 and part._prec > 1 for part in value.as_real_imag() if part.is_Float)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # sympy cannot decide; `verify` could
+    except Exception:  # sympy cannot decide this, but `verify` could
         return False
 
 
@@ -370,7 +374,8 @@ def _parsed(formula: str) -> list[Any]:
 
 @cache
 def _math_verify() -> tuple[Any, Any]:
-    """Return `parse` and `verify`. Their time limits use signals, and are off."""
+    """Return `parse` and `verify` of math-verify. Their time limits use signals, so they are turned
+    off."""
     import math_verify
 
     for name in ("math_verify", "math_verify.parser", "math_verify.grader"):
@@ -379,10 +384,10 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether a number in the text has too many digits to compute."""
+    """Return whether a number in the text has too many digits to compute."""
     if _FACTORIAL_OF_FORMULA.search(text):
         return True
-    # Nine digits are enough to see the size, and `int` refuses more than 4,300.
+    # Nine digits show that a number is too large, and `int` rejects more than 4,300.
     if any(len(marks) > 1 or int(n[:9]) > LARGEST_DIGITS // 4 for n, marks in _FACTORIAL.findall(text)):
         return True
     place = 0

@@ -48,12 +48,12 @@ def _take_any_answer(cls: type[Grader]) -> None:
         return
     signature = inspect.signature(own)
 
-    # A reward worker reads the wanted columns from the signature, which `wraps` keeps.
+    # A reward worker reads the required columns from the signature, which `wraps` keeps.
     @functools.wraps(own)
     def graded(*arguments: Any, **named: Any) -> float:
         given = signature.bind(*arguments, **named)
         has_default = signature.parameters["answer"].default is not inspect.Parameter.empty
-        # A column without a value counts as not given if the grader can do without an answer.
+        # If the grader does not need an answer, treat a missing value in the column as no answer.
         if given.arguments.get("answer", "") is None and has_default:
             del given.arguments["answer"]
         if "answer" in given.arguments:

@@ -1,4 +1,4 @@
-"""Math and Gsm8k: grade the final answer of a response, as a formula or as a number."""
+"""Math and Gsm8k: grade the final answer of a response as a formula or as a number."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .numbers import Quantity, quantity_of
 # Comparing formulas
 #
 # Formulas are compared in a child process (`math_program.py`), because math-verify may not
-# terminate. Each process that grades starts one at the first use and replaces it after a kill.
-# No signal is used in this process, so that any thread may grade.
+# terminate. Each process that grades starts one child at the first comparison, and replaces it
+# after a kill. The grading process uses no signals, so any of its threads may grade.
 
 DEADLINE_S = 10.0
-"""Longest time for a comparison, in seconds."""
+"""[s] Longest time for a comparison."""
 START_S = 120.0
-"""Seconds that the process may take to import math-verify."""
+"""[s] Longest time in which the process may import math-verify."""
 MAX_CHARACTERS = 200_000
-"""Characters at the end of a response that are read."""
+"""Number of characters at the end of a response to read."""
 
 
 class _MathProcess:
@@ -36,8 +36,8 @@ class _MathProcess:
         self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Compare the final answer of a response with the answer, by `equality.is_right`. Raises a
-        SampleError if the comparison took too long or failed, or the process ended."""
+        """Compare the final answer of a response with the answer, using `equality.is_right`. Raises
+        a SampleError if the comparison took too long or failed, or if the process ended."""
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
             child = self._child or self._start()
@@ -53,7 +53,7 @@ class _MathProcess:
                 raise SampleError(
                     f"the process that compares formulas ended ({status}) at {_short(answer)}"
                 ) from None
-            except BaseException:  # an interrupt: the next request must not read this reply
+            except BaseException:  # interrupted: the next request must not read this reply
                 self.kill()
                 raise
         if "error" in reply:
@@ -82,7 +82,7 @@ class _MathProcess:
 
 PROCESS = _MathProcess()
 atexit.register(PROCESS.kill)
-# A fork must not talk to the process of its parent.
+# A fork must not use its parent's process.
 os.register_at_fork(after_in_child=lambda: PROCESS.__init__())
 
 
@@ -106,16 +106,17 @@ class Math(Grader):
     retired: ClassVar[Mapping[str, str]] = {"deadline_s": f"a comparison may take {DEADLINE_S:g} s"}
 
     def prepare(self) -> None:
-        """Start the process, so that the first response does not wait for it."""
+        """Start the process, so that the first response does not have to wait for it."""
         PROCESS.compare("1", "1", START_S)
 
     def __call__(self, response: str, answer: str) -> float:
-        r"""Grade a response. Raises a SampleError if the comparison took too long, its process
-        ended, or the answer is empty. A reward worker then counts a failed sample."""
+        r"""Grade a response. Raises a SampleError if the comparison took too long, the process
+        ended, or the answer is empty. A reward worker counts this as a failed sample."""
         return float(PROCESS.compare(response, answer, DEADLINE_S))
 
 
-# Gsm8k: the number that a response ends with, against the number of the answer (arXiv:2110.14168).
+# Gsm8k: compare the number that a response ends with to the number of the answer
+# (arXiv:2110.14168).
 
 
 class Gsm8k(Grader):
@@ -149,7 +150,7 @@ class Gsm8k(Grader):
 
 
 def final_number(text: str) -> Quantity | None:
-    """Return the number that a text gives as its answer; None if it has none.
+    """Return the number that a text gives as its answer; None if it gives none.
 
     >>> final_number("It is not 7. The answer is 1,200 apples, 3 of them green.").value
     Fraction(1200, 1)
@@ -157,7 +158,7 @@ def final_number(text: str) -> Quantity | None:
     for box in reversed(extraction.last_boxes(text)):
         return _number_in(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
-        # "#### none" and similar have no number, so try the next place.
+        # Texts such as "#### none" have no number here, so try the next place.
         if (number := _number_in(found)) is not None:
             return number
     return quantity_of(extraction.last_number(text) or "")

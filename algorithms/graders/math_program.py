@@ -1,8 +1,8 @@
-"""Math program: compares formulas in a process that `math.py` starts.
+"""Math program: compares formulas, in a process that `math.py` starts.
 
-It reads requests from standard input, one line of JSON each, and writes replies in the same form.
-If a request takes much longer than its deadline, an alarm ends the process, since the parent is
-then no longer there to kill it.
+It reads requests from standard input, one line of JSON each, and writes replies in the same format.
+An alarm ends the process if a request takes much longer than its deadline, in case the parent is no
+longer there to kill it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from . import equality
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space that comparisons may use in addition to the memory at start-up."""
+"""[bytes] Address space that comparisons may use in addition to that used at startup."""
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setrecursionlimit(5000)
-    equality.are_equal("x+1", "1+x")  # warm up imports and caches
+    equality.are_equal("x+1", "1+x")
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY_BYTES, present + MEMORY_BYTES))

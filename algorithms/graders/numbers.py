@@ -7,7 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Normalization of short LaTeX answers, removing differences in notation.
+# Normalization of short LaTeX answers: remove differences in notation.
 
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
@@ -41,7 +41,7 @@ _SAME = (
         (r"\\sqrt", r"\sqrt"),
     ),
 )
-"""Notations, and the ones that replace them."""
+"""Notations, each with its replacement."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u202f])(?=\d{3}(?!\d))")
 
@@ -58,12 +58,12 @@ def plain(latex: str) -> str:
     while text != before:
         before = text
         text = text.strip().rstrip(".;,").strip()
-        text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a truncated command
+        text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a command that was cut off
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
             if inner and opening not in inner and text == f"{opening}{inner}{closing}":
                 text = inner
-    text = re.sub(r"^\$([^$]+)\$(?=\s*[A-Za-z])", r"\1", text)  # $125$ miles
+    text = re.sub(r"^\$([^$]+)\$(?=\s*[A-Za-z])", r"\1", text)  # such as $125$ miles
     for notation, other in _SAME:
         text = text.replace(notation, other)
     text = _DECORATION.sub("", _without_unicode(text))
@@ -79,7 +79,7 @@ def plain(latex: str) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    r"""Replace single-character fractions, powers and roots by LaTeX.
+    r"""Replace single-character fractions, powers and roots with LaTeX.
 
     >>> _without_unicode("2½, x² and 3√2")
     '2\\frac{1}{2}, x^{2} and 3\\sqrt{2}'
@@ -95,7 +95,7 @@ def _without_unicode(text: str) -> str:
 
 
 def without_unit(latex: str) -> str:
-    r"""Return a formula without a unit that follows it as text.
+    r"""Return a formula without the unit that follows it as text, if any.
 
     >>> without_unit(r"36\pi \text{ in}^2"), without_unit(r"\text{odd}")
     ('36\\pi', '\\text{odd}')
@@ -106,7 +106,7 @@ def without_unit(latex: str) -> str:
 
 def key(latex: str) -> str:
     r"""Return a key that is equal for answers that differ only in notation: `plain` without spaces,
-    braces around one character, and case of words.
+    without braces around one character, and ignoring the case of words.
 
     >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") == key("X")
     (True, True, False)
@@ -118,7 +118,7 @@ def key(latex: str) -> str:
 
 
 def is_words(latex: str) -> bool:
-    r"""Whether an answer is words instead of a formula: `\text{Evelyn}`, "no solution".
+    r"""Return whether an answer is words rather than a formula: `\text{Evelyn}`, "no solution".
 
     >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"), is_words("3 dogs")
     (True, True, False, False, False)
@@ -133,7 +133,7 @@ def is_words(latex: str) -> bool:
 # Numbers
 
 LONGEST = 1000
-"""Characters of the longest text that may be a number."""
+"""[characters] Longest text that may be a number."""
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:(?:US)?(?P<currency>[$€£¥])\s*)?(?P<sign2>-?)\s*(?:
@@ -171,7 +171,8 @@ _UNITS = {
         for n in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
     },
 }
-"""Dimension -> sizes and names of its units. Pounds and months have no fixed size."""
+"""Maps each dimension to its units, with their sizes and names. Pounds and months have no fixed
+size."""
 _UNIT_OF_NAME: dict[str, tuple[str, Fraction]] = {}
 for _dimension, _units in _UNITS.items():
     for _size, *_names in map(str.split, _units.split(", ")):
@@ -199,7 +200,7 @@ _AMBIGUOUS = {
     "€s",
 }
 UNIT_NAMES = sorted(_UNIT_OF_NAME.keys() - _AMBIGUOUS | _RATES.keys(), key=len, reverse=True)
-"""Units that are not also the name of a variable or a word, longest first."""
+"""Units that are not also names of variables or words, longest first."""
 _NAME = rf"(?:{'|'.join(map(re.escape, sorted(_UNIT_OF_NAME, key=len, reverse=True)))}|{'|'.join(_RATES)})(?![a-zA-Z])"
 _TERM = re.compile(
     rf"(?P<shape>square|sq|cubic|cu)?\.?\s*(?:degrees?\s+(?=celsius|fahrenheit))?(?P<name>{_NAME})"
@@ -213,7 +214,7 @@ _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE
 )
-"""Words that turn a preceding number into a formula or into one of several answers."""
+"""Words after which a number is part of a formula or one of several answers."""
 
 
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"
@@ -232,15 +233,16 @@ NUMBER_IN_TEXT = re.compile(
     r"(?:\s*\\?%|\s*percent\b)?(?:\s+(?:thousand|million|billion|trillion)\b)?"
     rf"(?:[\s-]?\s*{_WORDED_UNIT}(?:\s*/\s*{_WORDED_UNIT}|\s+per\s+{_WORDED_UNIT})?)?",
 )
-"""A number within a text, with its exponent, denominator, percent sign, and known unit."""
+"""A number within a text, with its exponent, denominator, percent sign and known unit."""
 
 Unit = frozenset[tuple[str, int]]
-"""Dimensions of a unit with their powers: square feet are {("length", 2)}, miles per hour
+"""Dimensions of a unit with their powers. Square feet are {("length", 2)}; miles per hour are
 {("length", 1), ("time", -1)}."""
 
 
 def unit_of(text: str) -> tuple[Unit, Fraction, str]:
-    r"""Return dimensions and size of the known unit at the start of a text, and the rest.
+    r"""Return the dimensions and size of a known unit at the start of a text, and the rest of the
+    text.
 
     >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
@@ -256,7 +258,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
             known = known or (name == "l" and _UNIT_OF_NAME["L"])
             follows = text[term.end() :].strip() and not _OVER.match(text, term.end())
             is_word = name.lower() in ("in", "s") and follows and not (term["shape"] or term["power"])
-            if not known or is_word:  # "5 in total"
+            if not known or is_word:  # such as "5 in total"
                 break
             parts, factor = frozenset({(known[0], 1)}), known[1]
         power = int(re.sub(r"[{}\s]", "", term["power"])) if term["power"] else 1
@@ -275,7 +277,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Whether two units may have the same dimensions. No unit matches every unit."""
+    """Return whether two units may have the same dimensions. A missing unit matches every unit."""
     if not one or not other or one == other:
         return True
     generic = any({base for base, _ in unit} == {"unit"} for unit in (one, other))
@@ -287,14 +289,15 @@ class Quantity:
     value: Fraction
     percent: bool = False
     unit: Unit = frozenset()
-    """Dimensions of the unit, if known. Unknown units such as "apples" are ignored."""
+    """Dimensions of the unit, if it is known. Unknown units such as "apples" are ignored."""
     size: Fraction = Fraction(1)
     """Size of the unit: 1/100 for centimeters."""
     rounded: bool = False
     """Whether it has a decimal point, so that it may be an approximation."""
 
     def equals(self, other: Quantity) -> bool:
-        """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3, 0.33 is not.
+        """Return whether both may mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3, 0.33
+        is not.
 
         >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
@@ -315,7 +318,7 @@ class Quantity:
 
 def _near(a: Fraction, b: Fraction) -> bool:
     largest = max(abs(a), abs(b))
-    # Small numbers are compared by their ratio: 0 is not 0.0000001.
+    # Compare small numbers by their ratio: 0 is not 0.0000001.
     scale = largest if largest < Fraction(1, 10_000) else max(largest, Fraction(1))
     return abs(a - b) <= Fraction(1, 2_000_000) * scale
 
@@ -334,7 +337,7 @@ _IN_WORDS = re.compile(
 
 
 def _in_digits(text: str) -> str:
-    """Convert a leading number in words to digits, such as "twenty-five apples"."""
+    """Convert a leading number in words, such as "twenty-five apples", to digits."""
     found = _IN_WORDS.match(text)
     if found is None:
         return text
@@ -345,7 +348,8 @@ def _in_digits(text: str) -> str:
 
 
 def quantity_of(text: str) -> Quantity | None:
-    """Return the number that a text consists of, with at most a unit or a percent sign, or None.
+    """Return the value of a text that consists of a number, with at most a unit or a percent sign;
+    None for other texts.
 
     >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
@@ -374,7 +378,7 @@ def quantity_of(text: str) -> Quantity | None:
 
 
 def with_decimal_comma(text: str) -> Quantity | None:
-    """Return the number of a text whose comma must be decimal ("2,74 $", "0,111"), or None.
+    """Return the number in a text whose comma must be a decimal comma ("2,74 $", "0,111"), or None.
 
     >>> with_decimal_comma("1000,99").value, with_decimal_comma("1,000")
     (Fraction(100099, 100), None)
@@ -386,7 +390,7 @@ def with_decimal_comma(text: str) -> Quantity | None:
 
 
 def _is_unit(words: str, *, spaced: bool) -> bool:
-    """Whether words after a number are a unit: "cm" and "weeks", but not "x" or "sin x"."""
+    """Return whether words after a number are a unit: "cm" and "weeks", but not "x" or "sin x"."""
     if words in "$€£¥":
         return True
     return len(words) >= (3 if spaced else 4) and not _FORMULA.search(words)
@@ -402,12 +406,12 @@ def _value(found: re.Match[str]) -> Fraction | None:
     if "base" in part:
         base, power = int(part["base"]), int(part["raised"])
         return Fraction(base) ** power if base or power > 0 else None
-    if "again" in part:  # 0.1666... is 0.1, and 6/9 of a tenth
+    if "again" in part:  # 0.1666... is 0.1 plus 6/9 of a tenth
         tenths = 10 ** len(part["once"].partition(".")[2])
         again = Fraction(int(part["again"]), (10 ** len(part["again"]) - 1) * tenths)
         return Fraction(f"0{part['once']}0") + again
     tens = int(part.get("tens") or part.get("tens2") or 0)
     decimal = part["decimal"].rstrip(".")
-    if decimal.count(".") > 1:  # 1.250.000
+    if decimal.count(".") > 1:  # such as 1.250.000
         decimal = decimal.replace(".", "")
     return Fraction(decimal) * Fraction(10) ** tens

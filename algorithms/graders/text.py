@@ -22,7 +22,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + "«»“”‘’¿¡"
 
 
 def normalized(text: str) -> str:
-    """Return words in lower case without punctuation and articles (SQuAD, arXiv:1606.05250, §6.1).
+    """Return a text's words in lower case, without punctuation and articles (SQuAD,
+    arXiv:1606.05250, §6.1).
 
     >>> normalized("  The Eiffel-Tower, Paris! ")
     'eiffeltower paris'
@@ -43,7 +44,7 @@ class Exact(Grader):
     """Ignore case, punctuation, articles and whitespace. Set it to False if they matter."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the texts.
+        """Return 1 if the texts are equal, otherwise 0.
 
         >>> Exact()("The answer is Paris.", "paris"), Exact(normalize=False)("paris", "Paris")
         (1.0, 0.0)
@@ -56,7 +57,7 @@ class F1(Grader):
     """Word overlap (F1) of the response and the answer (SQuAD, arXiv:1606.05250, §6.1)."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Return the best F1 of the final answer, 0 to 1.
+        """Return the best F1 score of the final answer, 0 to 1.
 
         >>> F1()("in Paris, France", "Paris")
         0.5
@@ -93,7 +94,7 @@ class RegularExpression(Grader):
         return pattern
 
     def __call__(self, response: str, answer: str = "") -> float:
-        r"""Search for the pattern.
+        r"""Search for the pattern, and compare its group, if any, with the answer.
 
         >>> RegularExpression(pattern=r"Answer: (\w+)")("Answer: B", "B"), RegularExpression(pattern=r"^\d+$")("about 7")
         (1.0, 0.0)
@@ -109,7 +110,7 @@ class RegularExpression(Grader):
 
 
 def _candidates(response: str) -> tuple[str, ...]:
-    """Return possible final answers, at least one."""
+    """Return the possible final answers of a response, at least one."""
     text = (extraction.final_part(response) or "").strip()
     if boxed := extraction.last_boxes(text):
         return (", ".join(boxed),)
@@ -209,7 +210,7 @@ class JsonSchema(Grader):
         return validator_for(self.json_schema)(self.json_schema)
 
     def __call__(self, response: str) -> float:
-        """Check a response.
+        """Return 1 if the response is valid, otherwise 0.
 
         >>> person = JsonSchema(json_schema={"type": "object", "required": ["name"]})
         >>> person('{"name": "Ada"}'), person('{"age": 36}'), person("Ada")

@@ -1,4 +1,4 @@
-"""GenerationEngine: the interface of engines that sample tokens for a rollout worker."""
+"""GenerationEngine: the interface of the engines that sample tokens for a rollout worker."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class GenerationRequest:
 
     request_id: int
     prompt_ids: np.ndarray
-    """[P] int32, with one placeholder for each image."""
+    """[P] int32 token ids, with one placeholder for each image."""
     seed: int | None = None
-    """Equal seeds, weights and prompts give equal tokens; None leaves it to the engine."""
+    """Equal seeds, weights and prompts give equal tokens. If None, the engine chooses a seed."""
     images: Sequence[Any] = ()
-    """Encoded images, as bytes or buffers, for engines with an image processor."""
+    """Encoded images, as bytes or buffers. Only engines with an image processor accept them."""
 
 
 @dataclass(frozen=True)
@@ -35,56 +35,59 @@ class Response:
 
     request_id: int
     token_ids: np.ndarray
-    """[L] int32, including the stop token."""
+    """[L] int32 token ids, including the stop token."""
     logprobs: np.ndarray
-    """[L] float32 nats, under the (possibly truncated) sampling distribution; greedy responses use
-    the model's own distribution at temperature 1."""
+    """[L] float32 nats, under the sampling distribution, which may be truncated. Greedy responses
+    use the model's own distribution at temperature 1."""
     versions: np.ndarray
     """[L] int32: the policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """[P + L - 1, layers, k] uint16: the experts of each token, if the engine records them."""
+    """[P + L - 1, layers, k] uint16: the experts of each token, or None if the engine does not
+    record them."""
 
 
 NOT_WHOLE = (
     "no complete version of the weights has arrived, or a later update failed: nothing is generated"
 )
-"""Error of an engine that must generate without one complete version of the weights."""
+"""Error of an engine that is asked to generate while its weights are not one complete version."""
 
 Responses = Generator[list[Response], Collection[int] | None, None]
-"""Responses as they finish. The engine accepts ids of requests that are no longer wanted."""
+"""Yields responses as they finish. Accepts the ids of requests that are no longer wanted."""
 
 
 class GenerationEngine(Protocol):
-    """Samples responses, and loads new weights between two steps."""
+    """Samples responses, and loads new weights between two decoding steps."""
 
     version: int
-    """Policy version of the weights for the next step; 0 for the weights in the model's folder."""
+    """Policy version of the weights for the next step; 0 means the weights in the model's
+    folder."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Sample one response to each request. Return after each step the responses that finished
-        in it, or an empty list.
+        """Sample one response to each request. After each decoding step, yield the list of
+        responses that finished in it, which may be empty.
 
-        All requests are admitted before the first step. `update_weights` may be called between two
-        items: requests continue under the new version. Closing the generator aborts unfinished
-        requests; sending it request ids aborts these. Raises a GenerationError if the engine
-        refuses a request, or fails."""
+        The engine admits all requests before the first step. `update_weights` may be called between
+        two items; requests then continue under the new version. Closing the generator aborts all
+        unfinished requests; sending it request ids aborts those. Raises a GenerationError if the
+        engine rejects a request or fails."""
         ...
 
     def weight_bytes(self) -> int:
-        """Return the bytes of the model's weights, over all ranks of the engine."""
+        """Return the size of the model's weights in bytes, over all ranks of the engine."""
         ...
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """Receive a version into separate memory while requests continue, for `update_weights` to
-        swap. Yields until it has arrived, or nothing without staging. Raises a WeightSyncError if
-        the bytes differ from the published ones."""
+        """Receive a version into separate memory while requests continue; `update_weights` then
+        switches to it. Yields until the version has arrived. An engine that cannot stage weights
+        yields nothing. Raises a WeightSyncError if the received bytes differ from the published
+        ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:
-        """Load these weights and return the checksum of the loaded bytes. Raises a WeightSyncError
-        if the bytes differ from the published ones, or do not fit the model. The engine then
-        rejects requests until a complete version has arrived."""
+        """Load these weights, and return the checksum of the loaded bytes. Raises a WeightSyncError
+        if the bytes differ from the published ones or do not fit the model. After such an error,
+        the engine rejects requests until a complete version has arrived."""
         ...
 
     def recompute(self) -> None:
@@ -96,31 +99,32 @@ class GenerationEngine(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Reclaim device memory."""
+        """Reclaim the device memory that `sleep` freed."""
         ...
 
     def close(self) -> None: ...
 
 
-# Stop strings. All engines share this code, so they end responses at the same token.
+# Stop strings. All engines share this code, so they all end a response at the same token.
 
 
 MARGIN = 16
-"""Extra tokens to decode before a stop string: the first one may lose a space."""
+"""Number of extra tokens to decode before a stop string, because the first decoded token may lose
+its space."""
 
 
 StopCheck = Callable[[Sequence[int] | np.ndarray], bool]
-"""Whether the last of these tokens completes a stop string."""
+"""Returns whether the last of these tokens completes a stop string."""
 
 
 def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopCheck:
-    """Return a check for these stop strings, with the decoder of a model's tokens.
+    """Return a check for these stop strings. `decode` turns token ids of the model into text.
 
     >>> ends = stop_check(("ab",), lambda ids: "".join("abc"[i] for i in ids))
     >>> [ends([0, 1][:length]) for length in (1, 2)], ends([0, 1, 2]), ends([2, 0, 1, 0, 1])
     ([False, True], False, True)
     """
-    # A token of text has at least one byte.
+    # Every token of text has at least one byte.
     window = max(len(text.encode()) for text in stop) + MARGIN
 
     def completes(token_ids: Sequence[int] | np.ndarray) -> bool:
@@ -128,7 +132,7 @@ def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> S
         text = decode(tail)
         if not any(each in text for each in stop):
             return False
-        # The text without the last token may contain an earlier occurrence.
+        # The text without the last token may contain an earlier occurrence, so compare with it.
         before = decode(tail[:-1])
         return any(text.count(each) > before.count(each) for each in stop)
 
@@ -136,7 +140,8 @@ def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> S
 
 
 def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
-    """Return a sampling's stop check with the model's tokenizer; None if it has none."""
+    """Return the stop check of these sampling settings, using the model's tokenizer; None if they
+    have no stop strings."""
     if not sampling.stop:
         return None
     decode = tokenizer_of(model).decode
@@ -145,5 +150,5 @@ def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer:
-    """Return the tokenizer of a model's folder, which reward functions use as well."""
+    """Return the tokenizer in a model's folder, the same one that reward functions use."""
     return Tokenizer.load(model)

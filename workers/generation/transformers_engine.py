@@ -1,11 +1,11 @@
-"""TransformersEngine: samples from a `transformers` model with Weft's own decoding loop, for
+"""TransformersEngine: samples from a `transformers` model with Weft's own decoding loop. It serves
 `Local()` runs, machines without vLLM, and debuggers.
 
     distinct prompts --prefill--> rows (one per request) --[forward, sample, drop finished]-->
     responses
 
-Each random number is a hash of its request's seed and its position. So a request's tokens depend on
-the rest of the batch only through the rounding of matrix products.
+Each random number is a hash of its request's seed and the token's position. So the other requests
+in the batch affect a request's tokens only through the rounding of matrix products.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class _DecodingBatch:
-    """The rows of a batch between two tokens, with their KV cache."""
+    """The rows of a batch between two decoding steps, with their KV cache."""
 
     cache: Any
     length: int
-    """Columns in the cache, including padding."""
+    """Number of columns in the cache, including padding."""
     origin: Tensor
-    """[B] column with position 0: left padding, minus the positions that images leave out."""
+    """[B]: the column of position 0. This is the left padding, minus the positions that images
+    skip."""
     inside: Tensor | None
-    """[B, columns] whether a column belongs to the row; None if no row is padded."""
+    """[B, columns]: whether a column belongs to the row; None if no row is padded."""
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows ([kept] int64, possibly with repetitions)."""
+        """Keep only these rows ([kept] int64, which may repeat rows)."""
         self.cache.batch_select_indices(rows)
         self.origin = self.origin[rows]
         if self.inside is not None:
@@ -60,8 +61,8 @@ class _DecodingBatch:
 
 
 def _new_cache(capacity: int) -> Any:
-    """Create a KV cache for `capacity` tokens per row. Its layers write in place; `DynamicLayer` of
-    `transformers` copies all keys for each new token."""
+    """Create a KV cache with room for `capacity` tokens per row. Its layers write in place, while
+    `DynamicLayer` of `transformers` copies all keys for each new token."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class _PreallocatedLayer(DynamicLayer):
@@ -92,9 +93,9 @@ def _new_cache(capacity: int) -> Any:
 
 
 def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from logits ([B, V] of any float dtype), by [B] float32 uniform numbers
-    in [0, 1), unused for greedy sampling. Return [B] int64 tokens, and [B] float32 nats:
-    log-probabilities under the sampling distribution."""
+    """Draw one token per row. `logits` are [B, V] of any float dtype. `draws` are [B] float32
+    uniform numbers in [0, 1); greedy sampling does not use them. Return [B] int64 tokens, and their
+    log-probabilities under the sampling distribution, [B] float32 nats."""
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
@@ -104,8 +105,8 @@ def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple
     if sampling.top_k or sampling.top_p < 1:
         logits = _truncate(logits, sampling.top_k, sampling.top_p)
     logprobs = logits.log_softmax(-1)
-    # Invert the cumulative distribution. Every target stays below the total despite rounding, so
-    # the first cumulative value above it belongs to a token of positive probability.
+    # Invert the cumulative distribution. Every target is below the total, despite rounding. So the
+    # first cumulative value above the target belongs to a token with positive probability.
     cumulative = logprobs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     targets = torch.from_numpy(draws).to(logits)[:, None] * total
@@ -115,22 +116,23 @@ def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple
 
 
 def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Keep the `top_k` likeliest logits, then the fewest that reach `top_p`; the rest is -inf."""
+    """Keep the `top_k` largest logits, and of these the fewest whose probabilities reach `top_p`.
+    Set the rest to -inf."""
     ascending, index = logits.sort(-1)
     if top_k and top_k < logits.shape[-1]:
         threshold = ascending[:, -top_k, None]
         ascending = ascending.masked_fill(ascending < threshold, -torch.inf)
     if top_p < 1:
         outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-        # Rounding of the sum must not exclude the likeliest token.
+        # Rounding of the sum must not exclude the most likely token.
         outside[:, -1] = False
         ascending = ascending.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ascending)
 
 
 class _RequestDraws:
-    """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of
-    both. Requests without a seed get one from `fallback`."""
+    """Uniform random numbers for each request and position: a SplitMix64 hash (Steele, Lea and
+    Flood, OOPSLA 2014) of both. Requests without a seed get one from `fallback`."""
 
     def __init__(self, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> None:
         own = fallback.integers(2**63, size=len(requests)).tolist()
@@ -138,28 +140,31 @@ class _RequestDraws:
         self._streams = mix_bits(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return [len(rows)] float32 in [0, 1), at this token of these responses."""
+        """Return the random numbers for this position in these responses: [len(rows)] float32 in
+        [0, 1)."""
         bits = mix_bits(self._streams[rows] + np.uint64(position))
-        # float32 holds 24 bits: with more, rounding could give 1.
+        # Use 24 bits, the precision of float32: with more, rounding could give 1.
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 class TransformersEngine:
-    """`GenerationEngine` on a `transformers` causal language model.
+    """`GenerationEngine` for a `transformers` causal language model.
 
     Args:
         model: folder or cached Hugging Face id.
-        max_num_seqs: responses to sample at the same time; others wait for the batch to finish.
-        max_context: [tokens] longest prompt and response together; None for the model's own limit.
+        max_num_seqs: number of responses to sample at the same time. Others wait until the whole
+            batch has finished.
+        max_context: [tokens] largest total length of prompt and response; None for the model's own
+            limit.
         dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
-        seed: seed of requests without one.
-        adapter: the adapter to serve, if updates carry only it; generation then waits for the
-            first.
+        seed: seed for requests that have none.
+        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
+            the first update.
         routes: whether to record the experts of each token.
-        images: processor of a model that reads images, or None for a text model.
+        images: processor of a model that reads images; None for a text model.
 
     Raises:
-        UserError: `transformers` refuses the model, or its experts cannot be recorded.
+        UserError: `transformers` rejects the model, or its experts cannot be recorded.
     """
 
     def __init__(
@@ -182,9 +187,9 @@ class TransformersEngine:
 
         self.version = 0
         self._oldest_keys = 0
-        """Keys and values of earlier versions must be recomputed."""
+        """Keys and values from versions before this one must be recomputed."""
         self._whole = adapter is None
-        """Whether the engine holds one complete version of the weights."""
+        """Whether the engine's weights are one complete version."""
         self._max_num_seqs = max_num_seqs
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -247,7 +252,7 @@ class TransformersEngine:
         from ...resharding.incoming import IncomingWeights, receive_parts
 
         with IncomingWeights(weights) as incoming:
-            # A connection that fails before this point leaves the old weights usable.
+            # Set this late: if the connection fails before, the old weights can still be used.
             self._whole = False
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
@@ -269,7 +274,8 @@ class TransformersEngine:
         del self.model
 
     def _parts(self, incoming: IncomingWeights) -> list[TensorPart]:
-        """Return the model's parameters by checkpoint name; tied ones under the published names."""
+        """Return the model's parameters by checkpoint name; tied parameters have the published
+        name."""
         if self._serves_adapter:
             from ..training.adapter import adapter_of
 
@@ -327,7 +333,7 @@ class TransformersEngine:
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         computed_under = self.version
         for position in range(sampling.max_tokens):
-            # Forbid stop tokens before min_tokens.
+            # Forbid stop tokens until there are min_tokens.
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
             sampled, sampled_logprobs = _draw_tokens(logits, sampling, draws.at(position, alive))
@@ -343,7 +349,7 @@ class TransformersEngine:
             sent = yield [
                 Response(
                     request_id=requests[row].request_id,
-                    # A view would keep the arrays of the whole batch alive.
+                    # Copy, because a view would keep the arrays of the whole batch alive.
                     token_ids=token_ids[row, :length].copy(),
                     logprobs=logprobs[row, :length].copy(),
                     versions=versions[row, :length].copy(),
@@ -362,39 +368,38 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
-            # `recompute` was called: prefill again with the current weights.
+            # `recompute` was called, so prefill again with the current weights.
             if computed_under < self._oldest_keys:
                 computed_under = self.version
                 so_far: list[GenerationRequest] = []
                 for row in alive.tolist():
-                    # Without the token just sampled, which `_forward` appends below.
+                    # Exclude the token just sampled, which `_forward` appends below.
                     ids = np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
                     so_far.append(replace(requests[row], prompt_ids=ids))
-                # The routes of these tokens are known already, so the new ones are dropped.
+                # The routes of these tokens are already known, so drop the new ones.
                 batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
-            # `taken` is empty if routes are not recorded.
             for row, own in zip(alive.tolist(), taken, strict=False):
                 routes[row].append(own)
 
     def _prefill(
         self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
     ) -> tuple[_DecodingBatch, Tensor]:
-        """Run each distinct prompt once. Return the rows and their logits [B, V] for the first
-        token, and append the routes of prompts to each request's routes."""
+        """Run each distinct prompt once. Return the batch, and the logits [B, V] of each row's
+        first token. Append the routes of each prompt to those of its requests."""
         distinct: dict[tuple[bytes | int, ...], int] = {}
         prompts: list[SeenPrompt] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)
         for row, request in enumerate(requests):
             prompt = self._read(request)
-            # Cached equal images are the same object.
+            # Equal images are the same object, because they are cached.
             key = (prompt.ids.tobytes(), *map(id, prompt.images))
             row_prompts[row] = distinct.setdefault(key, len(distinct))
             if len(distinct) > len(prompts):
                 prompts.append(prompt)
         lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
-        # Pad on the left, so that every prompt ends in the column whose logits are read.
+        # Pad on the left, so that all prompts end in the same column, from which logits are read.
         padded = np.zeros((len(prompts), longest), np.int64)
         is_image = np.zeros((len(prompts), longest), bool)
         for row, prompt in enumerate(prompts):
@@ -436,8 +441,8 @@ class TransformersEngine:
         return rows, logits
 
     def _forward(self, batch: _DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes
-        [B, 1, layers, k], or [0] if none are recorded."""
+        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes [B,
+        1, layers, k], or [0] if routes are not recorded."""
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=tokens[:, None],

@@ -1,5 +1,5 @@
-"""VllmEngine: vLLM in the worker's own process, with new weights loaded between two steps. Only the
-modules `vllm_*.py`, here and in `resharding`, import vLLM."""
+"""VllmEngine: vLLM in the worker's own process. New weights are loaded between two decoding steps.
+Only the modules `vllm_*.py`, here and in `resharding`, import vLLM."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class _SleepingEngine:
-    """Puts the memory of vLLM's `LLMEngine` on a shared GPU to sleep and wakes it. Calls that are
-    already satisfied do nothing.
+    """Puts the memory of vLLM's `LLMEngine` to sleep and wakes it, so that others can use the GPU.
+    A call that asks for the current state does nothing.
 
         awake ──sleep──> asleep ──wake_weights──> weights ──wake──> awake
 
-    New weights arrive while only the weights are awake. vLLM schedules nothing before all of its
+    New weights arrive while only the weights are awake. vLLM schedules nothing until all of its
     memory is back.
     """
 
@@ -47,9 +47,9 @@ class _SleepingEngine:
         self.on_device = {"weights", "kv_cache"}
 
     def sleep(self) -> None:
-        """Move weights to host memory and free the KV cache."""
+        """Move the weights to host memory, and free the KV cache."""
         if self.on_device:
-            self._wake("kv_cache")  # vLLM's allocator can free only allocated memory
+            self._wake("kv_cache")  # vLLM's allocator can only free memory that is allocated
             self._engine.sleep(level=1)
             self.on_device.clear()
 
@@ -67,9 +67,10 @@ class _SleepingEngine:
 
 
 class VllmEngine:
-    """`GenerationEngine` on vLLM's `LLMEngine`. The arguments are those of `TransformersEngine`,
-    with `VllmSettings`; the tokens of images are compared with those of vLLM's own processor.
-    Raises a GenerationError if vLLM could not start, or cannot record routes."""
+    """`GenerationEngine` for vLLM's `LLMEngine`. The arguments are those of `TransformersEngine`,
+    plus `VllmSettings`. If the model reads images, the engine checks that vLLM's processor gives an
+    image the same tokens as Weft's. Raises a GenerationError if vLLM could not start or cannot
+    record routes."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._whole = adapter is None
-        """Whether the engine holds one complete version of the weights."""
+        """Whether the engine's weights are one complete version."""
         self._adapter = adapter
         self._tensor_parallel = settings.tensor_parallel
         self._identity = secrets.token_hex(8)
@@ -93,15 +94,16 @@ class VllmEngine:
         self._stop_tokens = read_stop_tokens(model)
         self._model_folder = model
         self._requests: dict[str, _Request] = {}
-        """Unfinished requests by their names in vLLM."""
+        """Unfinished requests, keyed by their names in vLLM."""
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
         on_gpu = torch.cuda.is_available()
         self._routes = routes
         self._images = images
         self._records_routes = routes and not on_gpu
-        """Whether `weft_record_routes` records routes in place of vLLM."""
-        # `engine_arguments` enables it for routes on a GPU, so prompts need salts there too.
+        """Whether Weft's `weft_record_routes` records routes, rather than vLLM itself."""
+        # `engine_arguments` enables prefix caching for routes on a GPU, so prompts need a cache
+        # salt there too.
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
         if self._records_routes and settings.prefix_caching:
             raise GenerationError(
@@ -144,7 +146,7 @@ class VllmEngine:
                 ) from error
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """See `GenerationEngine`. Several generators may be open at once."""
+        """See `GenerationEngine`. Several generators may be open at the same time."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
@@ -160,7 +162,6 @@ class VllmEngine:
                     self._step()
                     done = waiting & self._finished.keys()
                 waiting -= done
-                # Names count up, so this order is the order of requests.
                 given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
                 if given_up:
                     own = self._requests
@@ -180,7 +181,8 @@ class VllmEngine:
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
-        # Threads of OpenMP spin while they wait: without a free core, the time would more than double.
+        # Waiting OpenMP threads spin, so leave a core free for the receiver; otherwise decoding
+        # would take more than twice as long.
         threads = threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext()
         with self._as_weight_sync_error("stage weights", weights), threads:
             self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
@@ -188,7 +190,7 @@ class VllmEngine:
                 yield
 
     def update_weights(self, weights: Weights) -> str:
-        """See `GenerationEngine`. The parts of all ranks must add up to the version."""
+        """See `GenerationEngine`. The parts of all ranks must add up to the published version."""
         self._whole = False
         if weights.backend:
             checksum = self._take_by_vllm(weights)
@@ -198,7 +200,7 @@ class VllmEngine:
             checksum = self._take_adapter(weights, self._adapter)
         self._whole = True
         if self._images is not None:
-            self._engine.reset_encoder_cache()  # cached features of the previous weights
+            self._engine.reset_encoder_cache()  # features cached under the previous weights
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return checksum
@@ -232,9 +234,7 @@ class VllmEngine:
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
-            if (
-                method == "init_weight_transfer_engine"
-            ):  # shut down the previous trainer's engine, if any
+            if method == "init_weight_transfer_engine":
                 self._engine.collective_rpc("shutdown_weight_transfer_engine")
             self._engine.collective_rpc(method, args=() if payload is None else (payload,))
 
@@ -262,16 +262,16 @@ class VllmEngine:
             )[0]
 
     def recompute(self) -> None:
-        """Requeue unfinished requests in vLLM, which then rebuilds their KV cache."""
+        """Return unfinished requests to vLLM's queue, which makes it rebuild their KV cache."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
-        """Move weights to host memory and free the KV cache. Does nothing on CPUs."""
+        """Move the weights to host memory, and free the KV cache. Does nothing on CPUs."""
         if self._sleeping is not None:
             self._sleeping.sleep()
 
     def wake_up(self) -> None:
-        """Move the weights back. `generate` claims the KV cache, after a weight update."""
+        """Move the weights back. `generate` reclaims the KV cache later, after a weight update."""
         if self._sleeping is not None:
             self._sleeping.wake_weights()
 
@@ -280,13 +280,14 @@ class VllmEngine:
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:
-        """End vLLM's processes and free its memory."""
+        """End vLLM's processes, and free its memory."""
         self._engine.engine_core.shutdown()
 
     def _abort(self, keys: set[str]) -> None:
         if keys:
             self._engine.abort_request(list(keys))
-            # Discard their routes: the recorder forgets a request only when they are taken.
+            # Discard their routes, because the recorder forgets a request only when its routes are
+            # taken.
             self._take_routes(list(keys))
         for key in keys:
             self._requests.pop(key, None)
@@ -328,18 +329,18 @@ class VllmEngine:
             seed=seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.stop is None else list(self._stop_tokens),
-            # No alternatives: vLLM still returns the log-probability of the sampled token.
+            # Request no alternatives; vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # `_look_for_stop` finds stop strings after each token; vLLM would need its tokenizer in
-            # the engine.
+            # `_look_for_stop` finds stop strings after each token, because vLLM would need its own
+            # tokenizer for it.
             output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
         )
 
     def _step(self) -> None:
-        # vLLM compiles its rank counting even in eager mode, which takes 20 s in the first step and
-        # a C++ compiler.
+        # vLLM compiles its rank counting even in eager mode. That needs a C++ compiler, and takes
+        # 20 s in the first step.
         eager = contextlib.nullcontext() if self._compile else torch.compiler.set_stance("force_eager")
         try:
             with eager:
@@ -358,7 +359,7 @@ class VllmEngine:
 
     def _look_for_stop(self, output: RequestOutput) -> None:
         """End a request whose last token completes a stop string. vLLM reports versions only for
-        requests that it finished itself, so they are counted here."""
+        requests that it ended itself, so count them here."""
         request = self._requests.get(output.request_id)
         if request is None or request.ends is None:
             return
@@ -367,7 +368,8 @@ class VllmEngine:
         if len(token_ids) <= request.min_tokens or not request.ends(token_ids):
             return
         if output.finished:
-            # vLLM ended it at this token for its length; all engines prefer "stop" then.
+            # vLLM ended the request at this same token for its length; all engines report "stop" in
+            # this case.
             output.outputs[0].finish_reason = "stop"
             return
         self._engine.abort_request([output.request_id])
@@ -381,7 +383,8 @@ class VllmEngine:
         )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
-        """Return the recorded routes of these ending requests, or None where none were recorded."""
+        """Return the recorded routes of these requests, which are ending; None for those without
+        routes."""
         if not self._records_routes:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
@@ -409,12 +412,13 @@ class VllmEngine:
 class _Request:
     request_id: int
     seen_prompt: np.ndarray | None
-    """Prompt tokens, if it has images."""
+    """Prompt tokens including those of images; None if there are no images."""
     ends: StopCheck | None
-    """Check of the stop strings that may end it."""
+    """The check for its stop strings, if any."""
     min_tokens: int
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token, if it has stop strings."""
+    """The version of the weights that sampled each token; recorded only if there are stop
+    strings."""
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:
@@ -424,7 +428,7 @@ def _response(output: RequestOutput, request_id: int) -> Response:
     versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = (
-            # vLLM's name for the weights that it started with.
+            # "default" is vLLM's name for the weights that it started with.
             0 if span.version == "default" else int(span.version.removeprefix("v"))
         )
     if (versions < 0).any():
@@ -445,16 +449,17 @@ def _version_name(version: int) -> str:
 
 
 def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool) -> LLMEngine:
-    """Start vLLM's engine, then restore the process state that this changed."""
+    """Start vLLM's engine, then restore the process state that vLLM has changed."""
     import torch
 
-    # vLLM may read these at any time, so they stay set. The first makes the engine run in this
-    # process, and end with it. For the others, a user's own values win.
+    # vLLM may read these at any time, so they stay set. The first one makes the engine run in this
+    # process, and end with it. A value that the user has set takes precedence, except for the first
+    # one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    # A fork would copy OpenMP's locks, held or not.
+    # A fork would copy OpenMP's locks, even those that are held.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
@@ -476,7 +481,7 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     except Exception as error:
         raise GenerationError(f"vLLM could not start: {type(error).__name__}: {error}") from error
     finally:
-        # vLLM on CPUs replaces torch's function with one that does nothing; training in this
+        # vLLM on CPUs replaces torch's function by one that does nothing, but training in this
         # process needs it.
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
@@ -507,7 +512,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide stderr of C++ code at start-up (NUMA binding, gloo). Print it if the start fails."""
+    """Hide stderr of C++ code during startup (NUMA binding, gloo). Print it if the start fails."""
     sys.stderr.flush()
     keep = os.dup(2)
     notes = os.memfd_create("vllm-stderr")

@@ -1,4 +1,5 @@
-"""VllmSettings: settings of the vLLM engine, and the `EngineArgs` made from them. Imports neither vLLM nor torch."""
+"""VllmSettings: settings of the vLLM engine, and the `EngineArgs` made from them. This module
+imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM's kernels support; other ranks use the memory of the next larger one."""
+"""Adapter ranks that vLLM's kernels support; other ranks take the memory of the next larger one."""
 STEP_TOKENS = 16384
-"""Prompt tokens per step, or one full context if that is longer. Fewer delay the first tokens of
-long prompts; on a CPU all prompts that are admitted together must fit."""
+"""Prompt tokens per step, unless a full context is longer. With fewer, long prompts would wait
+longer for their first token. On a CPU, all prompts that are admitted together must fit."""
 
 
 def memory_share(free: float | None) -> float:
-    """Return the share of a GPU's memory for the engine: 0.9, but at most the free share (None
-    without a GPU) less 0.02, which other users of the GPU may need.
+    """Return the share of a GPU's memory for the engine: 0.9, or if less is free, the free share
+    minus 0.02, which other users of the GPU may need. `free` is None without a GPU.
 
     >>> memory_share(0.995), memory_share(0.7), memory_share(None)
     (0.9, 0.68, 0.9)
     """
-    # The small term keeps exact hundredths: 100 * (0.31 - 0.02) is slightly below 29.
+    # The small term corrects for rounding: 100 * (0.31 - 0.02) is slightly below 29.
     return 0.9 if free is None else max(0.01, min(0.9, math.floor(100 * (free - 0.02) + 1e-6) / 100))
 
 
@@ -94,8 +95,8 @@ class VllmSettings(Config):
         routes: bool = False,
         images: bool = False,
     ) -> dict[str, Any]:
-        """Return keyword arguments of vLLM's `EngineArgs` from the arguments of `VllmEngine` and
-        the free share of the GPU's memory, or None on a CPU."""
+        """Return keyword arguments for vLLM's `EngineArgs`, given the arguments of `VllmEngine` and
+        the free share of the GPU's memory (None on a CPU)."""
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
@@ -109,18 +110,19 @@ class VllmSettings(Config):
             "max_num_batched_tokens": max(context, STEP_TOKENS),
             "gpu_memory_utilization": self.gpu_memory_utilization or memory_share(free_share),
             "tensor_parallel_size": self.tensor_parallel,
-            # In a placement group vLLM would choose Ray's executor, which needs bundles that this
-            # worker lacks.
+            # In a placement group, vLLM would choose Ray's executor, which needs bundles that this
+            # worker does not have.
             "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
             "enable_prefix_caching": self.prefix_caching,
-            # On a CPU, seeds and chunked prompts do not combine: the random generator cannot be
-            # rewound.
+            # On a CPU, seeds and chunked prompts cannot be combined, because the random generator
+            # cannot be rewound.
             "enable_chunked_prefill": on_gpu,
-            # A step must finish before it returns, or tokens of the old weights would carry the new
-            # version.
+            # A step must finish before it returns. Otherwise, tokens of the old weights would be
+            # recorded under the new version.
             "async_scheduling": False,
             "enforce_eager": not self.compiles(on_gpu),
-            # Trainers compare with the distribution that was sampled from, temperature included.
+            # Trainers compare with the distribution that was sampled from, which includes the
+            # temperature.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
@@ -145,8 +147,8 @@ class VllmSettings(Config):
         return arguments
 
     def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
-        """Check that the KV cache of a number of engines (`ranks`) fits into free memory. Raises a
-        UserError if it does not fit. The message calls the memory `where`.
+        """Check that the KV caches of `ranks` engines fit into free memory. The message calls the
+        memory `where`.
 
         >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
         Traceback (most recent call last):
@@ -162,8 +164,8 @@ memory free; lower it below 4
         )
 
     def check_sizes(self, settings: Mapping[str, Any], max_context: int | None, dtype: str) -> None:
-        """Check sizes that vLLM would refuse only after it has loaded the model with this
-        `config.json`. `max_context` ([tokens]) is None if unknown; the dtype "auto" counts as half
+        """Check sizes that vLLM would reject only after it has loaded the model with this
+        `config.json`. `max_context` ([tokens]) is None if unknown. The dtype "auto" counts as half
         precision. Raises a UserError if a size does not fit."""
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
@@ -174,7 +176,7 @@ memory free; lower it below 4
         text = text_settings(settings)
         layers, heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or num_heads(text)
         size = head_dim(text)
-        # These models cache less.
+        # These models cache less than this formula says.
         special = any(text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank"))
         if (
             self.kv_cache_gib is None
@@ -197,16 +199,17 @@ memory free; lower it below 4
         return on_gpu if self.compile is None else self.compile
 
     def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
-        """Return the memory for `max_num_seqs` full contexts, with half-filled blocks."""
+        """Return the memory in GiB for `max_num_seqs` full contexts, with room for partly filled
+        blocks."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
-        assert heads is not None and size is not None  # `transformers` filled in missing values
+        assert heads is not None and size is not None
         token_bytes = self._token_bytes(config.num_hidden_layers, heads, size, dtype)
         tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
         return max(token_bytes * tokens / GIB, 1 / 64)
 
     def _token_bytes(self, layers: int, heads: int, size: int, dtype: str) -> int:
-        """Return the bytes of a token's keys and values on one rank."""
+        """Return the size in bytes of a token's keys and values on one rank."""
         return (
             2
             * layers

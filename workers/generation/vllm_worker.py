@@ -1,8 +1,9 @@
-"""Weft inside vLLM's worker processes: receives weights and adapters, and records the experts of
+"""Weft inside vLLM's worker processes: receive weights and adapters, and record the experts of
 tokens.
 
 vLLM imports this module in each of its processes, because `VllmSettings` names `WorkerExtension`.
-The import also registers the weight receiver, so ranks that share a model need no plugin.
+The import also registers the weight receiver, so no plugin is needed if several ranks share a
+model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ...resharding.weights import CHECKSUM_MODULUS, Box, Layout, RankWeights, Re
 
 @dataclass
 class _NoInitInfo(WeightTransferInitInfo):
-    """Empty: each version's record names its publishers."""
+    """Empty, because the record of each version names its publishers."""
 
 
 @dataclass
@@ -67,17 +68,18 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Received:
-    """The state of one tensor on a rank after an update. Plain data."""
+    """The state of one tensor on a rank after an update. Plain data, because it is sent between
+    processes."""
 
     published: int
-    """`box_sum` over the whole tensor, as computed by its publishers."""
+    """`box_sum` of the whole tensor, as computed by its publishers."""
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """Starts, stops and `box_sum` of each box that this rank has written."""
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The last version that a rank has loaded. Plain data."""
+    """The last version that a rank has loaded. Plain data, because it is sent between processes."""
 
     version: int
     checksum: str
@@ -89,7 +91,7 @@ class _Staging(NamedTuple):
     incoming: IncomingWeights
     done: Future[_Loaded]
     ranks: tuple[RankWeights, ...]
-    """The publishers: another trainer may publish another version of the same number."""
+    """The publishers. Another trainer may publish another version with the same number."""
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
@@ -113,13 +115,13 @@ def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
 
 
 class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
-    """Receives a version, and writes this rank's part of it into vLLM's model in place."""
+    """Receives versions, and writes this rank's part of each into vLLM's model in place."""
 
     init_info_cls = _NoInitInfo
     update_info_cls = _UpdateInfo
 
     loaded: _Loaded | None = None
-    """Version in the model; None before the first update, and after a failed one."""
+    """The version in the model; None before the first update and after a failed one."""
     _writer: WeightWriter | None = None
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
@@ -128,7 +130,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: _NoInitInfo) -> None:
-        """Do nothing: no preparation is needed."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         self._arriving = self.loaded = None
@@ -136,7 +138,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            # The sender may reuse its memory when this returns.
+            # The sender may reuse its memory once this returns.
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
@@ -152,9 +154,10 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
             self._arriving = self._take(incoming, self._writer.apply)
 
     def stage(self, weights: Weights) -> None:
-        """Start a thread that receives a version, while the model continues to compute."""
+        """Start a thread that receives a version while the model continues to compute."""
         self._end_staging()
-        # Opening may record the layout, which swaps tensors that a computing model would read.
+        # Open it here, not in the thread: opening may record the layout, which swaps tensors that
+        # the computing model would read.
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[_Loaded]()
@@ -170,7 +173,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
-        """Whether the staged version has arrived. Raises an error if it is damaged."""
+        """Return whether the staged version has arrived. Raises an error if it is damaged."""
         assert self._staging is not None
         done = self._staging.done
         if done.done() and (error := done.exception()) is not None:
@@ -190,7 +193,8 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     def _open(self, weights: Weights) -> IncomingWeights:
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
-            # Equal layouts are one object, so a new object means that the trainer cuts differently.
+            # Equal layouts are one object, so a new object means that the trainer cuts its tensors
+            # differently.
             if self._writer is None or self._source is not incoming.layout:
                 checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
                 recording = record_layout(self.model, checkpoint)
@@ -218,18 +222,18 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         self.loaded = self._arriving
 
     def shutdown(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing."""
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
         assert self._plan is not None
         for name, copy, source in incoming.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype
-            # A cast changes the bits, so sum the received elements.
+            # A cast changes the bits, so sum the elements as they were received.
             if wanted != incoming.layout.tensors[name].dtype:
                 self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
                 source = source.to(dtype=getattr(torch, wanted))
             yield name, copy.box, source
-            # It was written in one piece, so it can be compared here.
+            # The box was written in one piece, so compare it here.
             if (found := self._sums[name].get(copy.box)) is not None:
                 incoming.check(name, copy, found)
 
@@ -249,11 +253,11 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
 WeightTransferEngineFactory.register_engine("weft", _BucketReceiver)
 
 
-# Versions that arrive through vLLM's own backends: whole tensors, which the model's loaders cut.
+# Versions that arrive through vLLM's own backends, as whole tensors that the model's loaders cut.
 
 
 class _VllmBackends:
-    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver."""
+    """The transfer engines of vLLM's own backends on one rank, used instead of Weft's receiver."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -276,7 +280,7 @@ class _VllmBackends:
         return self._engines[backend]
 
     def end_version(self, whole: bool) -> dict[str, TensorSum]:
-        """End a version, complete (`whole`) or not: incomplete layers then keep their previous
+        """End a version. Unless it is complete (`whole`), incomplete layers keep their previous
         weights. Return the sums of the tensors that the loaders got."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:  # `begin_version` failed on this rank
@@ -312,10 +316,10 @@ class _LoadedTensors:
             yield name, tensor
 
 
-# Adapters (LoRA) inside vLLM, served from tensors instead of files.
+# LoRA adapters inside vLLM, served from tensors instead of files.
 #
-# An engine has one slot, and requests name the adapter in it. A new version replaces the adapter
-# between two steps, like full weights; unfinished requests continue with it.
+# An engine has one adapter slot, and requests name the adapter in it. Like full weights, a new
+# version replaces the adapter between two steps, and unfinished requests continue with it.
 
 
 _SLOT = 1
@@ -327,9 +331,9 @@ def adapter_request() -> LoRARequest:
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
     """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
-    `WorkerLoRAManager`. `settings` are "r" and "lora_alpha". Return its checksum.
-    Raises WeightSyncError if a tensor arrived damaged, or vLLM has no layer for it; the slot then
-    keeps its adapter."""
+    `WorkerLoRAManager`. `settings` contains "r" and "lora_alpha". Return the adapter's
+    checksum. Raises WeightSyncError if a tensor arrived damaged or vLLM has no layer for
+    it; the slot then keeps its old adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()
@@ -362,20 +366,20 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
 
 
 def _exchange(slots: Any, adapter: LoRAModel) -> None:
-    # vLLM ignores an added adapter whose number it already knows.
+    # vLLM ignores an adapter with a number that it already knows, so remove the old one first.
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)
 
 
-# Routes on a CPU. On GPUs vLLM returns routed experts (`enable_return_routed_experts`) through its
-# newer model runner, which needs Triton. Here vLLM's capturer watches the routers of the older
-# runner, and the scheduler tells which tokens they processed.
+# Routes on a CPU. On GPUs, vLLM returns routed experts (`enable_return_routed_experts`) through its
+# newer model runner, which needs Triton. On a CPU, vLLM's capturer observes the routers of the
+# older runner, and the scheduler's output says which tokens they processed.
 
 
 @dataclass
 class _Noted:
-    """Recorded routes of an unfinished request."""
+    """The recorded routes of an unfinished request."""
 
     chunks: list[np.ndarray] = field(default_factory=list)
     """One array per step, [tokens, layers, k]."""
@@ -421,8 +425,8 @@ class _RouteRecorder:
             noted.tokens += end - begin
 
     def take_routes(self, requests: Iterable[str]) -> list[np.ndarray | None]:
-        """Return [tokens, layers, k] of each request by vLLM's name, or None for one without
-        tokens, and forget these requests."""
+        """Return the routes of each request, [tokens, layers, k], or None for a request without
+        tokens. `requests` are names in vLLM. The recorder then forgets these requests."""
         by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
         found = [self._noted.pop(by_name.get(request, ""), _Noted()).chunks for request in requests]
         return [np.concatenate(chunks) if chunks else None for chunks in found]
@@ -447,7 +451,7 @@ class WorkerExtension:
         return self.weight_transfer_engine
 
     def weft_loaded_weights(self) -> _Loaded | None:
-        """Return the record of this rank's last finished update; None before the first."""
+        """Return the record of this rank's last finished update, or None before the first."""
         return self._weft_receiver.loaded
 
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
@@ -458,7 +462,7 @@ class WorkerExtension:
         return self._weft_receiver.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
-        """Send vLLM's calls to a backend of vLLM, until this update ends."""
+        """Pass vLLM's calls to one of vLLM's own backends, until this update ends."""
         if self._weft_backends is None:
             model = self.model_runner.get_model()
             self._weft_backends = _VllmBackends(
@@ -467,8 +471,9 @@ class WorkerExtension:
         self.weight_transfer_engine = self._weft_backends.begin_version(backend)
 
     def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
-        """End such an update and return the tensors that the model's loaders received. If it is not
-        `whole`, layers with missing weights keep their old ones."""
+        """End an update that `weft_begin_by_vllm` started, and return the sums of the tensors that
+        the model's loaders received. Unless it is `whole`, layers with missing weights keep their
+        old ones."""
         if self._weft_backends is None:  # this rank, or another one, could not begin
             assert not whole
             return {}
@@ -478,7 +483,7 @@ class WorkerExtension:
         return self._weft_backends.end_version(whole)
 
     def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
-        """Load a version of an adapter into this rank's slot; return its checksum."""
+        """Load a version of an adapter into this rank's slot, and return its checksum."""
         weights = _UpdateInfo(**update_info).weights
         with IncomingWeights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
@@ -494,8 +499,8 @@ class WorkerExtension:
         return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
 
     def weft_unlink_shared_memory(self) -> None:
-        """Unlink the names of shared memory between ranks on a CPU; the memory stays while they use
-        it. vLLM leaves the files behind even after an orderly shutdown."""
+        """Unlink the names of shared memory between ranks on a CPU; the memory remains while ranks
+        use it. vLLM leaves the files behind even after an orderly shutdown."""
         if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM if ranks are CPU processes
             for file in Path("/dev/shm").glob(f"{glob.escape(name)}-*"):
                 file.unlink(missing_ok=True)

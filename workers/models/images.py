@@ -1,8 +1,8 @@
-"""Images: encode the images of a row with the model's own processor.
+"""Images: process the images of a row with the model's own processor.
 
-A row keeps its images encoded, and one placeholder for each in `prompt_ids`. The processor in the
-model's folder expands a placeholder to the image's tokens. Rollout, actor and reference workers all
-use this module, so models with the same folder read the same tokens.
+A row stores its images encoded, and one placeholder for each in `prompt_ids`. The processor in the
+model's folder expands a placeholder to the tokens of the image. Rollout, actor and reference
+workers all use this module, so models with the same folder read the same tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from ...dataflow.source import Source
 
 _CACHED_BYTES = 256 << 20
-"""Cache for processed images: the samples of a prompt arrive one after the other."""
+"""[bytes] Size of the cache for processed images. The cache helps because the samples of a prompt
+arrive one after the other."""
 
 
 def check_images(model: str | Path, source: Source) -> None:
-    """Check the images of a source. Raises a UserError if the model reads none, or a prompt's
-    placeholders and images differ in number."""
-    # The file's own columns never replace Weft's columns of the same name.
+    """Check the images of a source. Raises a UserError if the model cannot read images, or if a
+    prompt has more or fewer placeholders than images."""
+    # If a file has a column with the name of one of Weft's, Weft's column is used.
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
@@ -69,7 +70,7 @@ def check_images(model: str | Path, source: Source) -> None:
 
 
 def image_token(settings: Mapping[str, Any]) -> int | None:
-    """Return the token id of an image placeholder from a model's settings, if they have one.
+    """Return the token id of an image placeholder according to a model's settings, or None.
 
     >>> image_token({"image_token_id": 5}), image_token({"image_token_index": 7}), image_token({})
     (5, 7, None)
@@ -98,7 +99,7 @@ class _SeenImage:
     tokens: np.ndarray
     """[tokens] int32: the tokens that replace the placeholder."""
     inputs: Mapping[str, Tensor]
-    """Arguments of the model by name, such as `pixel_values` [patches, values]; those of several
+    """The model's arguments by name, such as `pixel_values` [patches, values]. Those of several
     images are concatenated."""
 
 
@@ -109,13 +110,13 @@ class SeenPrompt:
     ids: np.ndarray
     """[P] int32, with all tokens of its images."""
     is_image: np.ndarray
-    """[P] bool: positions where an image feature replaces the token embedding."""
+    """[P] bool: the positions where an image feature replaces the token embedding."""
     images: tuple[_SeenImage, ...] = ()
 
 
 class ImageReader:
-    """Reads images with the processor in a model's folder. Messages call the model `model`. Raises
-    a UserError if the folder has no processor that `transformers` can load."""
+    """Reads images with the processor in a model's folder. `model` names the model in messages.
+    Raises a UserError if the folder has no processor that `transformers` can load."""
 
     def __init__(self, model: str | Path, folder: Path) -> None:
         self._model = model
@@ -128,10 +129,11 @@ class ImageReader:
         self._bytes = 0
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
-        """Return a prompt ([P] int32, with one placeholder for each image) with the tokens of its
-        encoded images. Raises a UserError if their numbers differ, or an image is unreadable."""
+        """Return a prompt with the tokens of its images. `prompt_ids` ([P] int32) has one
+        placeholder for each of the encoded `images`. Raises a UserError if the numbers of
+        placeholders and images differ, or an image is unreadable."""
         places = np.flatnonzero(prompt_ids == self.token)
-        if not len(images):  # in a prompt without images the placeholder is an ordinary token
+        if not len(images):  # in a prompt without images, the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
         if len(places) != len(images):
             raise UserError(f"it {_misplaced(len(images), len(places), self.token, self._model)}")
@@ -174,18 +176,19 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """Decode an image to RGB with Pillow, upright by its EXIF data, as `transformers` does."""
+    """Decode an image to RGB with Pillow and rotate it upright by its EXIF data, as `transformers`
+    does."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
-        # PostScript is a program, and files must not run code.
+        # PostScript is a program, and image files must not run code.
         if image.format == "EPS":
             raise ValueError(PROGRAM)
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def probe_images() -> list[bytes]:
-    """Return two images of different sizes, to check models with."""
+    """Return two images of different sizes, with which models are checked."""
     from PIL import Image
 
     files: list[bytes] = []
@@ -202,8 +205,8 @@ def _num_bytes(image: _SeenImage) -> int:
 
 
 def _load_processor(folder: Path) -> Any:
-    """Load the processor of a model: image processor, tokenizer and placeholder expansion. Without
-    torchvision, leave out the video processor, which needs it."""
+    """Load the processor of a model: image processor, tokenizer, and expansion of placeholders. If
+    torchvision is missing, leave out the video processor, which needs it."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils.import_utils import is_torchvision_available
@@ -227,21 +230,22 @@ def _load_processor(folder: Path) -> Any:
 
 
 # Vision: how a `transformers` model reads a prompt with images. The model's own forward pass
-# replaces all image tokens, even if a policy sampled them in its response. Here only given
-# positions are replaced; the tower, embeddings, positions (`get_rope_index`) and layers are the
-# model's own. `training/agreement.py` compares the result with the model's own forward pass.
+# replaces all image tokens, even those that a policy sampled in its response. This code replaces
+# only the given positions. The vision tower, embeddings, positions (`get_rope_index`) and layers
+# are the model's own. `training/agreement.py` compares the result with the model's own forward
+# pass.
 
 
 LANGUAGE = "language_model"
-"""Name of the text model in backbones that read images."""
+"""Attribute name of the text model in backbones that read images."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of the rows of a pass."""
+    """The images of the rows in a forward pass."""
 
     places: Tensor
-    """[B, L] bool, or [T] of packed rows: image features replace token embeddings here."""
+    """[B, L] bool, or [T] for packed rows: where image features replace token embeddings."""
     inputs: Mapping[str, Tensor]
     """Arguments of the vision tower by name, for all images in the order of their positions."""
 
@@ -254,13 +258,13 @@ class ImageInputs:
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Like `sees_images`, for settings as `transformers` loads them."""
+    """Like `sees_images`, but for settings as loaded by `transformers`."""
     return sees_images({"model_type": settings.model_type})
 
 
 def embed(backbone: Any, input_ids: Tensor, shown: ImageInputs) -> Tensor:
-    """Return [B, L, hidden] inputs of the text layers: embeddings of tokens [B, L], with image
-    features at the positions of images."""
+    """Return the inputs of the text layers, [B, L, hidden]: the embeddings of tokens [B, L], with
+    image features at the positions of images."""
     embedded = backbone.get_input_embeddings()(input_ids)
     features = backbone.get_image_features(**shown.inputs, return_dict=True).pooler_output
     if not isinstance(features, torch.Tensor):
@@ -272,8 +276,9 @@ def positions(
     backbone: Any, input_ids: Tensor, shown: ImageInputs, inside: Tensor | None = None
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
-    height and width (m-rope, arXiv:2409.12191); None if it numbers image tokens like all others.
-    `inside` ([B, L] bool) is False for padding; None if padding is absent or on the right."""
+    height and width (m-rope, arXiv:2409.12191). Return None if the model numbers image tokens like
+    all others. `inside` ([B, L] bool) is False for padding; None if there is no padding, or only on
+    the right."""
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
         return None
@@ -285,8 +290,8 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the vision tower. Rows without images do not reach them, and rows
-    with images may reach only some."""
+    """Yield the parameters of the vision tower. Rows without images do not use these parameters,
+    and rows with images may use only some."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

@@ -21,22 +21,22 @@ from ...dataflow.runs.files import make_folder
 from .model_folder import CONFIG_FILE, read_index
 from .weight_files import read_header
 
-# One process of a node does the work; the others wait and watch its progress.
+# One process of a node does the work; the others wait, and report its progress.
 
 
 WAIT_S = 7200.0
-"""Longest wait for another process of the node."""
+"""[s] Longest wait for another process of the node."""
 _POLL_S = 0.5
 _LOOK_S = 2.0
-"""Polling interval for progress."""
+"""[s] Polling interval for progress."""
 
 
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a lock file that only one process of the node can hold. A process that dies releases it.
-    The file is created with its folder, and several users may share it. Messages call the work
-    `what`. Raises OSError if the file can be neither created nor read, and RunError if the holder
-    did not release the lock in time."""
+    """Hold a lock file, which only one process of the node can do at a time. If a process dies, its
+    lock is released. The file and its folder are created if missing. Several users may share the
+    file. `what` names the work in messages. Raises OSError if the file can be neither created nor
+    read, and RunError if its holder did not release it in time."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open_lock(lock)
     try:
@@ -48,9 +48,7 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
                     f"process {holder} of this node {what}, but did not finish in {wait_s:g} s"
                 )
             time.sleep(min(_POLL_S, wait_s))
-        with suppress(
-            OSError
-        ):  # another user owns the file and made it read-only: the pid stays unknown
+        with suppress(OSError):  # the file is another user's and read-only, so the pid stays unknown
             lock.write_text(str(os.getpid()))
         yield
     finally:
@@ -59,7 +57,8 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
 @contextmanager
 def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
-    """Call `advance` from a thread whenever a folder changes, whichever process writes to it."""
+    """Call `advance` from a thread whenever the size of a folder's files changes, whichever process
+    writes to it."""
     over = threading.Event()
 
     def look() -> None:
@@ -80,9 +79,10 @@ def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder, which may be missing or renamed."""
+    """Return the total size in bytes of the files in a folder. The folder may be missing or be
+    renamed meanwhile."""
     total = 0
-    for path, _, names in os.walk(folder):  # os.walk ignores a missing folder
+    for path, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # the file was renamed
                 file = Path(path, name)
@@ -91,11 +91,11 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _open_lock(lock: Path) -> int:
-    """Open a lock file. The process that creates it makes it writable for all."""
+    """Open a lock file. The process that creates it makes it writable for all users."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        return os.open(lock, os.O_RDONLY)  # a read-only descriptor suffices for flock
+        return os.open(lock, os.O_RDONLY)  # a read-only descriptor is enough for flock
     if os.fstat(descriptor).st_uid == os.geteuid():
         os.fchmod(descriptor, 0o666)  # despite the umask
     return descriptor
@@ -117,7 +117,8 @@ def _takes_lock(descriptor: int) -> bool:
 #     CACHE/folders/.qwen2-3f5a.../       an unfinished copy; the next process restarts it
 #     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes the copy
 #
-# The cache is `~/.cache/weft`, or `WEFT_CACHE`. A new copy evicts copies unused for MAX_AGE_S.
+# The cache is in `~/.cache/weft`, or in `WEFT_CACHE` if that is set. Each new copy deletes copies
+# that have not been used for MAX_AGE_S.
 
 
 MARKS = (
@@ -127,16 +128,17 @@ MARKS = (
     "tokenizer.model",
     "adapter_config.json",
 )
-"""A folder with one of these files is a model or a tokenizer."""
+"""A folder with one of these files contains a model or a tokenizer."""
 PIECE_BYTES = 16 << 20
 MAX_AGE_S = 30 * 86400.0
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Weights in unsupported formats."""
+"""Suffixes of weight files in unsupported formats."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Places to compare in a file of a format without known tensors, and bytes at each."""
+"""Number of places to compare in a file whose format has no known tensors, and bytes to compare at
+each."""
 _SMALL_BYTES = 32 << 20
-"""Files up to this size are compared completely."""
+"""[bytes] Files up to this size are compared completely."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,13 @@ class FolderListing:
 
     name: str
     contents: str
-    """Checksum of names, sizes, all small files, and samples of each tensor. Equal for the same
-    model on two nodes."""
+    """Checksum of all names and sizes, of all small files, and of samples of each tensor. It is
+    equal for the same model on two nodes."""
     key: str
-    """Name of a copy. It also depends on modification times, because samples may miss a change."""
+    """Name of the copy. It also depends on modification times, because samples may miss a
+    change."""
     files: Mapping[str, int]
-    """File sizes in bytes by name."""
+    """Maps file names to sizes in bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -162,13 +165,14 @@ def is_model_folder(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files that workers read of a model or, without `weights`, of a tokenizer."""
+    """List the files of a model that workers read or, unless `weights` is set, those of its
+    tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}
     contents, times = hashlib.sha256(), hashlib.sha256()
     for path in found:
-        # `transformers` reads safetensors if it finds them, so files in torch's format are not needed.
+        # `transformers` prefers safetensors, so files in torch's format are not needed beside them.
         is_kept = not has_safetensors or path.suffix == ".safetensors"
         if path.suffix in _FOREIGN or (path.suffix in _WEIGHTS and not (weights and is_kept)):
             continue
@@ -182,11 +186,11 @@ def list_folder(folder: Path, *, weights: bool) -> FolderListing:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """Return the checksum of a small file, or of samples of a large one."""
+    """Return a checksum of a file: of the whole file if it is small, otherwise of samples."""
     with path.open("rb") as file:
         if size <= _SMALL_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        # Samples: its ends, even distances, and the middle of each tensor.
+        # Samples are both ends, places at even distances, and the middle of each tensor.
         places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
         if path.suffix == ".safetensors":
             with suppress(ValueError):
@@ -199,7 +203,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
-    """Return a piece of a file, at most PIECE_BYTES, and its checksum."""
+    """Return a piece of a file, at most PIECE_BYTES long, and its checksum."""
     with path.open("rb") as file:
         file.seek(start)
         piece = file.read(PIECE_BYTES)
@@ -217,7 +221,7 @@ def copy_of(
     *,
     advance: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Return the cached copy of a folder; one process of the node writes it if it is missing.
+    """Return the cached copy of a folder. If it is missing, one process of the node writes it.
     `pieces` yields the pieces of a file of the given size, each with its checksum. `advance` is
     called whenever more data has arrived, in whichever process of the node. Raises UserError if the
     cache is not writable or has no room, and WorkerError if data arrived damaged."""
@@ -239,7 +243,7 @@ def copy_of(
                 _remove_old(cache)
                 _write(listing, pieces, partial)
                 partial.rename(copy)
-            os.utime(copy)  # mark as used
+            os.utime(copy)
     except OSError as error:
         raise UserError(
             f"{listing.name} is on the driver's node only, and cannot be copied to {cache} "
@@ -285,10 +289,10 @@ def pieces_of(size: int) -> Iterator[int]:
 def node_folder(
     model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model with its weights, downloaded if necessary. The driver has
-    checked an id only on its own node. `advance` is called whenever more has been downloaded, by
-    whichever process of the node. Raises UserError if the model does not exist or cannot be
-    downloaded, and RunError if another process did not finish the download in time."""
+    """Return the folder of a model with its weights. Download it if necessary. (The driver has
+    checked a Hugging Face id only on its own node.) `advance` is called whenever more has been
+    downloaded, by whichever process of the node. Raises UserError if the model does not exist or
+    cannot be downloaded, and RunError if another process did not finish the download in time."""
     if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
         return find_model_folder(model, CONFIG_FILE)
     found = cached_folder(model, weights=True)
@@ -300,15 +304,15 @@ def node_folder(
 
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
-    """Return the cached snapshot of a Hugging Face id on this node, or None if it is incomplete or
-    not an id. With `weights`, it must hold a model with all of its weights."""
+    """Return this node's cached snapshot of a Hugging Face id, or None if it is incomplete or the
+    name is no id. With `weights`, it must contain a model with all its weights."""
     marks = (CONFIG_FILE,) if weights else MARKS
     found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
     return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
 
 
 def _may_be_downloaded(model: str | Path) -> bool:
-    """Return whether a name is a Hugging Face id rather than the path of a missing folder."""
+    """Return whether a name is a Hugging Face id, and not the path of a missing folder."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -319,7 +323,6 @@ def _may_be_downloaded(model: str | Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all weight files are there, as safetensors or in torch's format."""
     names = ("model.safetensors", "pytorch_model.bin")
     for index in (folder / f"{name}.index.json" for name in names):
         if index.is_file():
@@ -331,7 +334,6 @@ def _download(model: str) -> Path:
     import huggingface_hub
 
     try:
-        # Settings, weights, tokenizer, chat template.
         files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=files))
     except (OSError, ValueError, RuntimeError) as error:  # not on the hub, or no network

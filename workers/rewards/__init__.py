@@ -1,6 +1,7 @@
-"""Reward functions: recognise their library by signature, call them, and interpret their results.
+"""Reward functions: recognise their library by their signature, call them, and interpret their
+results.
 
-`signature.py` recognises libraries; `function.py` holds a function with its name and weight;
+`signature.py` recognises libraries; `function.py` has a function with its name and weight;
 `calls.py` runs asynchronous calls; `judge.py` asks a model behind an OpenAI-compatible API.
 `workers/reward.py` combines them.
 """

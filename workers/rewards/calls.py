@@ -1,8 +1,7 @@
-"""Concurrent calls of asynchronous reward functions on one rank, with retries and a
-rate limit.
+"""Concurrent calls of asynchronous reward functions on one rank, with retries and a rate limit.
 
-They run on a separate event loop in a separate thread. So a function can keep sessions open between
-calls, and programs with a running loop, such as notebooks, work too.
+The calls run on a separate event loop in a separate thread. So a function can keep sessions open
+between calls, and calls work in programs whose loop is running, such as notebooks.
 """
 
 from __future__ import annotations
@@ -28,37 +27,38 @@ from .function import Reward, as_failure
 from .main_thread import ForkedCaller, portable_result, signals_noticed
 
 CLOSE_S = 10.0
-"""Longest wait for the thread to end."""
+"""[s] Longest wait for the thread to end."""
 PAUSE_S = 0.5
-"""Pause before the first retry of an asynchronous call; it doubles with each retry."""
+"""[s] Pause before the first retry of an asynchronous call. It doubles with each retry, up to
+LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass
 class _Limits:
-    """Concurrency and rate limits of a function. Used only on the loop's thread."""
+    """Concurrency and rate limits of a function. Used only in the loop's thread."""
 
     places: asyncio.Semaphore
     begins_s: float = 0.0
-    """Earliest start of the next call, by the loop's clock."""
+    """Earliest start of the next call, by the clock of the loop."""
 
 
 @dataclass
 class _AsyncCalls:
     _loop: asyncio.AbstractEventLoop | None = None
     _beat: Future[None] | None = None
-    """A no-op coroutine that the last `is_alive` call scheduled."""
+    """A no-op coroutine that the last call of `is_alive` scheduled."""
     _thread: threading.Thread | None = None
     _functions: dict[int, Callable[..., Any]] = field(default_factory=dict[int, Callable[..., Any]])
-    """Functions that were called, and may need to be closed."""
+    """Functions that have been called, and may need to be closed."""
     _limits: dict[int, _Limits] = field(default_factory=dict[int, _Limits])
 
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
         """Start a call as soon as the limits of its function allow. Return a future with the
-        result, or the exception of the last try. `call` creates a new awaitable for each try, which
-        may take `deadline_s` seconds."""
+        result, or with the exception of the last try. `call` creates a new awaitable for each try.
+        Each try may take `deadline_s` seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -72,7 +72,8 @@ class _AsyncCalls:
         return self._loop is not None
 
     def is_alive(self) -> bool:
-        """Return whether the loop responds. A function that blocks it stops all others."""
+        """Return whether the loop responds. It does not while a function blocks it, which stops all
+        other functions too."""
         is_alive = self._beat is None or self._beat.done()
         if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
@@ -95,14 +96,15 @@ class _AsyncCalls:
                 if reward.per_second is not None:
                     now = asyncio.get_running_loop().time()
                     begins_s = max(now, limits.begins_s)
-                    # Reserve the slot before the sleep, because other calls look for theirs during it.
+                    # Reserve the time slot before sleeping, because other calls reserve theirs
+                    # meanwhile.
                     limits.begins_s = begins_s + 1 / reward.per_second
                     await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
-                        # Only a TimeoutError of the function itself has a text.
+                        # Only a TimeoutError that the function raised has a text.
                         why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
                         raise TimeoutError(why) from None
                 except Exception:
@@ -121,8 +123,8 @@ class _AsyncCalls:
 
 
 async def _awaited(call: Awaitable[Any]) -> Any:
-    """Return the result of a call. Turn a `SystemExit`, which would end the loop and all other
-    calls, into a failure of this call."""
+    """Return the result of a call. A `SystemExit`, which would end the loop and all other calls,
+    becomes a failure of this call only."""
     try:
         return await call
     except NeedsMainThread:
@@ -133,10 +135,10 @@ async def _awaited(call: Awaitable[Any]) -> Any:
         ) from None
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # the deadline passed, or Weft cancelled the call
+        if task is None or task.cancelling():  # the deadline has passed, or Weft has cancelled the call
             raise
         raise as_failure(error) from error
-    except GeneratorExit:  # the loop closes unfinished calls
+    except GeneratorExit:  # the loop is closing unfinished calls
         raise
     except BaseException as error:
         if isinstance(error, Exception):
@@ -153,22 +155,23 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
 
 
 Logged = list[tuple[str, float]]
-"""Metrics that functions logged."""
+"""Metrics that functions have logged."""
 
 
 class Caller:
-    """Calls plain functions in this thread, or in a child process once they have set a signal
-    handler outside the main thread. Awaitables that they return are awaited by `calls`."""
+    """Calls plain functions in this thread. If one has tried to set a signal handler outside the
+    main thread, later calls run in a child process. If a function returns an awaitable, `calls`
+    awaits it."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = rewards
         self.calls = _AsyncCalls()
         self._apart: set[int] = set()
-        """Functions that need a main thread."""
+        """Indexes of functions that need a main thread."""
         self._child: ForkedCaller | None = None
 
     def call_reward(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        """Return the result of function number `f` and the metrics that it logged. Raises the
+        """Return the result of function number `f`, and the metrics that it logged. Raises the
         function's exceptions; a `BaseException` becomes a RuntimeError."""
         if f not in self._apart:
             try:
@@ -182,7 +185,7 @@ class Caller:
             return self._child.call_function(f, arguments)
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._child = None  # it was closed
+                self._child = None  # the child was closed
             raise
 
     def close(self) -> None:
@@ -205,16 +208,16 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
     }
     try:
         result = reward.call_function(arguments, log)
-        if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
+        if inspect.isawaitable(result):  # a wrapper hides that the function is asynchronous
             # An awaitable can be awaited only once, so each retry calls the function again.
             tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
             finally:
-                # The deadline may interrupt `result()`, and the call would stay in flight.
+                # The deadline may interrupt `result()`, which would leave the call in flight.
                 future.cancel()
-    # Like any `Exception`, errors that steer Weft or the debugger must pass unchanged.
+    # Errors that control Weft or the debugger must pass unchanged, as any `Exception` does.
     except (Exception, NeedsMainThread, BdbQuit, Ended, Silent, Cancelled, Planned):
         raise
     except KeyboardInterrupt as error:
@@ -230,8 +233,8 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
 
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGVTALRM)
-"""Interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such as
-math-verify set and clear them."""
+"""The signal that interrupts the main thread. `SIGALRM` and its timer are left to user code:
+graders such as math-verify set and clear them."""
 
 
 class _Watch:
@@ -241,14 +244,14 @@ class _Watch:
         self._changed = threading.Condition()
         self._due_s = math.inf
         self._wakes_s = math.inf
-        """Time of the thread's next check."""
+        """Time at which the thread checks next."""
         self._thread: threading.Thread | None = None
 
     def set(self, due_s: float) -> None:
-        """Set the time of the signal by the monotonic clock; infinite disables it."""
+        """Set when to send the signal, by the monotonic clock; infinity disables it."""
         self._due_s = due_s
         if due_s >= self._wakes_s and self._thread is not None and self._thread.is_alive():
-            return  # the thread checks before that, so calls in time cost no thread switch
+            return  # the thread checks earlier, so calls that end in time cost no thread switch
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
                 self._thread = threading.Thread(target=self._work, name="deadline", daemon=True)
@@ -267,7 +270,7 @@ class _Watch:
                         None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX)
                     )
                     continue
-                self._due_s = math.inf  # until the handler sets the next one
+                self._due_s = math.inf
             signal.pthread_kill(main, SIGNAL)
 
 
@@ -277,12 +280,12 @@ _watch = _Watch()
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
-    block ends. None disables the deadline. Messages call the block `what`.
+    block ends. None disables the deadline. `what` names the block in messages.
 
-    Code that catches the error still fails when it is done. The deadline uses another signal than
-    `SIGALRM`, so the block may use `signal.alarm`; a handler and a timer that it leaves behind are
-    removed. Deadlines work only on the main thread (other threads log a warning), and cannot
-    interrupt C functions. A program stopped in a debugger is not interrupted.
+    Code that catches the error still fails at the end of the block. The deadline does not use
+    `SIGALRM`, so the block may call `signal.alarm`. A handler or timer that it leaves behind is
+    removed. Deadlines work only on the main thread, and other threads log a warning. They cannot
+    interrupt C functions. A program that is stopped in a debugger is not interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:
@@ -317,7 +320,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
             # A signal may arrive just after its deadline was met.
             is_set = before is not None and before != signal.SIG_DFL
             signal.signal(SIGNAL, before if is_set else lambda number, frame: None)
-        if rung:  # the code has caught it
+        if rung:
             raise TimeoutError(too_late)
 
 
@@ -331,7 +334,7 @@ def _own_alarm() -> Iterator[None]:
     finally:
         if left_s:
             passed_s = time.monotonic() - since_s
-            # A time of 0 would switch the timer off.
+            # A time of 0 would disable the timer.
             signal.setitimer(signal.ITIMER_REAL, max(left_s - passed_s, 1e-3), each_s)
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -340,7 +343,7 @@ def _own_alarm() -> Iterator[None]:
 
 
 def _in_debugger(frame: FrameType | None) -> bool:
-    debuggers = ("bdb", "pdb", "pydevd", "_pydevd_bundle")  # Python's (and IPython's), and of editors
+    debuggers = ("bdb", "pdb", "pydevd", "_pydevd_bundle")  # those of Python, IPython and editors
     while frame is not None:
         if str(frame.f_globals.get("__name__")).split(".")[0] in debuggers:
             return True

@@ -81,7 +81,7 @@ class Reward(Config):
 
     @cached_property
     def signature(self) -> Signature | None:
-        """Signature of another library, or None for Weft's own."""
+        """The signature, if it is that of another library; None for Weft's own."""
         return find_signature(list(self._takes.parameters))
 
     @cached_property
@@ -98,7 +98,7 @@ class Reward(Config):
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable. This depends on the callable itself, not on a
+        """Whether a call returns an awaitable. This depends on the callable itself, and not on a
         function that it wraps."""
         own = self.function
         while isinstance(own, functools.partial):
@@ -111,14 +111,15 @@ class Reward(Config):
 
     @property
     def may_return_parts(self) -> bool:
-        """Whether functions of its library return dictionaries, or its annotation names one."""
+        """Whether the function may return a dictionary, according to its library or its
+        annotation."""
         returns = str(self._takes.return_annotation).lower()
         annotated = bool(self.part) or "dict" in returns or "mapping" in returns
         return annotated or (self.signature is not None and self.signature.returns_parts)
 
     @property
     def place(self) -> str:
-        """File and line of the function's definition, or ""."""
+        """File and line where the function is defined, or ""."""
         # The innermost function of a partial, a decorated function or a callable object.
         own = self.function
         inner: Any = inspect.unwrap(own.func if isinstance(own, functools.partial) else own)
@@ -152,7 +153,7 @@ class Reward(Config):
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Required ground truths, by their names in other libraries."""
+        """Required ground truths, by the names that other libraries give them."""
         if self.signature is None:
             return ()
         named = tuple(p.name for p in self._columns if p.default is p.empty and p.name in ANSWERS)
@@ -160,22 +161,20 @@ class Reward(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Required ground truths with parameter types that exclude None."""
+        """Required ground truths whose parameter types exclude None."""
         needed = [p for p in self._open if p.default is p.empty and not _takes_none(p.annotation)]
-        # verl's batch functions take plurals, such as `ground_truths`.
+        # verl's batch functions have plural names, such as `ground_truths`.
         names = (p.name.removesuffix("s") for p in needed)
         return tuple(name for name in names if name in ANSWERS)
 
     @property
     def _open(self) -> list[inspect.Parameter]:
-        """Parameters without a fixed value."""
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = self._takes.parameters.values()
         return [p for p in parameters if p.kind not in several and p.name not in self._fixed]
 
     @cached_property
     def _fixed(self) -> set[str]:
-        """Names of keyword arguments with fixed values."""
         return {*self.function.keywords} if isinstance(self.function, functools.partial) else set()
 
     @property
@@ -188,7 +187,7 @@ class Reward(Config):
     # Calls
 
     def arguments(self, samples: RewardRows) -> Mapping[str, Sequence[Any]]:
-        """Return a value for each sample, by parameter, from the columns that exist."""
+        """Map each parameter to one value per sample, from the columns that exist."""
         fixed, rest = self._fixed, samples.rest if self.takes_all else {}
         columns = {name: values for name, values in rest.items() if name not in fixed}
         wanted = [p.name for p in self._columns if p.name in samples or p.default is p.empty]
@@ -206,12 +205,12 @@ class Reward(Config):
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
     def call_function(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
-        """Call the function with the arguments of one sample or of all, and callbacks by name
-        (`log`) if it takes them. An asynchronous function returns an awaitable."""
+        """Call the function with the arguments of one sample or of all. If it takes callbacks, pass
+        those in `log` by name. An asynchronous function returns an awaitable."""
         named = dict(arguments)
         by_position = self.signature.gives if self.signature and self.signature.positional else ()
         if "args" in by_position and "args" in self._fixed:
-            by_position = ()  # parameters after a fixed one have to be named
+            by_position = ()  # parameters after a fixed one must be passed by name
         elif "args" in by_position:
             named["args"] = SimpleNamespace()
         if self.signature is not None and self.signature.logs:
@@ -224,7 +223,7 @@ class Reward(Config):
 
 
 def _takes_none(annotation: Any) -> bool:
-    """Return whether a parameter's type allows None; a parameter without a type does."""
+    """Return whether a parameter accepts None. One without a type does."""
     said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return annotation is inspect.Parameter.empty or any(
         word in said for word in ("None", "Optional", "Any", "object")
@@ -232,8 +231,8 @@ def _takes_none(annotation: Any) -> bool:
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Turn any exception of a reward function into one that fails its sample, but ends neither a
-    process nor a loop.
+    """Turn any exception of a reward function into one that fails its sample, but ends neither the
+    process nor the loop.
 
     >>> as_failure(SystemExit(3)), as_failure(GeneratorExit("gone"))
     (RuntimeError('it ended with SystemExit(3)'), RuntimeError("it raised GeneratorExit('gone')"))
@@ -245,8 +244,8 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a callable. A wrapper that takes only `*args` and `**kwargs` has the
-    signature of the wrapped function.
+    """Return the signature of a callable. For a wrapper that takes only `*args` and `**kwargs`,
+    return the signature of the wrapped function.
 
     >>> def inner(response: str, answer: str) -> float: ...
     >>> @functools.wraps(inner)
@@ -260,7 +259,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
         def stands_for(*_: Any, **__: Any) -> None: ...
 
-        # `inspect` then removes the fixed arguments of the partial.
+        # `inspect` then removes the arguments that the partial fixes.
         stands_for.__signature__ = signature_of(function.func)  # pyright: ignore[reportFunctionMemberAccess]
         return inspect.signature(functools.partial(stands_for, *function.args, **function.keywords))
     if inspect.ismethod(function):
@@ -286,6 +285,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_of(function: Any) -> str:
-    """Return a readable name of a function, a partial's function, or a callable object's class."""
+    """Return a readable name: of a function, of a partial's function, or of a callable object's
+    class."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__qualname__", type(inner).__name__)

@@ -30,13 +30,15 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 {response}
 </response>"""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
-"""HTTP status codes to retry."""
+"""HTTP status codes after which to retry."""
 RETRIES = 3
-"""Number of retries after a missing reply or a status in `REPEATED`, each after twice the pause. A
-sample that still fails is requeued, and tried twice more."""
+"""Number of retries if there is no reply or its status is in `REPEATED`. The pause doubles with
+each retry, up to LONGEST_PAUSE_S. A sample that still fails is requeued, and tried two more
+times."""
 LONGEST_PAUSE_S = 30.0
 REPLY_S, TOKEN_S = 60.0, 0.1
-"""Time limit of a request, and for each of its `max_tokens` if that is longer."""
+"""[s] Time limit of a request: the first number, or the second for each of its `max_tokens` if that
+is longer."""
 
 
 class Judge(Config):
@@ -82,7 +84,7 @@ class Judge(Config):
         parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
-        # Error messages show the address.
+        # Error messages show the address, so it must not have a password.
         if parts.password or parts.username:
             raise ValueError(
                 "address must not contain a password; name the environment variable with the key: key_variable='...'"
@@ -95,30 +97,32 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function. `Reward(function=judge, ...)` sets other options."""
+        """This judge as a reward function. Use `Reward(function=judge, ...)` to set other
+        options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response. Raises a RuntimeError without a reply or a score; its message never
-        has the key."""
+        """Grade one response. Raises a RuntimeError if there is no reply or it has no score. The
+        message never contains the key."""
         lowest, highest = (f"{end:g}" for end in self.scale)
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}
         values |= {"lowest": lowest, "highest": highest}
-        # In one pass, so that braces in a response stay untouched.
+        # Substitute in one pass, so that braces in a response stay as they are.
         asked = re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), self.question)
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
-        """Return the reward in a reply, 0 to 1. A reply without a score is a RuntimeError."""
+        """Return the reward in a reply, from 0 to 1. Raises a RuntimeError if the reply has no
+        score."""
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
         worst, best = self.scale
-        # Judges may mention scores while they reason; the last one counts.
+        # Judges may mention scores while they reason, so use the last one.
         share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
@@ -163,7 +167,8 @@ class Judge(Config):
     def _client(self) -> Any:
         import httpx
 
-        # Redirects could send the key to another host. `Reward.concurrency` limits connections.
+        # Redirects could send the key to another host. `Reward.concurrency` limits the number of
+        # connections.
         return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), follow_redirects=False)
 
     async def aclose(self) -> None:
@@ -180,7 +185,6 @@ class Judge(Config):
         return {"Authorization": f"Bearer {key}"}
 
     def __getstate__(self) -> dict[Any, Any]:
-        # Connections cannot be pickled.
         state = super().__getstate__()
         return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
 

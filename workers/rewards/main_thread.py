@@ -1,10 +1,10 @@
 """Run reward functions that set signal handlers.
 
-Python sets signal handlers only on the main thread of a process. Graders with timeouts need them,
-such as math-verify, which TRL's accuracy reward calls. Under Ray, the main thread of a rank belongs
-to Ray. If a function sets a signal handler on another thread, Weft abandons the call. From then on
-it calls the function in a child process of the rank, on the main thread there. Other functions stay
-in the rank.
+Python can set signal handlers only on the main thread of a process. Graders with timeouts need
+them, such as math-verify, which TRL's accuracy reward calls. Under Ray, the main thread of a rank's
+process belongs to Ray. If a function tries to set a signal handler on another thread, Weft abandons
+the call. From then on, Weft calls the function on the main thread of a child process of the rank.
+Other functions stay in the rank's process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def signals_noticed() -> Iterator[None]:
-    """Raise `NeedsMainThread` if code of this thread sets a signal handler, unless this is the main
-    thread."""
+    """Inside the context, raise `NeedsMainThread` if code in this thread sets a signal handler. On
+    the main thread, do nothing."""
     if threading.current_thread() is threading.main_thread():
         yield
         return
@@ -52,9 +52,10 @@ def _signal(number: Any, handler: Any) -> Any:
     return _set_handler(number, handler)
 
 
-# Graders catch Python's own ValueError and return 0, so a special exception is needed. The hook
-# stays for the life of the process: it affects only threads that call rewards, several threads may
-# do so at once, and libraries that are imported later may keep a reference to it.
+# A special exception is needed, because graders catch Python's own ValueError and return 0. The
+# hook stays installed for the life of the process. It affects only threads that call rewards,
+# several threads may do so at the same time, and libraries imported later may keep a reference to
+# it.
 signal.signal = _signal
 
 
@@ -63,29 +64,29 @@ class ForkedCaller:
     main thread. Results must be picklable.
 
     It is a fork, not a new interpreter, because reward functions may be closures, objects with
-    loaded models, or functions of the user's script, which cannot be pickled. If another thread
-    holds a lock at the fork, a function that needs the lock waits until the rank's deadline. The
-    child ends with the thread that made it, so make and call it on one thread.
+    loaded models, or functions of the user's script, none of which can be pickled. If another
+    thread holds a lock during the fork, a function that needs the lock waits until the rank's
+    deadline. The child ends with the thread that created it, so create and use it in one thread.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parent = os.getpid()
         self._connection, theirs = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about locks of other threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # it warns about locks of other threads
             self._pid = os.fork()
         if self._pid == 0:
             _serve(function, theirs, self._connection, parent)
         theirs.close()
 
     def call_function(self, *arguments: Any) -> Any:
-        """Call the function. Its errors have the traceback in the child as a note."""
+        """Call the function. Its errors carry the child's traceback as a note."""
         try:
             self._connection.send(arguments)
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._end_as_child_did()
-        except BaseException:  # abandon the call: the next one must not get its reply
+        except BaseException:  # abandon the call, because the next one must not get its reply
             self.close()
             raise
         if returned:
@@ -100,7 +101,7 @@ class ForkedCaller:
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process as the function, without a child, would have done."""
+        """End this process as the function would have ended it without a child."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -113,8 +114,8 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
     """Run the main loop of the child. It never returns to the parent's code."""
     code = 1
     try:
-        gc.freeze()  # the parent's objects are not the child's to finalise
-        # End with the thread that made this process, however it ends.
+        gc.freeze()  # the child must not finalise the parent's objects
+        # End with the thread that made this process, however that thread ends.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
         # The parent may have ended before the call above took effect.
@@ -146,7 +147,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return an exception that survives a pickle."""
+    """Return an exception that can be pickled and restored."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -174,7 +175,7 @@ def portable_result(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _AsText:
-    """A value that is not a valid reward, as text for the error message."""
+    """The text of a value that is not a valid reward, for the error message."""
 
     text: str
 

@@ -3,8 +3,8 @@
     sample:  open ──every function has answered──> done ──take──> taken
                └───────a function has failed─────> failed
 
-- Asynchronous functions start first, then batch functions run, then functions of one sample.
-- A batch that fails is retried sample by sample, so that only the failing samples are blamed.
+- Asynchronous functions start first. Then batch functions run, then functions of one sample.
+- If a batch fails, its samples are retried one by one, so that only those that fail are blamed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .function import Reward, as_failure, name_of
 from .signature import RewardRows
 
 _TOTALS = ("reward", "score", "rewards")
-"""Keys of a returned dictionary that hold the reward, in order of preference."""
+"""Keys under which a returned dictionary may hold the reward, in order of preference."""
 _LARGEST = 3.4028234663852886e38
-"""Largest reward: columns of rewards are float32."""
+"""Largest reward, because reward columns are float32."""
 PART_S = 1.0
-"""[s] Longest time to hold back finished rewards in order to yield them together."""
+"""[s] Longest time to hold back finished rewards so that more of them are yielded together."""
 
 
 @dataclass(frozen=True)
 class _SampleScore:
-    """The score of one sample."""
+    """One function's score of a sample."""
 
     value: float | None
     """None if the function does not apply to the sample."""
@@ -49,7 +49,7 @@ class Outcome:
 
     reward: float
     scores: Sequence[_SampleScore]
-    """One score from each function, in the functions' order."""
+    """One score from each function, in the order of the functions."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
         """Return all numbers that make up the reward, by name."""
@@ -61,15 +61,15 @@ class Outcome:
 
 
 class Scoring:
-    """The samples of one call. Each function call takes at most `deadline_s`."""
+    """The samples of one call. Each call of a function may take at most `deadline_s`."""
 
     def __init__(
         self, caller: Caller, samples: RewardRows, context: Context, deadline_s: float | None
     ) -> None:
         self.failed: dict[int, Exception] = {}
-        """Exception of the first function that failed, by sample."""
+        """Maps each failed sample to the exception of the first function that failed."""
         self.logged: dict[str, Mean] = {}
-        """Metrics that the functions logged themselves."""
+        """Metrics that the functions have logged themselves."""
         self._rewards = caller.rewards
         self._samples = samples
         self._context = context
@@ -82,7 +82,7 @@ class Scoring:
 
     def run(self) -> Iterator[dict[int, Outcome]]:
         """Call all functions on all samples. Yields the samples that finished since the last item,
-        by index; the last item has all the rest."""
+        keyed by index. The last item has all that remain."""
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
             pending = [call for f, r in kinds if r.is_async for call in self._started(f, r)]
@@ -132,7 +132,7 @@ class Scoring:
             self._context.advance()
 
     def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
-        # The driver replaces a watched process that exceeds the deadline.
+        # If the process is watched, the driver replaces it when it exceeds the deadline.
         limit = None if self._context.watched else self._deadline_s
         with deadline(limit, f"reward function {self._rewards[f].title}"):
             result, logged = self._caller.call_reward(f, arguments)
@@ -143,7 +143,7 @@ class Scoring:
     # Asynchronous functions
 
     def _started(self, f: int, reward: Reward) -> Iterator[tuple[Future[Any], int, int | None]]:
-        """Start calls, and yield each with its function and sample (None for all samples)."""
+        """Start calls, and yield each with its function and its sample (None for all samples)."""
         arguments = reward.arguments(self._samples)
         if reward.is_batch:
             yield self._in_flight(reward, arguments), f, None
@@ -164,7 +164,7 @@ class Scoring:
         try:
             while pending:
                 finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
-                # With a deadline every call ends, so a responsive loop counts as progress.
+                # If there is a deadline, every call ends, so a responsive loop counts as progress.
                 if finished or (self._deadline_s is not None and self._caller.calls.is_alive()):
                     self._context.advance()
                 for future in finished:
@@ -194,10 +194,10 @@ class Scoring:
 
     @contextmanager
     def _blaming(self, k: int) -> Iterator[None]:
-        """Record an exception as the failure of sample `k`, unless it ends the run."""
+        """Record an exception as the failure of sample `k`, unless it must end the run."""
         try:
             yield
-        except BdbQuit:  # the user left the debugger
+        except BdbQuit:  # the user has left the debugger
             raise
         except ResultError as error:  # every other sample would fail in the same way
             self.failed = {k: error}
@@ -244,7 +244,7 @@ class Scoring:
         return time.monotonic() - self._gave_s > PART_S
 
     def _take(self) -> dict[int, Outcome]:
-        """Return the finished samples that were not returned before."""
+        """Return the finished samples that have not been returned yet."""
         done: dict[int, Outcome] = {}
         for k, found in enumerate(self._scores):
             if k not in self._given and k not in self.failed and len(found) == len(self._rewards):
@@ -260,7 +260,7 @@ class Scoring:
 
 
 def _result(future: Future[Any]) -> Any:
-    """Return the result of an asynchronous call. A `GeneratorExit` fails only its sample."""
+    """Return the result of an asynchronous call. A `GeneratorExit` fails only its own sample."""
     try:
         return future.result()
     except GeneratorExit as error:
@@ -272,8 +272,8 @@ def _result(future: Future[Any]) -> Any:
 
 def _results(reward: Reward, result: Any, number: int) -> list[Any]:
     """Split the result of a batch call into one result per sample. Raises a ResultError if the
-    result is neither a list with one entry for each sample nor a dictionary of such lists."""
-    if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
+    result is neither a list with one entry per sample nor a dictionary of such lists."""
+    if isinstance(result, Mapping):  # as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)
     if listed is None or len(listed) != number:
@@ -312,7 +312,7 @@ def _score(reward: Reward, result: Any) -> _SampleScore:
     """Return the score in the result of a call with one sample.
 
     Raises:
-        ResultError: the result is not a number, None or a dictionary of numbers.
+        ResultError: the result is not a number, None, or a dictionary of numbers.
         SampleError: the result or one of its parts is not finite.
     """
     if result is None:

@@ -1,5 +1,5 @@
-"""Signature: recognise the library of a reward function by its parameter names, and call it as that
-library does.
+"""Signature: recognise the library of a reward function by its parameter names, and call the
+function as that library does.
 
 | library | function | called with |
 |---|---|---|
@@ -35,16 +35,17 @@ from ...dataflow.column import (
 from ...dataflow.errors import UserError, nearest
 
 ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
-"""Names of the ground truth in other libraries. If the rows lack such a column, Weft's `answer` is
-used."""
+"""Names of the ground truth in other libraries. If the rows do not have such a column, Weft's
+`answer` is used."""
 MESSAGES = "prompt_messages"
 """Column with a prompt's messages, if the file has them."""
-# Columns that functions with `**columns` get in another form, or not at all.
+# Columns that functions with `**columns` get in another form or not at all.
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
 class RewardRows:
-    """Rows in the form that reward functions read. `decode` decodes the token ids of many texts."""
+    """Rows in the form that reward functions read. `decode` decodes the token ids of many texts at
+    once."""
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.rows = rows
@@ -58,7 +59,7 @@ class RewardRows:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column by name; a ground truth also by its names in other libraries. Raises a
+        """Return a column by name. A ground truth may also be named as in other libraries. Raises a
         UserError if the rows have no such column."""
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
@@ -76,14 +77,14 @@ class RewardRows:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Texts of the prompts after the chat template, or "" without prompts."""
+        """Texts of the prompts after the chat template was applied; "" if there are no prompts."""
         if PROMPT in self.rows:
             return self[str(PROMPT)]
         return self._decode(self[str(PROMPT_IDS)]) if PROMPT_IDS in self.rows else [""] * len(self)
 
     @cached_property
     def dialogues(self) -> tuple[list[Any], list[Any]]:
-        """Prompts and responses as messages if the prompts were messages, otherwise as texts."""
+        """Prompts and responses, as messages if the prompts were messages, otherwise as texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
         prompts: list[Any] = []
@@ -94,11 +95,11 @@ class RewardRows:
 
     @property
     def rest(self) -> dict[str, list[Any]]:
-        """Columns from the data or other nodes: all except tokens, identities and prompts."""
+        """Columns from the data or from other nodes: all except tokens, identities and prompts."""
         return {name: self[name] for name in self.rows.columns if name not in _OURS}
 
     def or_else(self, name: str, default: Any) -> list[Any]:
-        """Return a column of the file, with the default for missing or null values."""
+        """Return a column of the file, with the default in place of missing or null values."""
         values = self[name] if name in self else [None] * len(self)
         return [default if value is None else value for value in values]
 
@@ -112,23 +113,23 @@ class Signature:
 
     library: str
     marks: tuple[str, ...]
-    """Parameters that identify a function of this library."""
+    """Parameters by which a function of this library is recognised."""
     gives: tuple[str, ...]
-    """Parameters that the library supplies; all others are columns."""
+    """Parameters that the library passes; all other parameters are columns."""
     given: Given
-    """Return the supplied values of each sample, by parameter."""
+    """Returns the values that the library passes for each sample, by parameter."""
     batch: bool = False
-    """Whether a call takes all samples as lists and returns one result for each."""
+    """Whether a call takes all samples as lists, and returns one result for each."""
     positional: bool = False
-    """Whether the supplied parameters are passed by position."""
+    """Whether the library passes its parameters by position."""
     reads: tuple[str, ...] = ()
-    """Columns other than tokens that it uses if they exist."""
+    """Columns, other than tokens, that it uses if they exist."""
     returns_parts: bool = False
     """Whether a result may be a dictionary."""
     logs: bool = False
-    """Whether functions get logging callbacks."""
+    """Whether functions get callbacks for logging."""
     missing: tuple[str, ...] = ()
-    """Parameters that only the library's own trainer can supply."""
+    """Parameters that only the library's own trainer can pass."""
 
     def __str__(self) -> str:
         """
@@ -139,7 +140,7 @@ class Signature:
 
 
 def find_signature(names: Sequence[str]) -> Signature | None:
-    """Return the signature of another library with these parameters, or None.
+    """Return the signature of another library that has these parameters, or None.
 
     >>> find_signature(["solution_str", "ground_truth"]).library, find_signature(["response", "answer"])
     ('verl', None)
@@ -184,9 +185,9 @@ def _plural(given: Given) -> Given:
 
 
 class _SlimeSample(SimpleNamespace):
-    """A sample with the attributes of slime's samples during scoring."""
+    """A sample with the attributes that slime's samples have during scoring."""
 
-    # The full name, because samples are pickled for functions that run in a `ForkedCaller`.
+    # Use the full name, because samples are pickled for functions that run in a `ForkedCaller`.
     Status: Any = enum.Enum(
         "Status",
         {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")},
@@ -211,7 +212,7 @@ def _of_slime(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
         "group_index": samples.or_else(str(GROUP_ID), None),
         "status": [status("truncated" if reason == "length" else "completed") for reason in reasons],
     }
-    # Attributes that are None in slime's samples during scoring.
+    # Attributes of slime's samples that are None during scoring.
     unset = ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
     each = (dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True))
     return {"sample": [_SlimeSample(**dict.fromkeys(unset), **sample) for sample in each]}
@@ -263,4 +264,4 @@ SIGNATURES = (
         missing=_VERIFIERS_MISSING,
     ),
 )
-"""Signatures of other libraries, in the order of matching."""
+"""Signatures of other libraries, in the order in which they are tried."""

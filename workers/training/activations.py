@@ -1,7 +1,8 @@
-"""Memory of a pass beyond parameters, measured by running the model on tensors without memory.
+"""Memory of a pass beyond the parameters, measured by running the model on meta tensors.
 
-The pass uses the real modules, attention and head of training, and counts every tensor while it is
-alive. It takes a fraction of a second for any model size, and needs no table of model families.
+The pass runs the same modules, attention and head as training does, and counts every tensor while
+it is alive. It takes a fraction of a second for any model size, and needs no table of model
+families.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from .stored_weights import StoredWeights
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors created inside the context while they are alive, except `known`
-    tensors and their views.
+    """Counts the bytes of tensors created inside the context while they are alive. It ignores the
+    tensors `known` and their views.
 
     >>> known = torch.ones(8)
     >>> with _LiveBytes([known]) as live:
@@ -56,8 +57,8 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Count a storage that was created, or resized in place, which no operation shows. `before`
-        is its previous size in bytes."""
+        """Count a storage that was created or resized in place; no operation reports a resize.
+        `before` is its previous size in bytes."""
         if storage._cdata not in self._held:
             weakref.finalize(storage, self._ended, storage._cdata)
         self._held[storage._cdata] = storage.nbytes()
@@ -68,7 +69,7 @@ class _LiveBytes(TorchDispatchMode):
         self.now -= self._held.pop(storage, 0)
 
 
-class _EqualRows(PackedSequences):  # no computation; their device may be absent
+class _EqualRows(PackedSequences):  # used for its shapes only, so its device may be absent
     @property
     def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).repeat(len(self.lengths))
@@ -96,31 +97,33 @@ def pass_bytes(
     checkpointing: Recomputed = False,
     gpu_bytes: int = 0,
 ) -> int:
-    """Return the peak bytes of a pass without parameters, including new gradients if it trains.
-    `model` is the user's name for the model, `folder` has its settings.
+    """Return the peak bytes of a pass, without the parameters. A training pass includes new
+    gradients. `model` is the user's name for the model; `folder` contains its settings.
 
     Args:
-        rows, length, predicted: rows of the microbatch, tokens of each, and how many of these get a
-            log-probability. A reward head reads all tokens; other models read all but the last.
-        gradients_stay: whether gradients of earlier microbatches exist from the start.
-        lora: the adapter to train. Its layers keep their inputs as in full training; its small
-            gradients are not counted.
+        rows, length, predicted: number of rows in the microbatch, tokens per row, and the number of
+            tokens that get a log-probability. A reward head reads all tokens; other models read all
+            but the last.
+        gradients_stay: whether gradients of earlier microbatches already exist when the pass
+            starts.
+        lora: the adapter to train. The layers that it adapts keep their inputs as in full training;
+            the adapter's own small gradients are not counted.
         gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:
         UserError: the folder's files do not belong to the model.
-        ValueError: a pass of this model depends on tensor values.
+        ValueError: the model's forward or backward pass depends on tensor values.
     """
     skeleton = build_causal_lm(
         model, folder, head, 0, activation_checkpointing=checkpointing if trains else False
     )
     if files := weight_files(model, folder):
-        # Only its checks matter here: they refuse files that do not belong to the model.
+        # Run only for its checks, which reject files that do not belong to the model.
         StoredWeights(model, files, skeleton)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
-    # Without weights there is nothing to compare, so assume that the fastest way works.
+    # There are no weights to compare results with, so assume the fastest way.
     way = Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=())
     way.put_on(response)
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
@@ -146,8 +149,9 @@ def pass_bytes(
 def _peak(
     model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
 ) -> int:
-    """Return the peak bytes alive in a pass with `number` predicted tokens. If gradients exist from
-    the start (`stays`) or do not belong to the model, each new one is freed (`drops`)."""
+    """Return the peak bytes in use during a pass with `number` predicted tokens. Each new gradient
+    is freed if gradients existed from the start (`stays`) or do not belong to the model
+    (`drops`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:

@@ -1,4 +1,4 @@
-"""AdamW with moments in float32, in host memory, or in 8 bits."""
+"""AdamW with its moments in float32 on the device, in float32 in host memory, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from .optimizer import OptimizerConfig
 from .sharding import local_part, lying_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Torch's names of the running means of gradients and of their squares."""
+"""Torch's names for the first and second moments of the gradient."""
 
 
 class _PlainMoments(torch.optim.AdamW):
     """AdamW with float32 moments on the device of their parameters."""
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the moments of a parameter before its first step."""
+        """Return a parameter's moments as they are before its first step."""
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's moments and step count, created as in AdamW's first step."""
+        """Return a parameter's moments and step count. If there are none yet, create them as
+        AdamW's first step would."""
         state = self.state[parameter]
         if not state:
             # Fused AdamW expects the step count on the parameter's device.
@@ -40,22 +41,24 @@ class _PlainMoments(torch.optim.AdamW):
         return state
 
     def follow(self, device: torch.device) -> None:
-        """Move moments to the device of their parameters."""
+        """Move the moments to the device of their parameters."""
         for state in self.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = value.to(device)
 
 
-# Offload: moments stay in host memory and visit the device while their parameters are updated.
-# FSDP2 itself offloads parameters and gradients (`ModelConfig.offload="everything"`); the host then
-# updates their moments in place. Over several ranks it overlaps copies with the previous layer's
-# computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
+# Offload: moments stay in host memory, and are copied to the device while AdamW updates their
+# parameters. With `ModelConfig.offload="everything"`, FSDP2 also offloads parameters and gradients,
+# and the host updates their moments in place. On several ranks, FSDP2 overlaps copies with the
+# previous layer's computation. On one rank, torch 2.13 copies on the compute stream, so nothing
+# overlaps.
 
 
 class _HostMoments(_PlainMoments):
-    """AdamW with moments in host memory, pinned for a GPU. A step updates parameters part by part:
-    while one part is computed, the next moments arrive, and the last ones leave."""
+    """AdamW with moments in host memory, pinned for a GPU. A step updates the parameters in parts.
+    While it computes one part, it copies the next part's moments to the device and the previous
+    part's moments back."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -79,7 +82,7 @@ class _HostMoments(_PlainMoments):
         finally:
             self.param_groups = groups
             if self._stream is not None:
-                self._stream.synchronize()  # the host may read the moments next
+                self._stream.synchronize()  # the host may read the moments after this method returns
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {name: self._host_zeros(parameter) for name in MOMENTS}
@@ -97,7 +100,8 @@ class _HostMoments(_PlainMoments):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
-        """Start copying moments to the device. The event fires when they have arrived."""
+        """Start copying the moments of these parameters to the device. Return an event that fires
+        when the copy is complete."""
         if self._stream is None:
             return None
         computing = torch.cuda.current_stream(self._device)
@@ -106,7 +110,7 @@ class _HostMoments(_PlainMoments):
                 state = self.state[parameter]
                 for key in MOMENTS if state else ():
                     here = local_part(state[key]).to(self._device, non_blocking=True)
-                    # The allocator must not reuse the memory before the computing stream has read it.
+                    # The allocator must not reuse this memory until the compute stream has read it.
                     here.record_stream(computing)
                     state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
         return self._stream.record_event()
@@ -114,7 +118,7 @@ class _HostMoments(_PlainMoments):
     def _return(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._stream is None:
             return
-        # The moments may leave only after they have been updated.
+        # Copy the moments back only after the compute stream has updated them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._on_stream():
             for parameter in parameters:
@@ -129,7 +133,8 @@ class _HostMoments(_PlainMoments):
 
 
 def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield parameters with a gradient to update together, and their group."""
+    """Yield the parameters to update together (those with a gradient), each time with their
+    group."""
     for group in groups:
         part: list[nn.Parameter] = []
         size = 0
@@ -146,23 +151,26 @@ def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
             yield group, part
 
 
-# 8-bit moments (arXiv:2110.02861) with numbers and update by torchao. Each block along the last
-# dimension has one scale, its largest magnitude, and per element a code: one of 256 values between
-# -1 and 1, dense near 0. The step decodes them, computes in float32, and encodes again.
+# 8-bit moments (arXiv:2110.02861); torchao provides the codes and the update. Each block along the
+# last dimension has one scale: its largest magnitude. Each element has an 8-bit code for one of 256
+# values between -1 and 1, which lie densest near 0. A step decodes the moments, computes the update
+# in float32, and encodes the results.
 #
 # Blocks never cross the end of a row. So codes and scales are sharded like their parameter, and a
-# snapshot restores bit for bit on any number of ranks. Vectors, small tensors, and rows that are
-# not whole blocks (`memory.moment_block`) keep float32 moments.
+# snapshot can be restored bit for bit on any number of ranks. Moments stay float32 for vectors,
+# small tensors, and rows that are not a whole number of blocks (`memory.moment_block`).
 
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
-"""Whether each moment is signed."""
+"""Whether each moment can be negative."""
 CODES, SCALES = "_codes", "_scales"
-"""Suffixes of a moment's name."""
+"""Suffixes of the state names of a moment's codes and scales."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements to update at once: a CPU holds ten copies of them; a GPU compiles the update."""
+"""Elements to update at once. A CPU holds ten float32 copies of them; on a GPU the update is
+compiled."""
 _SHAPES = 256
-"""Limit on compiled piece sizes: each parameter may end with a smaller piece."""
+"""Limit on recompilations of the update. Each parameter may end with a smaller piece, whose size
+needs one."""
 
 
 class _EightBitMoments(_PlainMoments):
@@ -222,15 +230,15 @@ class _EightBitMoments(_PlainMoments):
 
 
 def in_8_bits(state: Iterable[str]) -> bool:
-    """Return whether a training state with these names has 8-bit moments."""
+    """Return whether an optimizer state with these names has 8-bit moments."""
     return any(name.endswith(CODES) for name in state)
 
 
 def _load_library(
     device: torch.device,
 ) -> tuple[Callable[[Tensor, Tensor, bool], Any], Callable[..., None]]:
-    """Return the parts of torchao that are used: (codes [n], scales [n / block], signed) -> a
-    moment that shares their memory; and the AdamW update of one parameter, in place."""
+    """Return two functions of torchao: (codes [n], scales [n / block], signed) -> a moment that
+    shares their memory; and AdamW's in-place update of one parameter."""
     log = logging.getLogger("torchao")
     level = log.level
     log.setLevel(logging.ERROR)  # torchao warns about missing kernels for other machines
@@ -254,21 +262,22 @@ def _load_library(
         return OptimState8bit(codes, scales, values[signed], signed, dtype=torch.float32)
 
     update = single_param_adam
-    if device.type == "cuda":  # as in torchao; on a CPU this would need a compiler and a minute
+    if device.type == "cuda":  # as torchao does; on a CPU, compiling needs a compiler and a minute
         compiled: Any = torch.compile
         update = compiled(update, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
     return moment, update
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return a parameter's block size, None for float32 moments. Equal on all ranks."""
+    """Return the block size of a parameter's moments, or None if they are float32. All ranks get
+    the same result."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros that are sharded like a parameter, with rows that are shorter by a factor.
-    `shape` is the full tensor's."""
+    """Return zeros sharded like a parameter, with rows that are shorter by the factor `shorter`.
+    `shape` is the shape of the full parameter."""
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
     if not isinstance(parameter, DTensor):
@@ -278,7 +287,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     laid = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=full, stride=stride
     )
-    # `from_local` silently moves a part to the device type of its mesh.
+    # `from_local` silently moves a local tensor to the device type of its mesh.
     assert laid.to_local().device == zeros.device
     return laid
 
@@ -286,12 +295,12 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> _PlainMoments:
-    """Create the optimizer of all parameters that require a gradient. Only matrices have weight
-    decay. Raises UserError if moments="8bit" and torchao is not installed."""
+    """Create the optimizer of all parameters that require a gradient. Weight decay applies to
+    matrices only. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            # A fused operation needs one mesh.
+            # A fused update needs all parameters on one mesh.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     kinds = [

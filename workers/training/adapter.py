@@ -1,13 +1,13 @@
-"""Adapter: LoRA layers of `peft` in a model, merging of their weights, and their files.
+"""Adapter: put `peft` LoRA layers into a model, merge their weights, and write adapter files.
 
-The layers live inside the `transformers` model, which otherwise stays unchanged. A linear layer
+The layers live inside the `transformers` model, whose other modules stay unchanged. A linear layer
 NAME becomes
 
     NAME.base_layer.weight                              W, frozen, in the dtype of computation
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
 
-A scalar head is trained as a whole, as one of the "modules to save" of `peft`.
+A scalar head is trained in full, as one of `peft`'s "modules to save".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .lora import Lora, check_targets
 from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
-"""Name that `peft` uses for a single adapter."""
+"""`peft`'s default name for an adapter."""
 _PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
 
 
@@ -44,25 +44,26 @@ class Adapter:
     """LoRA layers in place of a model's linear layers.
 
     Args:
-        causal_lm: a `transformers` model in float32 on the meta device. It is changed in place: all
-            parameters except those of a scalar head are frozen and converted to `dtype`.
-        seed: seed of the initial A matrices.
+        causal_lm: a `transformers` model in float32 on the meta device. The constructor changes it
+            in place: it freezes all parameters except those of a scalar head, and converts them to
+            `dtype`.
+        seed: seed for initializing the A matrices.
     """
 
     made: dict[str, Tensor]
-    """Initial parameters by name, on the host in float32; the norms of DoRA are zeros (see
-    `measured_weight`). Emptied once the model has loaded them."""
+    """Initial parameters by name, in float32 on the host. DoRA norms are zeros (see
+    `measured_weight`). `FsdpEngine` empties the mapping once the model has loaded them."""
 
     def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
         self._causal_lm = causal_lm
         self.travels_alone = lora.published == "adapter"
-        """Whether to publish the adapter without the model."""
+        """Whether to publish only the adapter, without the model's weights."""
         scalar = SCALAR_HEAD.removesuffix(".weight")
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
         chosen = _adapted_layers(causal_lm, lora)
         self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
         layers = [causal_lm.get_submodule(name) for name in chosen]
-        # `peft` draws from torch's global generator, whose state belongs to the user.
+        # `peft` draws from torch's global generator, whose state belongs to the user's program.
         with torch.random.fork_rng(devices=[]), _hollow(layers):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
@@ -80,8 +81,8 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """Disable the adapter, for forward passes without a gradient."""
         layers = [module for module in self._causal_lm.modules() if isinstance(module, LoraLayer)]
-        # `enable_adapters` would also freeze the parameters, and FSDP checks only in the first pass
-        # which ones train.
+        # `enable_adapters` would also freeze parameters, but FSDP checks only in the first pass
+        # which parameters require gradients.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -91,9 +92,10 @@ class Adapter:
                 layer._disable_adapters = False
 
     def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-        """Merge the adapter into a full tensor of the model. Return its name in the model without
-        the adapter, and a new float32 tensor if the layer has an adapter, else the tensor itself.
-        `adapter` has the full float32 parameters by name, at least for this layer."""
+        """Merge the adapter into one full tensor of the model. Return the tensor's name in the
+        model without the adapter, and a new float32 tensor if the layer has an adapter; otherwise
+        the tensor itself. `adapter` maps names to full float32 parameters, and must include those
+        of this layer."""
         path, found, what = name.rpartition(".base_layer.")
         if not found or what != "weight":
             return name.replace(".base_layer.", "."), tensor
@@ -103,43 +105,44 @@ class Adapter:
             for part in ("lora_A", "lora_B", "lora_magnitude_vector")
         )
         assert a is not None and b is not None
-        transposed = isinstance(layer.base_layer, Conv1D)  # GPT-2 stores [in, out]
+        transposed = isinstance(layer.base_layer, Conv1D)  # GPT-2 stores its weights as [in, out]
         merged = merged_weight(tensor.T if transposed else tensor, a, b, layer.scaling[_NAME], magnitude)
         return f"{path}.weight", merged.T.contiguous() if transposed else merged
 
     def write_folder(
         self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk
     ) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` loads, from full float32 parameters
-        on the host. `source` is the base model's folder, for its tokenizer and chat template."""
+        """Write a folder for `peft.PeftModel.from_pretrained` from full float32 parameters on the
+        host. `source` is the base model's folder; its tokenizer and chat template are copied."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
-        model = Path(self._causal_lm.name_or_path)  # or the name of a model in the Hugging Face cache
+        model = Path(self._causal_lm.name_or_path)  # a path, or a name in the Hugging Face cache
         name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
-        # Set only now: in the constructor `peft` would duplicate the head.
+        # Set it only here: if the constructor got it, `peft` would duplicate the head.
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(
             settings, indent=2, sort_keys=True, default=sorted
-        )  # its sets have no order
+        )  # `peft` uses sets, which have no order
         write_file(folder / ADAPTER_CONFIG_FILE, [content.encode() + b"\n"], disk)
         named = {peft_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Put an adapter into a model that generates. It has no effect before the first update."""
+    """Add an adapter to a model that generates. It has no effect until the first weight update."""
     layers = _adapted_layers(causal_lm, lora)
     inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
 
 def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the parameters of a `transformers` model's adapter under their published names."""
+    """Map published names to the adapter parameters of a `transformers` model."""
     return {peft_name(name): p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
 
 
 def check_layers(model: str | Path, lora: Lora) -> None:
-    """Check an adapter's targets against a model. Raises UserError if one matches no layer."""
+    """Check that an adapter's targets match layers of a model. Raises UserError if a target matches
+    none."""
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings)
@@ -147,7 +150,8 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Return the linear layers that get an adapter: no heads, and no vision layers."""
+    """Return the names of the linear layers that get an adapter. Heads and vision layers get
+    none."""
     scalar_head = getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None)
     heads = (causal_lm.get_output_embeddings(), scalar_head)
     linear = [
@@ -184,8 +188,9 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """Return why `peft` cannot adapt a linear layer of this name, or "": names of a dense MLP mean
-    experts in mixtures, and fused Mamba kernels read some projections."""
+    """Return why `peft` cannot adapt a linear layer with this name, or "". In a mixture of experts,
+    `peft` takes the names of dense MLP layers for experts; fused Mamba kernels read some
+    projections directly."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)
@@ -211,8 +216,8 @@ def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> 
 
 @contextmanager
 def _hollow(layers: list[Any]) -> Iterator[None]:
-    """Give meta-device layers zero weights on the host that take no memory, because `peft` creates
-    its parameters on their device."""
+    """Give layers on the meta device zero weights on the host that take no memory. `peft` creates
+    its parameters on the device of these weights."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):
         zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
@@ -234,8 +239,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with an adapter is trained: adapter and scalar head
-    are.
+    """Return whether a parameter is trained in a model with an adapter: it belongs to the adapter
+    or to a scalar head.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)
@@ -244,7 +249,8 @@ def is_trained(name: str) -> bool:
 
 
 def measured_weight(name: str) -> str | None:
-    """Return the name of the weight whose row norms initialize a DoRA parameter; None for others.
+    """Return the name of the weight whose row norms initialize a DoRA parameter, or None for other
+    parameters.
 
     >>> measured_weight("layers.0.q_proj.lora_magnitude_vector.default.weight")
     'layers.0.q_proj.base_layer.weight'
@@ -256,9 +262,9 @@ def measured_weight(name: str) -> str | None:
 def merged_weight(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """Merge a weight [out, in] and its adapter a [rank, in], b [out, rank]: W + s B A
-    (arXiv:2106.09685, eq. 3), in float32. `magnitude` ([out]) has norms for the rows of the result
-    (arXiv:2402.09353); None keeps their norms.
+    """Merge a weight [out, in] with its adapter matrices a [rank, in] and b [out, rank]: W + s B A
+    (arXiv:2106.09685, eq. 3), in float32. `magnitude` ([out]) sets the row norms of the result
+    (DoRA, arXiv:2402.09353); None leaves them as they are.
 
     >>> merged_weight(torch.eye(2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]]), 2.0).tolist()
     [[3.0, 0.0], [0.0, 1.0]]
@@ -270,13 +276,14 @@ def merged_weight(
 
 
 def shared_parts(*, rows: bool) -> tuple[str, str]:
-    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks: B with a
-    layer's rows, A with its columns. The other has equal gradients on all ranks."""
+    """Return the two linear layers inside a LoRA layer to split over tensor-parallel ranks: the
+    base layer, and B if the layer's rows are split or A if its columns are. The remaining matrix
+    has equal gradients on all ranks."""
     return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 
 def peft_name(name: str) -> str:
-    """Return the name in the files of `peft` of a parameter of the model.
+    """Return the name that `peft` files use for a parameter of the model.
 
     >>> peft_name("model.q_proj.lora_A.default.weight"), peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')

@@ -1,17 +1,18 @@
-"""Agreement: find the fastest way for rows to share a forward pass that matches `transformers`.
+"""Agreement: find the fastest way to batch rows in a forward pass that still matches
+`transformers`.
 
-The reference contains none of Weft's code: `causal_lm(...).logits` with eager attention, one row at
-a time. It is compared with the calls of training in training mode. The first way that agrees is
-used:
+The reference contains no Weft code: `causal_lm(...).logits` with eager attention, one row at a
+time. Each candidate makes the same calls as training, in training mode, and is compared with the
+reference. Weft uses the first of these that agrees:
 
-    packed, varlen   rows end to end, with torch's kernel for rows of different lengths
+    packed, varlen   rows end to end, with torch's variable-length attention kernel
     packed           rows end to end, padded for attention (`packed_attention.py`)
     padded           a rectangle of rows, with the attention that the model was loaded with
     padded, eager    a rectangle of rows, with the attention of the reference
 
-A model without agreement is refused, because it would silently learn from wrong log-probabilities.
-No rank gathers a complete model for the check: it runs the model as `transformers` built it,
-without weights, and borrows the trained model's weights layer by layer.
+If none agrees, Weft rejects the model: it would silently learn from wrong log-probabilities.
+No rank gathers a complete model for this check. The check runs the model as `transformers` built
+it, without weights, and lends it the trained model's weights one layer at a time.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel, follows_length
 from .routers import Router, Routers, Routing, find_routers
 
-# Lent weights: run forward passes of a model without weights by lending it the weights of a sharded
-# model. A layer's weights are gathered only while the layer runs. Weights outside of layers
-# (embeddings, last norm, head), or all weights on a single rank, are lent for the whole time.
+# Lent weights: run forward passes of a model without weights, using the weights of a sharded model.
+# A layer's weights are gathered only while that layer runs. Weights outside the layers (embeddings,
+# last norm, head) are lent for the whole check. On a single rank all weights are.
 
 
 class _LentWeights:
-    """A context that lends a model weights for forward passes without a gradient, and restores its
-    tensors afterwards. For the arguments see `find_agreement`."""
+    """A context that lends weights to a model for forward passes without a gradient, and restores
+    the model's own tensors on exit. For the arguments see `find_agreement`."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class _LentWeights:
             module._buffers.update(buffers)
 
     def _lend(self, modules: list[nn.Module]) -> None:
-        lent: dict[Tensor, Tensor] = {}  # tensors that modules share stay shared
+        lent: dict[Tensor, Tensor] = {}
         for module in modules:
             if module not in self._own:
                 continue
@@ -115,56 +116,60 @@ class _LentWeights:
 
 
 _LENGTHS = (5, 3)
-"""Tokens of the compared rows: few, so that large models take little time."""
+"""Tokens per compared row: few, so that the check is quick for large models."""
 _FIRST_ID = 3
-"""First token id of the rows; smaller ids often mean padding."""
+"""First token id of the rows; smaller ids are often padding or special tokens."""
 _SPREAD = 1.0
-"""Logits with a smaller standard deviation, as of untrained models, would hide mistakes."""
+"""If the standard deviation of the logits is smaller, as in an untrained model, the check amplifies
+parameters, because small logits would hide mistakes."""
 _LARGEST_FACTOR = 16
-"""Limit on the factor that amplifies such parameters."""
+"""Upper limit on the factor by which the check amplifies parameters."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Settings with the soft cap of a model's logits."""
+"""Settings that hold the soft cap of a model's logits."""
 _OF_ROUNDING = 3.0
-"""A kernel's error may exceed the error from rounding its inputs by this factor."""
+"""The error of a kernel may be up to this many times the error caused by rounding its inputs."""
 _TOLERANCE = 1e-3
-"""[nats], or units of a hidden state. Rounding causes about 1e-5, mistakes 1e-2 and more."""
+"""[nats], or units of a hidden state: largest difference that counts as agreement. Rounding causes
+differences of about 1e-5, mistakes 1e-2 or more."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Some rows, and the model's own results for each row alone."""
+    """Test rows, and the model's own results for each row alone."""
 
     ids: Tensor
-    """[N] int64, row after row."""
+    """[N] int64 token ids, row after row."""
     rows: PackedSequences
     predicting: Tensor
-    """[T] int64 indexes of the N tokens, without the last token of each row."""
+    """[T] int64: indexes of the tokens that predict another, which are all but the last of each
+    row."""
     targets: Tensor
-    """[T] int64: the token after each of them."""
+    """[T] int64: the next token of each."""
     expected: Tensor
-    """[T] nats, or [N, hidden] for a model with a scalar head."""
+    """[T] log-probabilities in nats, or [N, hidden] for a model with a scalar head."""
     hidden: Tensor
-    """[N, hidden] states that the head reads."""
+    """[N, hidden]: the states that the head reads."""
     outputs: Any
     spread: float
-    """Standard deviation of a token's logits."""
+    """Standard deviation of the logits at one position."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The fastest valid way for rows to share a forward pass of a model."""
+    """The fastest way for rows to share a forward pass of a model, and what it supports."""
 
     packs: bool
     shares_prompts: bool
-    """Whether rows with the same prompt compute its tokens once."""
+    """Whether rows with equal prompts compute the prompt's tokens only once."""
     attention: str
-    """Name of the attention implementation in `transformers`."""
+    """Name of the attention implementation, as registered in `transformers`."""
     head_form: HeadForm | None
     routers: tuple[Router, ...]
     """Routers of a mixture of experts that can replay routes; empty if there are none."""
 
     def put_on(self, model: ResponseModel) -> None:
-        """Configure a model. A rope that depends on sequence length gets one row at a time."""
+        """Configure a model to run this way. If its rope depends on sequence length, the rope
+        computes one row at a time."""
         model.put_ropes_by_row()
         with quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
@@ -180,15 +185,16 @@ def find_agreement(
     by_layer: bool = False,
     images: ImageReader | None = None,
 ) -> Agreement:
-    """Find the fastest way that agrees with `transformers`, by forward passes of about ten tokens:
-    one for each row alone, and two for each way.
+    """Find the fastest way that agrees with `transformers`. The check runs forward passes of about
+    ten tokens: one for each row alone, and two for each candidate.
 
     Args:
-        model: changed in place: its attention, and a rope that depends on sequence length.
-        full: returns the full tensor of a name in `model.causal_lm`, if that has no values.
-            Collective: all ranks call it in the same order.
-        by_layer: whether a layer's full tensors exist only while it runs.
-        images: processor of a model that reads images; rows with images are then checked as well.
+        model: its attention is changed in place, as is a rope that depends on sequence length.
+        full: returns the full tensor for a name in `model.causal_lm`; needed if that model has no
+            values. All ranks must call it for the same names in the same order.
+        by_layer: whether to hold a layer's full tensors only while the layer runs.
+        images: processor of a model that reads images; if given, rows with images are checked as
+            well.
 
     Raises:
         UserError: the model is not causal, its own pass fails, or no way agrees with it.
@@ -203,7 +209,7 @@ def find_agreement(
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
-            # Images are placed only in padded rows (`ResponseModel.run_backbone`).
+            # Only padded rows support images (`ResponseModel.run_backbone`).
             ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
             ways += [(False, name) for name in dict.fromkeys((loaded_with, "eager"))]
             for packs, attention in ways:
@@ -254,7 +260,7 @@ def _check_causal(model: ResponseModel) -> None:
 
 
 def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = False) -> float:
-    """Return how far two rows that share a beginning are off in hidden states."""
+    """Return the largest difference in hidden states for two rows that share a prefix."""
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
@@ -262,13 +268,14 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     rows = SharedPrompts.among(np.array([2]), nothing, rest, np.zeros(2, np.int64), probe.ids.device)
     try:
         _, found = model.run_backbone(torch.cat([row, row[2:]]), replace(rows, rounded=rounded))
-    except Exception:  # remote code of a model can raise anything
+    except Exception:  # a model's remote code can raise anything
         return torch.inf
     return float((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max())
 
 
 def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
-    """Return how far two rows with images are from the model's own pass on each, in nats."""
+    """Return the largest difference in nats between two rows with images and the model's own pass
+    on each row."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
         reader.read(
@@ -304,9 +311,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
 
 
 def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
-    """Return the routers of a mixture if they follow replayed experts. Replaying the first row's
-    own experts must change nothing; replaying the next experts by number for all other tokens must
-    change their results."""
+    """Return the routers of a mixture of experts if the model follows replayed experts. Replaying
+    the first row's own experts must not change its results. Replaying other experts (the next
+    numbers) for all other tokens must change theirs."""
     causal_lm, rows = model.causal_lm, probe.rows
     found, routes = find_routers(causal_lm, lambda: model.run_backbone(probe.ids, rows))
     if not found:
@@ -327,8 +334,8 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
-    """Return whether the kernel for rows of different lengths is as close to the reference as
-    padded attention, both in bfloat16, for separate rows and rows that share a prompt."""
+    """Return whether torch's variable-length kernel is as close to the reference as padded
+    attention is. Both run in bfloat16, on separate rows and on rows that share a prompt."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -343,7 +350,8 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Return the largest difference from the reference in two passes, because noise varies."""
+    """Return the largest difference from the reference over two passes; kernels are not
+    deterministic."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -353,15 +361,16 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
                 found, _ = model.logprobs_of(
                     outputs, hidden[probe.predicting], probe.targets, None, entropy=False
                 )
-        except Exception:  # remote code of a model can raise anything
+        except Exception:  # a model's remote code can raise anything
             if not model.packs:
                 raise
             return torch.inf
         largest = max(largest, float((found - probe.expected).abs().nan_to_num(torch.inf).max()))
         if largest > _TOLERANCE:
             break
-    # The rows are shorter than an attention window, so a window that exists only in the mask would
-    # go unnoticed: packed attention gets no mask.
+    # The test rows are shorter than any attention window, so they cannot show whether a window
+    # works. Packed attention gets no mask, so a model that applies its window only through the mask
+    # would lose it.
     seen = not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
     return largest if seen else torch.inf
 
@@ -371,7 +380,7 @@ def _probe(model: ResponseModel) -> _Probe:
     lengths, first = list(_LENGTHS), [0 for _ in _LENGTHS]
     if follows_length(causal_lm):
         lengths.append(_LENGTHS[-1])
-        first.append(2 * settings.max_position_embeddings)  # as if at the end of a much longer row
+        first.append(2 * settings.max_position_embeddings)  # as at the end of a much longer row
     device = causal_lm.get_input_embeddings().weight.device
     ids = (torch.arange(sum(lengths), device=device) + _FIRST_ID) % settings.vocab_size
     alone = [_run_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
@@ -400,13 +409,14 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
         logits = model.causal_lm(**inputs).logits[0].float()
     finally:
         hook.remove()
-    # Some models call only a part of their backbone.
+    # Some models call only parts of their backbone.
     return seen[-1] if seen else model.backbone(**inputs), logits
 
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
-    """Return how logits follow from the head's products, or None if they are more than scaled and
-    soft-capped. Large hidden states expose a soft cap that settings do not name."""
+    """Return how the model computes logits from the head's products, or None if it does more than
+    scale and soft-cap them. The probe uses large hidden states, which expose a soft cap that the
+    settings do not name."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = (
@@ -431,7 +441,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
 
 
 def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
-    """Return the reference, with parameters amplified if the model's logits hardly differ."""
+    """Return the probe. If the model's logits hardly differ, amplify its parameters first."""
     probe = _probe(model)
     while probe.spread < _SPREAD and lent.factor < _LARGEST_FACTOR:
         lent.multiply(2)

@@ -1,8 +1,9 @@
-"""Build causal language models of `transformers`, including models that read images, without
-weights.
+"""Build causal language models of `transformers` without weights, including models that read
+images.
 
-Parameters and saved buffers are on the meta device; `stored_weights.py` reads their values, and
-`sharded_model.py` gives each rank its part. Computed buffers have values. Nothing is random.
+Parameters and saved buffers are on the meta device. `stored_weights.py` reads their values, and
+`sharded_model.py` gives each rank its part. Buffers that the model computes, such as rope
+frequencies, have values.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from ..models.model_folder import CONFIG_FILE, SCALAR_HEAD, check_scalar_head, r
 from ..models.weight_files import check_weights, find_tensor
 from .engine import Head, Recomputed
 
-# Scalar head: one number per position in place of logits, with the names and settings of the
-# `transformers` classes for sequence classification with one label. Folders with such a head
-# (public reward models) load with it, and saved models load with
-# `AutoModelForSequenceClassification` if the architecture has that class. Folders of language
-# models get a new head.
+# Scalar head: one number per position in place of logits. Names and settings follow the
+# `transformers` classes for sequence classification with one label. Folders that have such a head
+# (public reward models) load with it. Saved models load with `AutoModelForSequenceClassification`
+# if the architecture has that class. Folders of language models get a new head.
 
 
 _DEVIATION = 0.1
-"""Approximate standard deviation of a new head's outputs: hidden states have norm sqrt(hidden)."""
+"""Approximate standard deviation of a new head's outputs, given that hidden states have norm
+sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
-    """Replace a model's head by a scalar one without values. Return the removed names."""
+    """Replace a model's head by a scalar head without values. Return the names of the removed
+    tensors."""
     hidden = causal_lm.get_input_embeddings().weight.shape[1]
     before = set(causal_lm.state_dict())
-    causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
+    causal_lm.set_output_embeddings(None)  # else its [vocabulary, hidden] parameters would stay
     dropped = frozenset(before - set(causal_lm.state_dict()))
     causal_lm.add_module(
         SCALAR_HEAD.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta")
@@ -50,8 +52,8 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
-    """Return the [1, hidden] weight of the folder's scalar head, or a new one from a seed that all
-    ranks share. Raises UserError if the folder's head gives several numbers."""
+    """Return the [1, hidden] weight of the folder's scalar head. If it has none, return a new one;
+    `seed` must be equal on all ranks. Raises UserError if the folder's head has several outputs."""
     file = find_tensor(model, SCALAR_HEAD)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +68,7 @@ def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings to change in the `config.json` of a folder with a scalar head."""
+    """Return the changes to make in `config.json` for a model with a scalar head."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
     )
@@ -85,7 +87,7 @@ _PRODUCTS = [
     )
     if hasattr(torch.ops.aten, name)
 ]  # fmt: skip
-"""Operations that take most of a layer's time."""
+"""Matrix products and attention: the operations that take most of a layer's time."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,12 @@ class Skeleton:
     """A model without weights."""
 
     causal_lm: Any
-    """In evaluation mode: float32 parameters on the meta device, computed buffers on the host."""
+    """The model in evaluation mode, with float32 parameters on the meta device and computed buffers
+    on the host."""
     made: Mapping[str, Tensor]
-    """Tensors that are not read from the model's files, by name: the scalar head."""
+    """Tensors by name that do not come from the model's files: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors in a language model's files that this model lacks: its original head."""
+    """Names of tensors that are in the files but not in this model: its original head."""
 
 
 def build_causal_lm(
@@ -108,10 +111,10 @@ def build_causal_lm(
     *,
     activation_checkpointing: Recomputed = False,
 ) -> Skeleton:
-    """Build the model of a folder, which the user calls `model`, without weights. The heads "values"
-    and "rewards" replace the model's head by a scalar one; `seed` initializes it if the folder has
-    none. Raises UserError if `transformers` refuses the model or its activation checkpointing, or
-    the model cannot have a scalar head."""
+    """Build the model in a folder without weights. `model` is the user's name for it. For the heads
+    "values" and "rewards", a scalar head replaces the model's own; `seed` initializes it if the
+    folder has none. Raises UserError if `transformers` rejects the model or its activation
+    checkpointing, or if the model cannot have a scalar head."""
     settings = training_settings(model, folder)
     if head != "logprobs":
         check_scalar_head(model, {"model_type": settings.model_type})
@@ -140,7 +143,7 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 def load_complete(model: str | Path, folder: Path) -> Any:
     """Load the model with all weights in float32 on the host, as `from_pretrained` does."""
-    with quiet_transformers():  # `stored_weights.py` judges unused tensors
+    with quiet_transformers():  # `stored_weights.py` reports unused tensors itself
         settings = training_settings(model, folder)
         check_weights(model, trained=True)
         files = ", ".join(sorted(file.name for file in folder.glob("*.bin*"))) or "no weights"
@@ -152,7 +155,7 @@ def load_complete(model: str | Path, folder: Path) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide warnings of `transformers` about what Weft checks itself."""
+    """Hide `transformers` warnings about things that Weft checks itself."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -170,11 +173,12 @@ def auto_class(settings: Any) -> Any:
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:
-    """Return a model's settings without dropout. Raises UserError if its type is unknown."""
+    """Return a model's settings with dropout disabled. Raises UserError if the model type is
+    unknown."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # progress bars of several ranks would garble the terminal
+    logging.disable_progress_bar()  # several ranks would print their progress bars over each other
     with refusals_named(model, "cannot be trained", folder / CONFIG_FILE):
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
     settings.name_or_path = str(model)
@@ -183,8 +187,9 @@ def training_settings(model: str | Path, folder: Path) -> Any:
 
 
 def _forget_values(causal_lm: Any) -> None:
-    """Move every stored tensor to the meta device. Some constructors create values in spite of
-    `torch.device("meta")` (DiffLlama's `torch.normal`), and such tensors would count as loaded."""
+    """Move all parameters and saved buffers to the meta device. Some constructors create values
+    despite `torch.device("meta")`, such as DiffLlama with `torch.normal`; these tensors would count
+    as loaded."""
     empty: dict[int, Tensor] = {}
     for tensor in causal_lm.state_dict(keep_vars=True).values():
         if not tensor.is_meta and id(tensor) not in empty:
@@ -193,13 +198,13 @@ def _forget_values(causal_lm: Any) -> None:
             empty[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     for module in causal_lm.modules():
         held: dict[str, Any]
-        for held in (module._parameters, module._buffers):  # tied tensors have several names
+        for held in (module._parameters, module._buffers):  # a tied tensor has several names
             held |= {name: empty[id(tensor)] for name, tensor in held.items() if id(tensor) in empty}
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does: the
-    initialization of `transformers` skips tensors that are marked as loaded."""
+    """Compute buffers that no file contains (rope frequencies, masks), as `from_pretrained` does.
+    The initialization of `transformers` skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -211,7 +216,7 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
             continue
         module._buffers[last] = made = torch.empty_like(buffer, device="cpu")
         if made.is_floating_point() and made.numel():
-            # Fill with nan to detect buffers that the initialization leaves out.
+            # Fill with nan to detect buffers that the initialization does not set.
             made.fill_(torch.nan)
             unknown.append((name, module, last))
     causal_lm.initialize_weights()
@@ -224,8 +229,9 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 
 
 def _switch_off_dropout(settings: Any) -> None:
-    """Set every dropout setting to zero, so that the policy is the one that sampled. Recomputed
-    layers are in training mode, and some layers apply dropout in any mode."""
+    """Set every dropout setting to zero, so that the trained policy equals the one that generated
+    the rows. This is needed because recomputed layers run in training mode, and some layers apply
+    dropout in every mode."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)
@@ -247,11 +253,12 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
     if which not in (True, "elementwise"):
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % which == 0
-    for module in causal_lm.modules():  # only checkpointing reads `training`
+    for module in causal_lm.modules():  # only activation checkpointing reads `training`
         module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _keep_products() -> Any:
-    """Keep the results of matrix products and attention, and recompute the rest. Megatron
-    (arXiv:2205.05198) recomputes attention instead, which is cheap there."""
+    """Return a checkpointing context that keeps the results of matrix products and attention, and
+    recomputes the rest. Megatron (arXiv:2205.05198) instead recomputes attention, which is cheap
+    there."""
     return create_selective_checkpoint_contexts(_PRODUCTS)

@@ -1,9 +1,9 @@
-"""The training engine protocol, and the settings of models and training (`optimizer.py` has those
-of the optimizer).
+"""The training engine protocol, and the settings of models and training. (`optimizer.py` has the
+optimizer's settings.)
 
 A `TrainingEngine` computes log-probabilities and takes optimizer steps for a worker. `FsdpEngine`
-(`fsdp.py`) implements it with FSDP2 and tensor parallelism on `transformers` models;
-`ModelConfig.engine` selects another implementation. `microbatches.py` cuts rows into microbatches.
+(`fsdp.py`) implements it for `transformers` models with FSDP2 and tensor parallelism.
+`ModelConfig.engine` selects another implementation.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EngineFactory(Protocol):
-    """Create the `TrainingEngine` of a rank, in the rank's process, such as `FsdpEngine`. All ranks
-    of the group create theirs at the same time and meet at `context.rendezvous`
-    (`workers/rendezvous.py`)."""
+    """Creates the `TrainingEngine` of a rank in that rank's process. `FsdpEngine` is one such
+    factory. All ranks of the group create their engines at the same time, and connect through
+    `context.rendezvous` (`workers/rendezvous.py`)."""
 
     def __call__(
         self,
@@ -61,10 +61,10 @@ class EngineFactory(Protocol):
         """Return the engine.
 
         Args:
-            config: settings of the group, including those added by subclasses of `ModelConfig`.
-            training: how to train the model, or None for a model that only computes. A trained
+            config: settings of the group, including settings that a subclass of `ModelConfig` adds.
+            training: how to train the model, or None for a model that is not trained. A trained
                 group passes its own configuration.
-            head: output of the model for each response token.
+            head: what the model outputs for each response token.
 
         Raises:
             UserError: the engine does not support these settings.
@@ -155,7 +155,7 @@ class ModelConfig(Config):
 
     def check(self) -> None:
         """Check these settings against the model's settings and files. Raises UserError if the
-        model does not exist, cannot be trained, or cannot be split this way."""
+        model does not exist, cannot be trained, or cannot be split this way over ranks."""
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
@@ -166,7 +166,7 @@ class ModelConfig(Config):
                 )
         if self.engine is not None:
             _check_call(self.engine)
-        # Other engines may train dtypes that FsdpEngine does not support.
+        # Other engines may train dtypes that FsdpEngine cannot.
         check_weights(self.model, trained=self.engine is None)
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
@@ -191,7 +191,7 @@ def _check_call(make: EngineFactory) -> None:
     name = f"engine={getattr(make, '__qualname__', repr(make))}"
     try:
         bind_signature(make, 0, ("config", "context", "training"), {"head": "logprobs"}, name=name)
-    except ValueError as error:  # also from `inspect.signature`, for an odd partial
+    except ValueError as error:  # `inspect.signature` also raises it, for an invalid partial
         said = str(error) if isinstance(error, UserError) else f"{name}: {error}"
         raise UserError(
             f"{said}. It is called with (config, context, training, head=...): docs/your_own.md"
@@ -199,13 +199,14 @@ def _check_call(make: EngineFactory) -> None:
 
 
 Head = Literal["logprobs", "values", "rewards"]
-"""Output of a model for each response token. "logprobs": its log-probability. "values": a scalar
-head's value *before* the token, as a critic predicts. "rewards": a scalar head's reward of the
-sequence up to and *including* the token; the last reward covers the whole sequence."""
+"""What a model outputs for each response token. "logprobs": its log-probability. "values": the
+scalar head's value *before* the token, as for a critic. "rewards": the scalar head's reward for the
+sequence up to and *including* the token. The last token's reward covers the whole sequence."""
 
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
-"""Activations to recompute in the backward pass: none, of all layers, of every n-th layer, or
-all but the results of matrix products and attention, which take the most time."""
+"""Which activations to recompute in the backward pass: none (False), those of all layers (True),
+those of every n-th layer (n), or ("elementwise") all except the results of matrix products and
+attention, which take the most time."""
 
 
 class TrainingConfig(OptimizerConfig):
@@ -232,17 +233,19 @@ class TrainingConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of an optimizer step, equal on all ranks: applied, bad, or without tokens."""
+    """Result of an optimizer step, equal on all ranks: the step was applied, was bad, or had no
+    tokens."""
 
     metrics: Metrics
     applied: bool
     bad: str | None = None
-    """Why a step was not applied: its loss or gradient is not finite, or it diverges."""
+    """Why a step was not applied: its loss or gradient is not finite, or its gradient norm is above
+    the limit."""
 
 
 class TrainingEngine(Protocol):
-    """A model on the ranks of one group. Every method is collective: all ranks call it, each with
-    the rows of its replica."""
+    """A model on the ranks of one group. Every method is collective: all ranks call it at the same
+    time, each with the rows of its replica."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -250,73 +253,77 @@ class TrainingEngine(Protocol):
         ...
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of each response token: `(values [T] float32 nats, cu_seqlens
-        [rows + 1])`. `adapter=False` uses the model without its adapter."""
+        """Return the log-probability of each response token:
+        `(values [T] float32 nats, cu_seqlens [rows + 1])`. `adapter=False` runs the model without
+        its adapter."""
         ...
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Like `logprobs`, with entropies: `(values [T], entropies [T] nats, cu_seqlens)`."""
+        """Like `logprobs`, but also return each token's entropy:
+        `(values [T], entropies [T] nats, cu_seqlens)`."""
         ...
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scalar head's output at each response token, like `logprobs`."""
+        """Return the scalar head's output for each response token, in the format of `logprobs`."""
         ...
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
-        """Add the gradient of these rows (of all replicas) to the current optimizer step. Set
-        `last` when no more rows follow. Merged over calls and replicas, the metrics are those of
-        the complete step."""
+        """Compute the gradient of these rows on all replicas and add it to the current optimizer
+        step. Set `last` for the last rows of the step. The metrics, merged over calls and replicas,
+        are those of the whole step."""
         ...
 
     def apply(self) -> OptimizerStep:
-        """Take the optimizer step: divide the accumulated gradient by the count of all rows, clip
-        it, and apply it. A bad step is dropped and leaves parameters, moments and step count
-        bitwise unchanged."""
+        """Take the optimizer step: divide the accumulated gradient by the loss's count over all
+        rows, clip it, and update the parameters. A bad step is dropped: it leaves parameters,
+        moments and step count bitwise unchanged."""
         ...
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
-        """Return each row's contribution to the undivided loss under the current weights, without a
-        gradient: `[rows]` float32. A loss over whole groups is split equally among the rows of each
-        group."""
+        """Return each row's contribution to the loss before division by the count, under the
+        current weights and without a gradient: `[rows]` float32. The rows of a group share the loss
+        of a whole group equally."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full parameters under their Hugging Face names, gathered one at a time, in the
-        dtype of computation. Adapters are merged."""
+        """Yield full parameters under their Hugging Face names, in the dtype of forward passes. The
+        engine gathers one at a time. Adapters are merged."""
         ...
 
     def published_parts(self) -> Iterator[TensorPart]:
-        """Yield this rank's part of the weights to publish, in the dtype of computation: views of
-        the parameters, under the names and in the shapes of the checkpoint.
+        """Yield this rank's share of the weights to publish, in the dtype of forward passes. The
+        parts are views of the parameters, with the names and shapes of the checkpoint.
 
-        Ranks with equal copies leave a part to the first of them, so all ranks together give each
-        element once. A model with an adapter gives either the adapter alone, under the names of
-        `peft`, or the merged weights (`Lora.published`), a share on each rank.
+        Where several ranks hold equal copies, only the first yields the part, so all ranks together
+        yield each element once. For a model with an adapter, `Lora.published` selects between the
+        adapter alone, under the names that `peft` uses, and the merged weights; each rank yields a
+        share.
         """
         ...
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        """Load a published version of the weights, each rank its own parts. Return its checksum.
-        Raises WeightSyncError if names or shapes do not fit the model, or data arrived damaged."""
+        """Load a published version of the weights. Each rank loads its own parts. Return the
+        version's checksum. Raises WeightSyncError if names or shapes do not fit the model, or if
+        the data was damaged on the way."""
         ...
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
-        """Write a folder that `from_pretrained` loads, tokenizer included. A model with an adapter
-        writes the adapter in the format of `peft`, unless `merged` is set."""
+        """Write a folder that `from_pretrained` loads, including the tokenizer. For a model with an
+        adapter, write only the adapter in the format of `peft`, unless `merged` is set."""
         ...
 
     def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
-        """Copy the state that training resumes from, and write it to `folder` (a new one, the same
-        for all ranks) in the background (`snapshot.py` lists the files), with JSON values that
-        `restore` returns.
+        """Copy the state from which training can resume, then write it to `folder` in the
+        background (`snapshot.py` lists the files). The folder must be new, and the same for all
+        ranks. `notes` are JSON values that `restore` returns.
 
         Returns:
-            Seconds that the call took. The first call also allocates memory for the copy. A call
-            waits until the previous snapshot is written; check `written` first to learn whether
-            that one failed.
+            Seconds that the call blocked training. The first call also allocates memory for the
+            copy. Each call waits until the previous snapshot is on disk; call `written` first to
+            learn whether that one failed.
 
         Raises:
-            RuntimeError: there are accumulated gradients that no step has applied.
+            RuntimeError: `accumulate` has added gradients that `apply` has not applied.
         """
         ...
 
@@ -324,16 +331,16 @@ class TrainingEngine(Protocol):
         """Return whether all ranks have written the last snapshot to disk.
 
         Raises:
-            OSError: this rank could not write a file (the error names it and, when the disk is
-                full, the bytes needed), or the folder already has a snapshot.
-            RuntimeError: another rank could not write.
+            OSError: this rank could not write a file, or the folder already has a snapshot. The
+                message names the file and, if the disk is full, the bytes needed.
+            RuntimeError: another rank could not write its files.
         """
         ...
 
     def restore(self, folder: Path) -> Mapping[str, Any]:
-        """Resume from a snapshot and return its notes. The number of ranks may differ; random
-        states are restored only when it is the same. Raises UserError if the folder is not a
-        snapshot of this model, and ValueError if a file is damaged."""
+        """Resume from a snapshot, and return its notes. The number of ranks may differ; random
+        states are restored only if it is equal. Raises UserError if the folder is not a snapshot of
+        this model, and ValueError if a file is damaged."""
         ...
 
     def onload(self) -> None:

@@ -1,5 +1,5 @@
-"""FsdpEngine: training of `transformers` models with FSDP2 and optional tensor parallelism; plain
-torch on a single process."""
+"""FsdpEngine: train `transformers` models with FSDP2 and optional tensor parallelism. A single
+process uses plain torch."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Parameters of glibc's `mallopt` (malloc.h)."""
+"""Options of glibc's `mallopt` (malloc.h)."""
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory. By default glibc returns tensors above 32 MiB to the
-    kernel, which must clear each page before reuse. Measurements showed 1 % more memory. The
-    setting applies to the whole process, which under `Local()` is the user's."""
+    """Let the C library keep freed memory. By default, glibc returns tensors above 32 MiB to the
+    kernel, which must clear each page before it is used again. Keeping it costs about 1 % more
+    memory. The setting affects the whole process. Under `Local()` that is the user's process."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
@@ -64,12 +64,13 @@ def keep_freed_memory() -> None:
 
 
 class FsdpEngine:
-    """A `TrainingEngine` on the ranks of a group: dp replicas outermost, each of `tensor_parallel`
-    ranks. For the arguments see `EngineFactory`; tests pass a `disk` that fails.
+    """A `TrainingEngine` on a group of ranks: dp replicas as the outer dimension, each of
+    `tensor_parallel` ranks. See `EngineFactory` for the arguments; tests pass a `disk` that fails.
 
-    A step's gradient is that of the summed loss over the global count, independent of ranks,
-    microbatches and row order. A rank without rows takes part in collectives with a token of weight
-    zero. Raises UserError if the model cannot be trained, or does not fit the ranks.
+    A step's gradient is the gradient of the summed loss, divided by the count over all replicas. It
+    does not depend on the number of ranks, the microbatches or the order of rows. A rank without
+    rows computes a token of weight zero, so that it takes part in collectives. Raises UserError if
+    the model cannot be trained, or cannot be split over the ranks.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class FsdpEngine:
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
-        # FSDP moves the layers, and it needs a mesh even on one rank.
+        # FSDP moves the layers between host and device, and needs a mesh even on one rank.
         streams = config.offload == "everything" and context.world_size == 1
         self._close_mesh = dist.destroy_process_group
         if streams:
@@ -120,7 +121,7 @@ class FsdpEngine:
             self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
-        """Count and loss sum of the rows accumulated since the last step."""
+        """Count and loss sum of the rows since the last step."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -143,7 +144,8 @@ class FsdpEngine:
     def _of_tokens(
         self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return [1 or 2, T] float32: numbers and entropies of tokens, and cu_seqlens."""
+        """Return a [1 or 2, T] float32 array (the head's outputs, then entropies), and
+        cu_seqlens."""
         if (what == "values") == (self.head == "logprobs"):
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
@@ -165,7 +167,7 @@ class FsdpEngine:
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         rows = self._rows(batch, _columns_of(loss, batch))
-        # Unit of the loss: a group, or a row.
+        # Each value of the loss belongs to a group or to a row.
         unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
         plan, _ = self._plan(rows, unit if loss.whole_groups else None)
         lengths = np.diff(rows.response[1])
@@ -188,7 +190,8 @@ class FsdpEngine:
             columns,
             self.device,
             vocabulary=self.vocabulary,
-            # The completed settings: config.json may leave the limit to the defaults.
+            # Use the completed settings, because config.json may omit the limit if it is the
+            # default.
             context=context_of(self.model.causal_lm.config.to_dict()),
             owner=str(self.config.model),
             reads_last=self.head == "rewards",
@@ -217,16 +220,16 @@ class FsdpEngine:
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Plan this rank's microbatches, with empty ones for the collectives of others. Rows with
-        equal `groups` stay together. Also return the numbers of all replicas: [replicas,
-        numbers]."""
+        """Plan this rank's microbatches. Add empty ones where other ranks need this rank in
+        collectives. Rows with equal `groups` share a microbatch. Also return the `numbers` of all
+        replicas: [replicas, numbers]."""
         packed = self.model.packs
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)
         wanted = int(replicas[:, 0].max())
-        if self._sharded.gathers_once:  # gradients are reduced in the last microbatch of each rank
+        if self._sharded.gathers_once:  # each rank reduces gradients in its own last microbatch
             wanted = min(wanted, max(1, len(plan)))
-        elif len(replicas) > 1:  # ranks gather layers in lockstep
+        elif len(replicas) > 1:  # ranks gather each layer together
             limits = wanted, self.microbatch_tokens, self._row_cost
             plan = rows.plan_in_lockstep(*limits, packed=packed, pads=self._pads, groups=groups)
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
@@ -253,16 +256,17 @@ class FsdpEngine:
         whole = last and self._count == 0
         self._count += float(counts.sum())
         parts: list[Metrics] = []
-        # On the device: reading each loss would make the host wait in every microbatch.
+        # Kept on the device: reading each loss would make the host wait in every microbatch.
         loss_total = torch.zeros((), device=self.device)
-        # Gradients of earlier calls are reduced only in a last backward pass, even without new rows.
+        # FSDP reduces the gradients of earlier calls only in a backward pass marked as the last
+        # one, so run that pass even without new rows.
         plan = plan or [np.empty(0, dtype=np.int64)] * last
         averaged = len(counts) * self.config.sequence_parallel  # FSDP averages, but the loss is a sum
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with watched as tally, self._sharded.precision():  # round parameters once for all microbatches
-            # The count is equal on all ranks, so either all of them skip the passes or none does.
+            # The count is equal on all ranks, so either all ranks run the passes or none does.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -270,7 +274,7 @@ class FsdpEngine:
                     loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
                     parts.append(metrics)
                 else:
-                    # Other ranks wait for this rank in the collectives of their backward pass.
+                    # Other ranks wait for this rank in the collectives of the backward pass.
                     loss_sum = 0.0 * logprobs.sum()
                 (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
@@ -289,7 +293,7 @@ class FsdpEngine:
     def _balance(
         self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool
     ) -> Balance | None:
-        """Return the gradient of the load-balancing loss, or None without such a loss."""
+        """Return the gradient of the load-balancing loss, or None if the loss has no such term."""
         routers, coefficient = self.model.routers, self.training and self.training.router_loss
         if routers is None or coefficient is None or self._count == 0:
             return None
@@ -312,7 +316,7 @@ class FsdpEngine:
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
-        once = float(self.coordinates.dp == 0)  # one replica counts for all
+        once = float(self.coordinates.dp == 0)
         counts = {
             "skipped_steps": Sum(once * (not step.applied)),
             "bad_steps": Sum(once * (step.bad is not None)),
@@ -349,7 +353,7 @@ class FsdpEngine:
             if limit is None or norm <= limit:
                 return None
             return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
-        # A collective: all ranks get here, because the norm is equal on all of them.
+        # This is a collective. All ranks reach it, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -358,19 +362,19 @@ class FsdpEngine:
         only_adapter = self._sharded.adapter is not None and not merged
         for name, tensor in self.adapter_tensors() if only_adapter else self.named_tensors():
             if self.context.rank == 0:
-                # The iterator frees gathered tensors before they are written.
+                # The iterator frees each gathered tensor, so copy it to the host.
                 gathered[name] = tensor.to("cpu", copy=True)
         if self.context.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-            # `mkdtemp` lets only the owner read the folder.
+            # `mkdtemp` creates a folder that only its owner can read.
             partial.chmod(0o755)
             self._sharded.write_folder(partial, gathered, self._disk, only_adapter=only_adapter)
             if folder.exists():
                 shutil.rmtree(folder)
-            partial.rename(folder)  # readers only see complete folders
+            partial.rename(folder)  # so that readers only see complete folders
         if self.mesh is not None:
-            dist.barrier()  # no rank may read the folder before it is complete
+            dist.barrier()  # no rank may read the folder before the rename
 
     # Snapshots
 
@@ -413,7 +417,7 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that training changes: tensors, and AdamW's state of each parameter."""
+        """Return all tensors that training changes, including AdamW's state of each parameter."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -426,7 +430,7 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
-        """Write the model's folder from a snapshot, because the model continues to train."""
+        """Write the model's folder from a snapshot; the model itself may have trained further."""
         only_adapter = self._sharded.adapter is not None
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
@@ -473,15 +477,16 @@ def _load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
-    """Load a model, sharding it before it has values. Collective. Also return the processor of a
-    model that reads images, and the bytes of files that this rank read."""
+    """Load a model; it is sharded before its values are read. All ranks must call this function.
+    Also return the model's image processor, if it reads images, and the number of bytes that this
+    rank read from files."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)
     build = partial(
         build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
     )
-    # `plain` stays as `transformers` built it: the reference of the check below.
+    # `plain` stays as `transformers` built it. It is the reference of the check below.
     plain, skeleton = build(), build()
     weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
     response = ResponseModel(skeleton.causal_lm, scalar=scalar)
@@ -496,7 +501,7 @@ def _load_model(
     sharded = ShardedModel(config, response, mesh, device, adapter)
     sharded.fill(weights, made)
     bytes_read = weights.bytes_read
-    del weights, made  # free the tensors of a completely loaded model
+    del weights, made  # frees the full tensors if the model was loaded completely
     move_buffers(plain.causal_lm, device)
     tried = ResponseModel(plain.causal_lm, scalar=scalar)
     images = ImageReader(config.model, folder) if tried.sees else None
@@ -509,17 +514,17 @@ def _load_model(
     return sharded, images, bytes_read
 
 
-# Compiled layers (`torch.compile`). Gathering by FSDP and activation checkpointing stay outside.
-# Attention over packed rows, which depends on lengths on the host, runs uncompiled between two
-# compiled parts. Layers of the same kind share compiled code, and the number of tokens is dynamic,
-# so microbatches cause no recompilation.
+# Compiled layers (`torch.compile`). FSDP's gathering and activation checkpointing stay outside the
+# compiled code. Attention over packed rows depends on lengths known only to the host, so it runs
+# uncompiled between two compiled parts. Layers of the same kind share compiled code. The number of
+# tokens is dynamic, so new microbatches cause no recompilation.
 
 
 _BACKEND = "inductor"
 
 
 def compile_layers(model: ResponseModel, device: torch.device) -> None:
-    """Compile the layers of a model when they first run."""
+    """Compile each layer of a model."""
     if model.routers is not None:
         raise UserError(
             f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, "

@@ -1,11 +1,11 @@
-"""Log-probabilities and entropies of tokens, from the hidden states before them.
+"""Log-probabilities and entropies of tokens, computed from hidden states.
 
 The logits of a batch (tokens x vocabulary) are by far its largest tensor. They are computed in
-chunks of tokens in the forward pass and again in the backward pass (StreamBP, arXiv:2506.03077),
-and each chunk's gradients are added up before the next chunk starts. Under tensor parallelism each
-rank has the head's rows of some token ids. Ranks exchange only four numbers per token in the
-forward pass, and the gradient of the hidden states in the backward pass (Vocabulary Parallelism,
-arXiv:2411.05288).
+chunks of tokens, in the forward pass and again in the backward pass (StreamBP, arXiv:2506.03077).
+Each chunk's gradients are accumulated before the next chunk starts. Under tensor parallelism, each
+rank holds the head's rows for some of the token ids. Ranks exchange only four numbers per token in
+the forward pass, and the gradient of the hidden states in the backward pass (Vocabulary
+Parallelism, arXiv:2411.05288).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .memory import KEPT_BYTES, head_chunk_bytes
 from .sharding import box_of
 
 _CACHED = 2**17
-"""Number of logits that stay in a CPU's cache during a pass over them."""
+"""Number of logits that fit into a CPU's cache for several operations in a row."""
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """Form of logits z as a function of the products x of hidden states and the head's matrix,
-    including its bias: z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap)
-    (Gemma 2, arXiv:2408.00118, section 2)."""
+    """How logits z follow from the products x of hidden states and the head's matrix (plus its
+    bias): z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap) (Gemma 2,
+    arXiv:2408.00118, section 2)."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -62,25 +62,24 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies of softmax(z / temperature), one chunk at a time.
 
-    Logits are capped, scaled and summed in float32 (in float64 for float64 hidden states).
-    Half-precision products accumulate in float32; a CPU then rounds the sums to half precision, a
-    GPU does not.
+    Soft cap, scaling and sums use float32 (float64 for float64 hidden states). Half-precision
+    products accumulate in float32; a CPU then rounds them to half precision, a GPU does not.
 
     Args:
-        hidden: [T, hidden], with gradient.
-        weight: [vocabulary, hidden], in the dtype of `hidden`, with gradient. If ranks share the
-            vocabulary, a one-dimensional `DTensor` split over rows; all ranks then pass the same
-            tokens and get the same result.
-        bias: [vocabulary], with gradient and split like `weight`, or None.
+        hidden: [T, hidden], with a gradient.
+        weight: [vocabulary, hidden], in the dtype of `hidden`, with a gradient. If ranks share the
+            vocabulary: a `DTensor` on a one-dimensional mesh, split over rows. All ranks then pass
+            the same tokens and get the same result.
+        bias: [vocabulary], with a gradient and split like `weight`, or None.
         targets: [T] int64.
-        temperatures: [T] float32 without gradient, or None for 1.
-        entropy: whether entropies get a gradient. Otherwise they are returned only in passes with
+        temperatures: [T] float32 without a gradient, or None for 1.
+        entropy: whether entropies get a gradient. If not, they are returned only in passes with
             gradients, where they cost little.
-        chunk: bytes of logits to compute at once; None selects a value for the device.
+        chunk: bytes of logits to compute at once; None selects a default for the device.
 
     Returns:
-        ([T] nats, log-probability of each target; [T] nats, -sum_v p_v log p_v, or None), empty for
-        no tokens.
+        ([T] nats, the log-probability of each target; [T] nats, the entropy -sum_v p_v log p_v, or
+        None). Both are empty if there are no tokens.
     """
     shards = _shards_of(weight)
     if shards is not None:
@@ -96,7 +95,7 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class _Shards:
-    """This rank's rows of a head that ranks share, from the token id `first`."""
+    """This rank's rows of a head that is split over ranks, from token id `first`."""
 
     group: dist.ProcessGroup
     first: int
@@ -126,12 +125,12 @@ class _How:
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether the backward pass needs only the exponentials of the forward pass."""
+        """Whether the backward pass needs only the exponentials that the forward pass computed."""
         return self.trains and not self.entropy and self.form.softcap is None
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """See `head_logprobs`. With p = softmax(z / temperature) and H its entropy,
+    """Autograd function for `head_logprobs`. With p = softmax(z / temperature) and H its entropy,
 
     d log p_y / dz_v = 1[v = y] - p_v            d H / dz_v = -p_v (log p_v + H)
     """
@@ -163,7 +162,7 @@ class _HeadLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
-        # This order of subtraction avoids rounding by large logits.
+        # Subtracting in this order avoids rounding errors if logits are large.
         return chosen - largest - sums.log(), entropies
 
     @staticmethod
@@ -171,7 +170,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, scales, largest, sums, entropies = ctx.saved_tensors
         how: _How = ctx.how
         chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
-        # This pass overwrites the kept logits, so another backward pass must recompute them.
+        # This backward pass overwrites the kept logits, so a second one must recompute them.
         ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
@@ -193,7 +192,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_bias += logits.sum(0)
             grad_weight = chunks.add_gradients(logits, part, grad_hidden, grad_weight, of_weight)
         if how.shards is not None and grad_hidden is not None:
-            total = grad_hidden.to(chunks.dtype)  # accumulate as a single rank would
+            total = grad_hidden.to(chunks.dtype)  # accumulate in the same order as a single rank
             dist.all_reduce(total, group=how.shards.group)
             grad_hidden = total.to(hidden.dtype)
         if of_weight:
@@ -204,8 +203,9 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """Chunks of a head's pass, which share their buffers, as fresh pages are slow. Kept logits are
-    a single chunk; others are split evenly, as products of few tokens are slow."""
+    """The chunks of one pass through the head. They share buffers, because newly allocated pages
+    are slow. If logits are kept, there is one chunk; otherwise chunks have even sizes, because
+    products of few tokens are slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
@@ -225,7 +225,8 @@ class _Chunks:
             yield slice(start, min(start + self._size, len(self.hidden)))
 
     def logits(self, part: slice) -> Tensor:
-        """Return [t, vocabulary] logits over temperatures; the next call overwrites them."""
+        """Return [t, vocabulary] logits divided by the temperatures; the next call overwrites
+        them."""
         hidden, number = self.hidden[part], part.stop - part.start
         out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
@@ -241,7 +242,8 @@ class _Chunks:
         return out if self.scales is None else out.mul_(self.scales[part, None])
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
-        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2; None without a cap."""
+        """Return the derivative of the soft cap, 1 - tanh^2, as [t, vocabulary], or None without a
+        cap."""
         cap = self.form.softcap
         if cap is None:
             return None
@@ -251,7 +253,7 @@ class _Chunks:
         return slopes.mul_(1 / cap).square_().neg_().add_(1)
 
     def through_form(self, gradient: Tensor, slopes: Tensor | None, part: slice) -> None:
-        """Turn the gradient of scaled logits into the gradient of products, in place."""
+        """Turn the gradient of the scaled logits into the gradient of the products, in place."""
         if slopes is not None:
             gradient *= slopes
         if self.form.factor != 1:
@@ -267,8 +269,9 @@ class _Chunks:
         grad_weight: Tensor | None,
         of_weight: bool,
     ) -> Tensor | None:
-        """Write the gradient of these hidden states, from the gradient of their products.
-        Return the weight's gradient including these tokens, in float32, after earlier chunks."""
+        """Compute the gradient of these hidden states from the gradient of their products, and
+        store it. Return the float32 gradient of the weight, accumulated over earlier chunks and
+        this one."""
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
             gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)
@@ -281,7 +284,7 @@ class _Chunks:
         if "weight" not in self._buffers:
             self._buffers["weight"] = torch.empty_like(self.weight)
         rounded = torch.mm(gradient.T, hidden, out=self._buffers["weight"])
-        if len(hidden) == len(self.hidden):  # a single chunk needs no sum
+        if len(hidden) == len(self.hidden):
             return rounded
         return rounded.to(self.dtype) if grad_weight is None else grad_weight.add_(rounded)
 
@@ -299,14 +302,15 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's head; others are out of range."""
+    """Return [T] targets as row numbers of this rank's part of the head. Ids of other ranks are out
+    of range."""
     return targets if shards is None else targets - shards.first
 
 
 def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> Tensor:
-    """Return [T, 4] statistics of logits z [T, vocabulary]: z of the token (0 on other ranks), the
-    largest z, and, with y = z - largest, the sums of exp(y) and (with `means`) of y exp(y).
-    `replace` overwrites z by exp(y)."""
+    """Return [T, 4] statistics of logits z [T, vocabulary]: the z of the target (0 on ranks without
+    it), the largest z, and, with y = z - largest, the sum of exp(y) and (if `means`) of y exp(y).
+    `replace` overwrites z with exp(y)."""
     out = logits.new_zeros(len(logits), 4)
     if not logits.shape[1]:
         out[:, 1] = -torch.inf
@@ -325,7 +329,7 @@ def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> T
 
 
 def _joined(own: Tensor, shards: _Shards) -> Tensor:
-    """Combine the statistics of all ranks, with one exchange of four numbers per token."""
+    """Combine the statistics of all ranks in one exchange of four numbers per token."""
     ranks = dist.get_world_size(shards.group)
     everyones = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(everyones, own, group=shards.group)
@@ -340,9 +344,9 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
 def _differentiate(
     logits: Tensor, largest: Tensor, sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t
-    with `entropy` = (e, H)), except for the term of each target's own logit. `largest` and `sums`
-    ([T]) are the largest z and the sum of exp(z - largest) over the whole vocabulary."""
+    """Replace logits z [T, vocabulary] with the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t
+    if `entropy` = (e, H)), without the term of each target's own logit. `largest` and `sums` ([T])
+    are the maximum of z and the sum of exp(z - largest) over the whole vocabulary."""
     if not logits.shape[1]:
         return
     for rows in _cached_rows(logits):
@@ -358,7 +362,7 @@ def _differentiate(
 
 
 def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Add the gradient [T] of log p_y by z_y for targets on this rank."""
+    """Add the term of each target's own logit, `grad` [T], for targets on this rank."""
     if logits.shape[1]:
         here = (ids >= 0) & (ids < logits.shape[1])
         logits.scatter_add_(
@@ -367,8 +371,8 @@ def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that stay in a CPU's cache between operations. On a GPU, and without
-    memory, a slice is a sixteenth, to keep temporaries small."""
+    """Yield slices of rows that fit into a CPU's cache for several operations. For a GPU or meta
+    tensors, a slice is a sixteenth of the rows, which keeps temporaries small."""
     rows = max(1, _CACHED // logits.shape[1])
     if logits.device.type != "cpu" or isinstance(logits, FakeTensor):
         rows = -(-len(logits) // 16)
@@ -383,7 +387,7 @@ def logprobs_of_any_head(
     temperatures: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the same by autograd, for heads that are more than a matrix with a soft cap:
+    """Compute the same by autograd, for heads that do more than multiply, scale and soft-cap:
     `logits_of` maps [T, hidden] to [T, vocabulary]."""
     trains = torch.is_grad_enabled()
 
@@ -401,10 +405,10 @@ def logprobs_of_any_head(
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
-    # Recompute chunks in the backward pass if their logits are too large to keep.
+    # Recompute chunks in the backward pass if their logits take too much memory to keep.
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
-    # One chunk even without targets, because torch.cat needs a part.
+    # Run one chunk even without targets, because torch.cat needs at least one tensor.
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])

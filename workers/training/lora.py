@@ -1,5 +1,5 @@
-"""LoRA settings, and the model without its adapter as a reference. `adapter.py` applies them with
-`peft`; this module does not import torch."""
+"""LoRA settings, and the actor without its adapter as a reference model. `adapter.py` applies the
+settings with `peft`; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ class Lora(Config):
     @field_validator("alpha")
     @classmethod
     def _is_an_integer_if_it_can_be(cls, alpha: float) -> float:
-        # Checkpoints compare it as text, and `peft` writes it to its settings.
+        # Checkpoints compare alpha as text, and `peft` writes it to its settings, so 16.0 becomes
+        # 16.
         return int(alpha) if alpha == int(alpha) else alpha
 
     def is_on(self, name: str) -> bool:
-        """Return whether a linear layer of the backbone has an adapter.
+        """Return whether a linear layer of the backbone gets an adapter.
 
         >>> Lora(targets=("q_proj",)).is_on("layers.0.self_attn.q_proj"), Lora(targets=("q_proj",)).is_on("layers.0.mlp.up_proj")
         (True, False)
@@ -81,7 +82,8 @@ class Lora(Config):
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
-    """Check that each target is the end of a layer's name. The error names the nearest layer.
+    """Check that each target is a suffix of some layer's name. The error names the closest layer
+    name.
 
     >>> check_targets(("q_prj",), ["layers.0.q_proj", "layers.0.k_proj"], "the model")
     Traceback (most recent call last):
@@ -96,7 +98,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 @dataclass(frozen=True)
 class _AdapterOff:
-    """An actor as a graph's reference: the same model without its adapter."""
+    """An actor in the role of a graph's reference: the same model without its adapter."""
 
     actor: Any
 
@@ -107,9 +109,9 @@ class _AdapterOff:
 
 
 def adapter_off(actor: Any) -> _AdapterOff:
-    """Return the actor's model without its adapter as a reference, which costs a forward pass but
-    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if
-    `actor` is not a handle with `lora`."""
+    """Return the actor's model without its adapter as a reference. It costs a forward pass but no
+    memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if `actor`
+    is not a handle with `lora`."""
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
     return _AdapterOff(actor)

@@ -1,9 +1,9 @@
-"""Memory of a model in training: bytes of weights, gradients and moments, from its files and
-without torch.
+"""Memory that a model needs in training: bytes of weights, gradients and moments. They are computed
+from the headers of the model's files, without torch.
 
-Trained parameters, gradients and moments are float32 whatever the dtype of a pass, except moments
-in 8 bits. Frozen parameters, also those under an adapter, have the dtype of passes. FSDP shards
-everything evenly over the ranks of a group.
+Trained parameters, gradients and moments are float32 whatever the dtype of forward passes, except
+for 8-bit moments. Frozen parameters have the dtype of forward passes, as do the base weights of an
+adapter. FSDP shards everything evenly over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ from .optimizer import OptimizerConfig
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES = 128 << 20
-"""Minimum bytes of logits to compute at once; also the value on a CPU."""
+"""Minimum number of bytes of logits to compute at once. A CPU uses this value."""
 GPU_CHUNK_SHARE = 1 / 64
-"""Share of a GPU's memory for the logits computed at once."""
+"""Share of a GPU's memory that may hold the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of offloaded moments to bring to the device at once; two parts are there at a time."""
+"""Bytes of offloaded moments to copy to the device at once. Two such parts are on the device at a
+time."""
 KEPT_BYTES = 256 << 20
-"""Maximum bytes of logits to keep for the backward pass; more are recomputed."""
+"""Maximum number of bytes of logits to keep for the backward pass; larger logits are recomputed."""
 BLOCKS = (256, 128, 64)
-"""Block sizes of 8-bit moments, each with one scale. The largest that divides the rows is used."""
+"""Block sizes of 8-bit moments; each block has one scale. Weft uses the largest size that divides a
+row."""
 SMALL = 4096
 """Tensors with fewer elements keep float32 moments."""
 MISSING_TORCHAO = "moments='8bit' needs torchao, which is not installed: pip install 'weft[torchao]'"
 LAYERS_AT_ONCE = 4
-"""Layers on the device with layerwise gathering: two, each with an exchange buffer."""
+"""Number of layers' worth of memory on the device with layerwise gathering: two layers, each with
+an exchange buffer."""
 GATHER_ONCE_BYTES = 2 << 30
-"""With gather="auto" ranks gather all parameters once a step below this size in bytes."""
+"""With gather="auto", ranks gather all parameters once a step if they take fewer bytes than
+this."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
 """Defaults of `ModelConfig.microbatch_tokens`."""
 
@@ -49,7 +53,7 @@ class ModelSize:
     """The sizes that determine a model's memory."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Shape of each tensor in the model's files by name; tied tensors once."""
+    """Maps the name of each tensor in the model's files to its shape; tied tensors appear once."""
     vocabulary: int
     layers: int
     tied: bool = False
@@ -61,7 +65,7 @@ class ModelSize:
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the backbone's linear layers by name."""
+        """Maps the name of each linear layer's weight in the backbone to its shape."""
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.shapes.items()
@@ -72,8 +76,9 @@ class ModelSize:
         }
 
     def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:
-        """Return the size of each stage of an evenly cut pipeline: the first has the embeddings,
-        the last everything outside of layers, and a copy of tied embeddings."""
+        """Return the size of each stage of a pipeline that cuts the layers evenly. The first stage
+        has the embeddings. The last stage has everything else outside the layers, and a copy of
+        tied embeddings."""
         cut = PipelineStages.equal(self.layers, number, chunks)
         return [self._of_stage(cut, stage) for stage in range(number)]
 
@@ -92,7 +97,8 @@ class ModelSize:
         return ModelSize(shapes, self.vocabulary, own, self.tied)
 
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
-        """Return the shapes of an adapter: A and B of each layer, and DoRA's norms of rows."""
+        """Return the shapes of an adapter's tensors: A and B of each layer, and the row norms of
+        DoRA."""
         found: list[tuple[int, ...]] = []
         for out, into in (shape for name, shape in self.matrices.items() if lora.is_on(name)):
             found += [(lora.rank, into), (out, lora.rank), *([(out,)] if lora.dora else [])]
@@ -101,44 +107,45 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one rank. Some exist only during a pass or an update."""
+    """Memory in bytes on one rank. Some fields exist only during a pass or an update."""
 
     weights: int
     gradients: int
     moments: int
     gathered: int
-    """During a pass: weights in the dtype of passes, if the rank holds a shard or another dtype.
-    The whole model, or with layerwise gathering the embeddings and two layers (one on a single
-    rank)."""
+    """During a pass: weights in the dtype of passes, if the rank stores only a shard or another
+    dtype. This is the whole model or, with layerwise gathering, the embeddings and two layers (one
+    on a single rank)."""
     exchanged: int
-    """During an update: gathered gradients in their reduction dtype and their copy in the exchange,
-    if the rank keeps a shard."""
+    """During an update: gathered gradients in their reduction dtype, and the exchange's copy of
+    them, if the rank keeps only a shard."""
     outer_gradients: int
-    """During an update with offload="everything": gradients of embeddings and head and a copy. They
-    exist only after activations and gathered weights are freed."""
+    """During an update with offload="everything": gradients of embeddings and head, and a copy of
+    them. They exist only after activations and gathered weights have been freed."""
     visiting: int
-    """During an update: offloaded moments that are temporarily on the device."""
+    """During an update: offloaded moments while they are on the device."""
     snapshot: int
-    """On the host, from the first checkpoint: the copy that a rank writes."""
+    """On the host, from the first checkpoint on: the copy from which a rank writes its files."""
 
     def exchanged_beside(self, activations: int) -> int:
-        """Return what gradients in transit add to the peak of an update, in bytes."""
+        """Return the bytes that gradients in transit add to the peak of an update."""
         return max(self.exchanged, self.outer_gradients - self.gathered - activations)
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
-    """Read the sizes of a model from the headers of its files. A `scalar` head replaces the model's
-    own. Raises UserError if the model is damaged, and ValueError without safetensors files."""
+    """Read the sizes of a model's tensors from the headers of its files. `scalar` replaces the
+    model's head with a scalar one. Raises UserError if the model is damaged, and ValueError if it
+    has no safetensors files."""
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
-    if not shapes:  # a run reads other formats too
+    if not shapes:  # training can read other formats too
         raise ValueError(f"model {str(model)!r}: {folder} has no safetensors files")
     layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
     heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
     rest = {name: shape for name, shape in shapes.items() if name not in heads}
     tied = bool(settings.get("tie_word_embeddings", not heads))
-    # Some files store the embedding under the name of the head.
+    # Some files store the tied embedding under the head's name.
     alone = tied and not any(shape in rest.values() for shape in heads.values())
     if not alone and (tied or scalar):
         shapes = rest
@@ -157,8 +164,8 @@ def training_memory(
     lora: Lora | None,
     saves: bool,
 ) -> TrainingMemory:
-    """Return the memory of one rank of a group that trains the model, an adapter (`lora`) or
-    nothing, and saves checkpoints or not."""
+    """Return the memory on one rank of a group. The group trains the model, an adapter (`lora`), or
+    nothing, and may save checkpoints."""
     whole, width = size.parameters, BYTES[config.dtype]
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     adapter = number_in(shapes) if lora is not None else 0
@@ -180,7 +187,7 @@ def training_memory(
     if trains and lora is None and ranks > 1:
         exchanged = 2 * BYTES[config.gradients] * at_once
     elif trains and lora is None and alone:
-        # One layer's gradients, and the previous layer's in the dtype of accumulation.
+        # One layer's gradients, and the previous layer's gradients in the dtype of accumulation.
         exchanged = (width + BYTES[config.gradients]) * layer
         outer_gradients = 2 * FLOAT32 * outer
     return TrainingMemory(
@@ -196,8 +203,8 @@ def training_memory(
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
-    """Return the block size of a tensor's 8-bit moments, or None if they stay float32. `own` is the
-    number of elements of a row on this rank.
+    """Return the block size of a tensor's 8-bit moments, or None if its moments stay float32. `own`
+    is the length of a row on this rank.
 
     >>> moment_block((151936, 896), 896), moment_block((896, 4864), 2432), moment_block((8192,), 8192), moment_block((64, 64), 32)
     (128, 128, None, None)
@@ -222,12 +229,13 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
-    """Return the bytes of logits to compute at once. Short chunks would leave a GPU idle."""
+    """Return the bytes of logits to compute at once. A GPU gets larger chunks, because short ones
+    would leave it idle."""
     return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * gpu_bytes))
 
 
 def gathers_once(config: ModelConfig, parameters: int) -> bool:
-    """Return whether ranks gather all parameters at once rather than layer by layer."""
+    """Return whether ranks gather all parameters at once instead of layer by layer."""
     if config.offload == "everything":
         return False
     return config.gather == "once" or (
@@ -240,7 +248,7 @@ def _embeddings(size: ModelSize) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Return the bytes of a checkpoint: parameters, moments, and the model's folder."""
+    """Return the size of a checkpoint in bytes: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)

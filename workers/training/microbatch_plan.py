@@ -1,6 +1,6 @@
-"""Cut the rows of an update into optimizer steps, and steps into microbatches.
+"""Split the rows of an update into optimizer steps, and steps into microbatches.
 
-Plain arithmetic without torch, shared by the training engine, the planner and the simulator.
+Plain arithmetic without torch, used by the training engine, the memory planner and the simulator.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from ...dataflow.graph import Node
 from ..dispatch import RowCost
 
 STEPS = 128
-"""Resolution of the search for a token limit: the largest limit over this."""
+"""The search for a token limit stops at this fraction of the largest limit (1/128)."""
 
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """The optimizer steps of one update: `epochs` passes, each of `minibatches` steps."""
+    """The optimizer steps of one update: `epochs` passes over the rows, each split into
+    `minibatches` steps."""
 
     epochs: int = 1
     minibatches: int = 1
 
     @classmethod
     def of_node(cls, node: Node | None) -> OptimizerSteps:
-        """Return the steps of one call of this node; one step for a node that updates nothing."""
+        """Return the optimizer steps of one call of this node; one step if the node updates
+        nothing."""
         if node is None or not node.operation.updates:
             return cls()
         return cls(node.arguments.get("epochs", 1), node.arguments.get("minibatches", 1))
@@ -36,9 +38,10 @@ class OptimizerSteps:
         return self.epochs * self.minibatches
 
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
-        """Return the rows of each step: ascending indexes, some empty if there are fewer units than
-        minibatches. Rows of one unit ([rows] numbers from 0) stay together. Units are shuffled by
-        the seed `key` in each epoch, because rows arrive in the order they finished: short first.
+        """Return the rows of each step, as ascending indexes. Some steps are empty if there are
+        fewer units than minibatches. Rows with the same unit ([rows] numbers from 0) stay together.
+        Each epoch shuffles the units with the seed `key`, because rows arrive in the order in which
+        they finished, short ones first.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]
@@ -58,13 +61,13 @@ class OptimizerSteps:
 def plan_microbatches(
     lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut rows of these lengths ([rows] tokens) into microbatches of at most `max_tokens`. Return
-    the indexes of the rows of each.
+    """Split rows of these lengths ([rows] tokens) into microbatches of at most `max_tokens`. Return
+    the row indexes of each microbatch.
 
     Rows are sorted by length, longest first, to keep padding small. A row longer than the limit
-    gets a microbatch to itself. A `packed` row costs only its tokens (attention may pad to at most
-    twice `max_tokens` per microbatch); others cost as much as the longest row of their microbatch.
-    Rows with equal `groups` ([rows]) stay together and count as one.
+    gets its own microbatch. A `packed` row costs only its tokens, although attention may pad a
+    microbatch to at most twice `max_tokens`. Other rows cost as much as the longest row of their
+    microbatch. Rows with equal `groups` ([rows]) stay together and are sized as one unit.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
@@ -81,7 +84,7 @@ def plan_microbatches(
     )
     longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
     np.maximum.at(longest, group_of_row, lengths)
-    # Groups by their longest row, and rows of a group by length, longest first.
+    # Sort groups by their longest row, and the rows of a group by length, longest first.
     order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
     starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
     ends = np.append(starts[1:], len(order)).tolist()
@@ -89,7 +92,7 @@ def plan_microbatches(
     totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
     parts, first, widest = [], 0, 0
     for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
-        # Groups come longest first, so the first one of a microbatch determines its width.
+        # Groups come longest first, so the first group of a microbatch determines its width.
         widest = widest or size
         rows = end - first
         fits = rows * widest <= max_tokens
@@ -110,15 +113,16 @@ def even_microbatches(
     pads: bool,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray] | None:
-    """Distribute packed rows with these lengths and costs (`RowCost`; [rows] each) over `number`
-    microbatches of similar cost: the most expensive row first, each into the cheapest microbatch
-    with room. Return the indexes of the rows of each, the most expensive first, or None if the rows
-    do not fit. If attention `pads` rows to the longest of their microbatch, then to at most twice
-    `max_tokens`. For `groups`, see `plan_microbatches`.
+    """Distribute packed rows over `number` microbatches of similar cost. Place the most expensive
+    row first, each in the cheapest microbatch with room. Each row has a length and a cost
+    (`RowCost`), [rows] each. Return the row indexes of each microbatch, most expensive microbatch
+    first, or None if the rows do not fit. If attention `pads` rows to the longest of their
+    microbatch, padded tokens are limited to twice `max_tokens`. For `groups`, see
+    `plan_microbatches`.
 
-    Ranks compute microbatches in lockstep, so a step takes the sum over k of the most expensive
-    k-th microbatch of any rank. The lower bound is the cost of all rows divided by the ranks
-    (ByteScale balances to that bound, arXiv:2502.21231).
+    Ranks compute microbatches in lockstep, so the duration of a step is a sum over k: the cost of
+    the most expensive k-th microbatch on any rank. It is at least the total cost divided by the
+    number of ranks (ByteScale balances to that bound, arXiv:2502.21231).
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> [rows.tolist() for rows in even_microbatches(lengths, lengths, number=3, max_tokens=10, pads=False)]
@@ -144,7 +148,7 @@ def even_microbatches(
         part.rows += rows
         part.tokens, part.longest = part.tokens + tokens, max(part.longest, longest)
         part.cost += float(of_unit[unit])
-    # Ranks compute their k-th microbatches together, so similar costs must meet.
+    # Ranks compute their k-th microbatches together, so sort them by cost to align similar ones.
     parts.sort(key=lambda part: -part.cost)
     return [np.array(part.rows) for part in parts if part.rows]
 
@@ -167,12 +171,12 @@ def level_microbatches(
     number: int,
     max_tokens: int,
 ) -> list[np.ndarray]:
-    """Cut rows into up to `number` microbatches (at least `len(cut(max_tokens))`) of similar size
-    without changing their order, and return the most expensive first. `cut` cuts the rows into
-    microbatches of at most the given number of tokens.
+    """Split rows into up to `number` microbatches (or `len(cut(max_tokens))` if that is more) of
+    similar size without changing the order of rows. Return the most expensive microbatch first.
+    `cut` splits the rows into microbatches of at most a given number of tokens.
 
-    Full microbatches followed by a small one cost far more than the bound of `even_microbatches`,
-    because the last microbatches of ranks differ.
+    This avoids full microbatches followed by a small one, which cost far more than the bound of
+    `even_microbatches` because the last microbatches of ranks differ.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
@@ -182,7 +186,7 @@ def level_microbatches(
     [[5, 4], [6], [3, 2, 1]]
     """
     fewer, limit = 0, max_tokens
-    # Bisect for the smallest limit that needs at most `number` microbatches.
+    # Bisect for the smallest token limit that needs at most `number` microbatches.
     while limit - fewer > max(1, max_tokens // STEPS):
         middle = (fewer + limit) // 2
         if len(cut(middle)) <= number:
@@ -192,22 +196,24 @@ def level_microbatches(
     return sorted(cut(limit), key=cost_of, reverse=True)
 
 
-# Prompt sharing: the samples of a prompt attend to the same prompt tokens, whose hidden states do
-# not depend on later tokens. A microbatch computes such a prompt once, and the gradients of all its
-# responses add up in it.
+# Prompt sharing: all samples of a prompt attend to the same prompt tokens, whose hidden states do
+# not depend on later tokens. So a microbatch computes the prompt once, and accumulates the
+# gradients of all its responses there.
 
 
 GAIN = 1 / 16
-"""Share of the cost that sharing must save, because it copies shared tokens once more."""
+"""Minimum share of the cost that prompt sharing must save, because it copies the shared tokens once
+more."""
 _PADDED = 8
-"""Limit on padded keys of the responses of a microbatch, as a multiple of its tokens."""
+"""Limit on the padded keys of a microbatch's responses, as a multiple of its tokens."""
 _SEEN = 1 << 27
-"""Limit on query-key pairs of responses; each takes an element of a mask."""
+"""Limit on the query-key pairs of a microbatch's responses; each pair takes one element of a
+mask."""
 
 
 @dataclass(frozen=True)
 class SharingCost:
-    """Compare the cost of rows with and without shared prompts.
+    """Compares the cost of rows with and without shared prompts.
 
     >>> long, short = np.array([100] * 8), np.array([10] * 8)
     >>> cost, same = SharingCost(RowCost(attention_length=1000)), np.zeros(8, np.int64)
@@ -217,11 +223,12 @@ class SharingCost:
 
     row: RowCost = field(default_factory=RowCost)
     masked: bool = True
-    """Whether attention computes all keys of a microbatch for each response and masks the rest.
-    Otherwise a kernel skips them."""
+    """Whether attention computes all keys of a microbatch for each response, and masks those of
+    other rows. If not, the kernel skips those keys."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """Return the cost of rows that share prompts, in tokens; arguments as in `plan_shared`."""
+        """Return the cost in tokens of rows that share prompts; see `plan_shared` for the
+        arguments."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )
@@ -233,7 +240,8 @@ class SharingCost:
         return float(alone + once + (own + 2 * seen / self.row.attention_length).sum())
 
     def pays(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> bool:
-        """Return whether sharing prompts saves enough to be worth its copies; see `shared`."""
+        """Return whether prompt sharing saves more than its copies cost; see `plan_shared` for the
+        arguments."""
         alone = float(self.row(prompts + after).sum())
         return self.shared(prompts, after, same) <= (1 - GAIN) * alone
 
@@ -245,10 +253,11 @@ def equal_prompts(
     cost: SharingCost,
     also: Sequence[bytes] | None = None,
 ) -> np.ndarray | None:
-    """Find rows with equal prompts: [rows] int64, equal for equal prompts; None if sharing them is
-    not worth its copies. Prompts are [P] int32 `tokens` end to end, with [rows + 1] bounds. `counts`
-    ([rows]) are tokens of the responses; rows without tokens are not computed. `also` ([rows]) is
-    other content that must be equal too.
+    """Find rows with equal prompts. Return an id per row that is equal for equal prompts ([rows]
+    int64), or None if sharing is not worth its copies. `tokens` ([P] int32) are all prompts end to
+    end, delimited by the [rows + 1] bounds. `counts` ([rows]) are response tokens per row; rows
+    without any are not computed. `also` ([rows]) identifies other content that must be equal too,
+    such as images.
 
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()
     [0, 0, 1]
@@ -270,12 +279,13 @@ def plan_shared(
     *,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once. Return
-    the indexes of the rows of each. Rows have these tokens of prompts and after prompts, [rows] int64
-    each; `same` is equal for rows with equal prompts.
+    """Split rows into microbatches of at most `max_tokens`, counting each shared prompt once.
+    Return the row indexes of each microbatch. Arguments are [rows] int64: tokens of the prompt,
+    tokens after the prompt, and `same`, which is equal for rows with equal prompts.
 
-    Rows of one prompt stay together, prompts with the longest rows first. A prompt whose rows fill
-    several microbatches is computed in each. Rows with equal `groups` ([rows]) stay together.
+    Rows of a prompt stay together; prompts with the longest rows come first. If a prompt's rows
+    fill several microbatches, each computes the prompt. Rows with equal `groups` ([rows]) stay
+    together.
 
     >>> rows = plan_shared(np.array([6, 6, 6, 2]), np.array([1, 2, 3, 5]), np.array([0, 0, 0, 1]), max_tokens=12)
     >>> [part.tolist() for part in rows]
@@ -310,7 +320,8 @@ class _Filling:
         self._tokens = self._rows = self._longest_prompt = self._longest_after = 0
 
     def takes(self, rows: list[tuple[int, int, int]]) -> bool:
-        """Add rows (prompt number, prompt tokens, tokens after it). Return whether they fit."""
+        """Add rows, each as (prompt number, prompt tokens, tokens after the prompt), if they fit.
+        Return whether they did."""
         empty = not self._rows
         fresh = {number: tokens for number, tokens, _ in rows if number not in self._prompts}
         tokens = self._tokens + sum(fresh.values()) + sum(after for _, _, after in rows)
@@ -319,7 +330,7 @@ class _Filling:
         longest_after = max(self._longest_after, *(after for _, _, after in rows))
         keys = count * (longest_prompt + longest_after)
         fits = tokens <= self._max_tokens and count * longest_after <= 2 * self._max_tokens
-        # An empty microbatch takes any unit, so that every row gets a place.
+        # An empty microbatch accepts any unit, so that every row finds a place.
         if empty or (fits and keys <= _PADDED * self._max_tokens and keys * longest_after <= _SEEN):
             self._prompts |= fresh.keys()
             self._tokens, self._rows = tokens, count

@@ -1,4 +1,4 @@
-"""Microbatches: cut the rows of one call, and prepare each part for the model and the loss."""
+"""Microbatches: split the rows of one call, and prepare each part for the model and the loss."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .routers import Routers, Routing
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The rows of one call on the host: their tokens, and the columns that a loss reads.
+    """The rows of one call, on the host: their tokens, and the columns that a loss reads.
 
-    A microbatch is given by its rows, `[rows]` int64 indexes. A rank with an empty microbatch only
-    takes part in the collectives of the others.
+    A microbatch is an array of row indexes, `[rows]` int64. A rank with an empty microbatch only
+    takes part in the collectives of other ranks.
     """
 
     prompt: tuple[np.ndarray, np.ndarray]
-    """([P tokens] int32, cu_seqlens [rows + 1])."""
+    """Prompts: ([P] int32 tokens, [rows + 1] cu_seqlens)."""
     response: tuple[np.ndarray, np.ndarray]
-    """([T] int32, cu_seqlens [rows + 1])."""
+    """Responses: ([T] int32 tokens, [rows + 1] cu_seqlens)."""
     temperatures: np.ndarray | None
     """[rows] float32; None means 1 for all rows."""
     ragged: Mapping[str, Tensor]
@@ -51,11 +51,12 @@ class Microbatches:
     """Columns with one value per row, [rows]."""
     device: torch.device
     reads_last: bool = False
-    """Whether the head reads the position of each response token instead of the one before."""
+    """Whether the head reads the position of each response token, instead of the position before
+    it."""
     same_prompt: np.ndarray | None = None
-    """[rows] int64, equal for rows to share their equal prompts. None disables sharing."""
+    """[rows] int64, equal for rows that share a prompt. None disables sharing."""
     routes: list[np.ndarray] | None = None
-    """Experts of each row's tokens, [tokens, layers, chosen]; None lets routers choose."""
+    """Experts of each row's tokens, [tokens, layers, chosen]; None lets the routers choose."""
     images: _ShownRows | None = None
 
     @classmethod
@@ -73,15 +74,16 @@ class Microbatches:
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
-        """Check the rows of a batch, and copy them with the `columns` that the loss reads.
+        """Check the rows of a batch, and copy them together with the `columns` that the loss reads.
 
-        The model `owner` (its name in messages) has a `vocabulary` of token ids, and reads rows of
-        at most `context` tokens. `sharing` is the cost of rows with shared prompts; None disables
-        sharing. `routers` replay the column `routes`; None lets them choose.
+        `owner` is the model's name in messages, `vocabulary` its number of token ids, and `context`
+        the most tokens that a row may have. `sharing` compares the cost with and without shared
+        prompts; None disables sharing. `routers` replay the experts in the column `routes`; None
+        lets the routers choose.
 
         Raises:
             UserError: a response has no prompt, a row exceeds the context, a ragged column does not
-                fit its responses, the model lacks a token id or an expert, or images do not fit
+                match its responses, the model lacks a token id or an expert, or images do not match
                 their prompt or the model.
         """
         columns = list(columns)
@@ -96,7 +98,7 @@ class Microbatches:
         temperatures = None
         if TEMPERATURE in batch:
             given = batch.numpy(TEMPERATURE)
-            # Greedy rows (0) use the distribution of the plain logits, like 1.
+            # Rows sampled greedily (temperature 0) use the plain logits, like temperature 1.
             if not np.isin(given, (0.0, 1.0)).all():
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
@@ -115,7 +117,7 @@ class Microbatches:
         same_prompt = None
         if sharing is not None:
             prompts = None
-            # routes of a shared prompt can differ if its samples began under different weights
+            # samples of a prompt have different routes if weights changed between them
             if routes is not None:
                 prompts = [
                     of[:length].tobytes()
@@ -129,7 +131,8 @@ class Microbatches:
     def plan(
         self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Cut rows with a response into microbatches; equal `groups` ([rows]) stay together."""
+        """Split the rows that have a response into microbatches; rows with equal `groups` ([rows])
+        stay together."""
         prompts, after = self._lengths()
         rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
@@ -151,7 +154,8 @@ class Microbatches:
         pads: bool,
         groups: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """Like `plan`, for ranks in lockstep: up to `number` parts of similar cost."""
+        """Like `plan`, for ranks in lockstep: return up to `number` microbatches of similar
+        cost."""
         if packed and self.same_prompt is None:
             prompts, after = self._lengths()
             rows = np.flatnonzero(np.diff(self.response[1]))
@@ -170,14 +174,16 @@ class Microbatches:
         return cost.shared(prompts, after, self.same_prompt[part])
 
     def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of each prompt, and the tokens that the model reads after it: all but
-        the last, which is only predicted, unless `reads_last` is set."""
+        """Return two counts per row: the tokens of the prompt, and the tokens after it that the
+        model reads. It reads all but the last, which is only predicted, or all if `reads_last` is
+        set."""
         return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
     def inputs(
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
-        """Return the arguments of `ResponseModel`. An empty part gives one ignored token."""
+        """Return the arguments of `ResponseModel` for a part. For an empty part they have one
+        token, whose result is ignored."""
         device = self.device
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -202,7 +208,8 @@ class Microbatches:
         # Position of each response token in the microbatch.
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
         if not self.reads_last:
-            # A token is predicted one position earlier, and the first at the end of its prompt.
+            # The position before a token predicts it; the end of the prompt predicts the first
+            # token.
             read -= 1
             read[starts] = place.last
         rows = PackedSequences(p_lengths + after, device)
@@ -228,10 +235,10 @@ class Microbatches:
         self, part: np.ndarray, place: _Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
         """Return the routing of a part's tokens, in the order of its placement. `prompts` and
-        `lengths` ([rows]) are the tokens of each prompt and of each complete row."""
+        `lengths` ([rows]) are the tokens of each row's prompt and of each complete row."""
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
-        # A shared prompt token counts once for each of its rows.
+        # A shared prompt's tokens count once for each row that has the prompt.
         counts = np.concatenate([np.repeat(sharing, prompts[place.prompts]), np.ones(alone + after)])
         routes = None
         if self.routes is not None:
@@ -242,8 +249,9 @@ class Microbatches:
         return Routing(to_device(counts.astype(np.float32), self.device), routes)
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
-        """Return a part on the device, as a loss reads it. `entropy` is [T] float32 nats, if
-        computed. Without a part, return all rows on the host, for the loss to count."""
+        """Return a part on the device, in the format that losses read. `entropy` is [T] float32
+        nats, or None if it was not computed. Without `part`, return all rows on the host, for the
+        loss to count."""
         cu_seqlens = self.response[1]
         if part is None:
             return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
@@ -261,16 +269,17 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Order of tokens: shared prompts, complete rows, then responses of shared prompts."""
+    """Order of a microbatch's tokens: shared prompts, then complete rows, then the responses to
+    shared prompts."""
 
     prompts: np.ndarray
-    """[prompts] int64: for each shared prompt, a row that has it."""
+    """[prompts] int64: for each shared prompt, one row that has it."""
     alone: np.ndarray
-    """[rows alone] int64: rows that do not share a prompt."""
+    """[complete rows] int64: rows that do not share a prompt."""
     shared: np.ndarray
-    """[rows] int64: rows that share a prompt."""
+    """[responses] int64: rows that share a prompt."""
     prompt_of: np.ndarray
-    """[rows that share] int64: index of each row's prompt in `prompts`."""
+    """[responses] int64: index into `prompts` of each row's prompt."""
     begins: np.ndarray
     """[rows] int64: position of the first token after each row's prompt."""
     last: np.ndarray
@@ -278,8 +287,8 @@ class _Placement:
 
     @classmethod
     def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> _Placement:
-        """Place rows with these tokens of prompts and after prompts, [rows] int64 each. `same` is
-        equal for rows with equal prompts, [rows]; None if no row shares its prompt."""
+        """Place rows with these numbers of tokens in prompts and after prompts, [rows] int64 each.
+        `same` ([rows]) is equal for rows with equal prompts; None if no row shares its prompt."""
         firsts = shared = prompt_of = np.zeros(0, np.int64)
         alone = np.arange(len(prompts))
         if same is not None:
@@ -302,14 +311,15 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _ShownRows:
-    """The images of rows, encoded: the model's inputs for all of them would not fit into memory."""
+    """The images of rows in encoded form, because the model's inputs for all of them would not fit
+    into memory."""
 
     reader: ImageReader
     encoded: list[list[Any]]
     is_image: list[np.ndarray]
-    """[P] bool for each row: the image tokens of its prompt."""
+    """[P] bool for each row: which tokens of its prompt are image tokens."""
     prompts: tuple[np.ndarray, np.ndarray]
-    """([P tokens] int32, cu_seqlens [rows + 1]), with all image tokens."""
+    """Prompts with all image tokens: ([P] int32 tokens, [rows + 1] cu_seqlens)."""
 
     @classmethod
     def from_batch(cls, batch: Batch, reader: ImageReader | None, owner: str) -> _ShownRows | None:
@@ -337,8 +347,8 @@ class _ShownRows:
         return cls(reader, encoded, is_image, (np.concatenate(ids), np.cumsum([0, *map(len, ids)])))
 
     def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> ImageInputs | None:
-        """Return the images of these rows ([rows] int64), given the number of tokens `after` each
-        prompt; None if they have none."""
+        """Return the images of these rows ([rows] int64), or None if they have none. `after` is the
+        number of tokens after each prompt."""
         images = [self.reader.see(image) for row in part for image in self.encoded[row]]
         if not images:
             return None
@@ -350,7 +360,7 @@ class _ShownRows:
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the [T] int64 indexes of the tokens of these rows ([rows] int64), row by row.
+    """Return the indexes of the tokens of these rows ([rows] int64), row by row: [T] int64.
 
     >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
     [2, 3, 4, 0, 1]
@@ -361,7 +371,7 @@ def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def check_rows(batch: Batch, columns: Iterable[str]) -> None:
-    """Check prompts and column lengths, to report mistakes by row and column."""
+    """Check prompts and column lengths first, so that errors name the row and the column."""
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
     if len(empty):

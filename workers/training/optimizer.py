@@ -1,4 +1,4 @@
-"""Settings of the optimizer, and the learning rate of each of its steps. `adamw.py` has AdamW."""
+"""Settings of the optimizer, and the learning rate of each step. `adamw.py` implements AdamW."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from ...dataflow.config import Config
 
 FINAL_RATIO = 0.1
-"""Final learning rate relative to the peak. Above 0, so that longer runs keep learning."""
+"""Final learning rate of a decay, relative to the peak. It is above 0, so that training goes on
+learning after the decay."""
 
 
 class OptimizerConfig(Config):

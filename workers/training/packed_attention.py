@@ -1,9 +1,9 @@
 """Packed attention: causal attention over rows that are stored end to end.
 
-All layers except attention look at one token at a time, so they process [1, T] tokens of many rows
-directly. Attention either uses torch's variable-length kernel or pads to [rows, longest], which
-`plan_microbatches` limits to twice the tokens. A prompt that several rows share is computed once
-(`SharedPrompts`); its responses attend to its keys and values and to their own.
+All layers except attention look at one token at a time, so they process the [1, T] tokens of many
+rows directly. Attention either uses torch's variable-length kernel or pads to [rows, longest],
+which `plan_microbatches` limits to twice the tokens. A prompt that several rows share is computed
+once (`SharedPrompts`); its responses attend to its keys and values and to their own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .packed_sequences import PackedSequences, SharedPrompts
 
-# Variable-length attention: torch's kernel for rows end to end, without padding or masks. It runs
-# on GPUs in half precision. It supports windows, grouped-query heads, and queries that are the last
-# tokens of longer rows of keys; it supports neither soft caps nor dropout.
+# Variable-length attention: torch's kernel for rows end to end, without padding or masks. The
+# kernel runs on GPUs in half precision. It supports windows, grouped-query heads, and queries that
+# are the last tokens of longer rows of keys. It supports neither soft caps nor dropout.
 
 
 Kernel = Callable[..., Any]
 _ASKED = {"scale", "window_size", "enable_gqa"}
-"""Arguments that the kernel must accept; early torch releases lack some."""
+"""Arguments that the kernel must accept; early torch releases lack some of them."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def find_kernel(device: torch.device) -> Kernel | None:
-    """Return torch's `varlen_attn`, or None if the device or torch's version lacks it."""
+    """Return torch's `varlen_attn`, or None if the device or the torch version does not support
+    it."""
     if device.type != "cuda":
         return None
     try:
@@ -50,23 +51,24 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
 
 
 NAME = "weft_packed"
-"""Name of this attention in `transformers`."""
+"""Name under which this attention is registered in `transformers`."""
 VARLEN = "weft_packed_varlen"
-"""Name of the variant that uses torch's variable-length kernel where it supports the input."""
+"""Name of the variant that uses torch's variable-length kernel for inputs that the kernel
+supports."""
 _ALIGNED = 8
-"""Head dimensions that sinks add: kernels want the head size to be a multiple of this."""
+"""Number of dimensions that a sink adds to the head size, because kernels want a multiple of 8."""
 _ATTENDS = {"full_attention", "sliding_attention"}
 
 
 def may_pack(causal_lm: Any) -> bool:
-    """Return whether a model declares that its attention is replaceable, and that tokens interact
-    nowhere else (Mamba, chunked attention). `agreement.py` checks the results."""
+    """Return whether a model's attention is declared replaceable, and its tokens interact nowhere
+    else (unlike in Mamba or chunked attention). `agreement.py` checks the actual results."""
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 
 
 def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
-    """Return whether a model passed its windows to attention, not only to the mask."""
+    """Return whether a model passed its windows to attention, and not only to its mask."""
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _ATTENDS)
     window = (
@@ -76,7 +78,8 @@ def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
 
 
 def caps_scores(causal_lm: Any) -> bool:
-    """Return whether attention gets a soft cap, which torch's own silently ignores."""
+    """Return whether the model passes a soft cap to attention, which torch's own attention silently
+    ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
     rows = PackedSequences.of_lengths([1], causal_lm.device)
@@ -90,7 +93,7 @@ def caps_scores(causal_lm: Any) -> bool:
                 rows=rows,
                 use_cache=False,
             )
-    except Exception:  # remote code of a model can raise anything
+    except Exception:  # a model's remote code can raise anything
         return False
     finally:
         causal_lm.set_attn_implementation(before)
@@ -113,23 +116,24 @@ def packed_attention(
     kernel: Kernel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row: ([1, T, heads, head size], None).
+    """Compute causal attention within each row. Returns ([1, T, heads, head size], None).
 
     Args:
         query, key, value: [1, heads, T, head size].
         rows: assignment of the T tokens to rows.
-        sliding_window: number of tokens that each token sees, including itself; None for all before
-            it.
-        kernel: variable-length kernel; None pads rows for attention.
-        softcap: turns scores s into softcap * tanh(s / softcap) (arXiv:2408.00118, section 2); None
-            leaves them.
-        s_aux: [heads] sinks: per head, the score of an extra key without a value (GPT-OSS), if any.
+        sliding_window: number of tokens that each token sees, including itself; None for all tokens
+            before it.
+        kernel: the variable-length kernel; None pads the rows instead.
+        softcap: replaces scores s by softcap * tanh(s / softcap) (arXiv:2408.00118, section 2);
+            None leaves them.
+        s_aux: [heads] attention sinks (GPT-OSS): per head, the score of an extra key without a
+            value. None for no sinks.
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
     if s_aux is not None and rows.exchange is not None:
         s_aux = rows.exchange.own(s_aux)
-    # Rounded rows imitate a half-precision kernel, so they stay in half precision.
+    # `rounded` imitates a half-precision kernel, so do not widen then.
     widens = rows.device.type == "cpu" and not rows.rounded
     how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens, s_aux)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
@@ -155,11 +159,13 @@ class _Attend:
     window: int | None
     kernel: Kernel | None
     widens: bool
-    """Whether to pad in float32: a CPU's kernel takes up to three times as long in bfloat16."""
+    """Whether to compute padded attention in float32: in bfloat16 a CPU takes up to three times as
+    long."""
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """Compute attention within each row: [T, heads, head size], like the inputs."""
+        """Compute attention within each row. Returns [T, heads, head size], the shape of the
+        inputs."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
             return self._by_kernel(kernel, query, key, value, rows, rows)
@@ -174,9 +180,9 @@ class _Attend:
     def after_prompts(
         self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts
     ) -> Tensor:
-        """Compute attention of responses to their prompts and to themselves: [tokens of responses,
-        heads, head size]. `first` and `after` are queries, keys and values of all rows that begin
-        at position 0, prompts first, and of the responses."""
+        """Compute attention of responses to their prompts and to themselves. Returns [tokens of
+        responses, heads, head size]. `first` holds queries, keys and values of all rows that begin
+        at position 0, prompts first; `after` holds those of the responses."""
         if (kernel := self._kernel(after)) is not None:
             of_tokens = (torch.cat(both) for both in zip(first[1:], after[1:], strict=True))
             key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens)
@@ -202,8 +208,8 @@ class _Attend:
         rows: PackedSequences,
         of_keys: PackedSequences,
     ) -> Tensor:
-        """Compute causal attention of [T] queries to [K] keys, assigned to rows by `rows` and
-        `of_keys`. The queries of a row are its last tokens."""
+        """Compute causal attention of [T] queries to [K] keys; `rows` and `of_keys` assign them to
+        rows. The queries of a row belong to its last tokens."""
         return kernel(
             query.contiguous(),
             key.contiguous(),
@@ -213,7 +219,7 @@ class _Attend:
             rows.longest,
             of_keys.longest,
             scale=self.scaling,
-            # The kernel does not count the query itself, `sliding_window` does.
+            # The kernel's window does not count the query itself; `sliding_window` does.
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -229,8 +235,9 @@ class _Attend:
     def _with_sinks(
         self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend with a sink: an extra first key that every query sees. A further dimension gives
-        this key the head's sink as product, and all others 0. The key's value is 0."""
+        """Attend with a sink, represented as an extra first key that every query sees. One more
+        dimension makes the product with this key equal to the sink, and adds 0 to all other
+        products. The sink key's value is 0."""
         if self.softcap is not None or self.dropout:
             raise NotImplementedError("attention with sinks has neither a soft cap nor dropout")
         size = query.shape[-1]
@@ -242,7 +249,7 @@ class _Attend:
         key, value = torch.cat([first, F.pad(key, (0, _ALIGNED))], 2), F.pad(value, (0, _ALIGNED, 1, 0))
         if mask is not None:
             mask = F.pad(mask, (1, 0), value=True)
-        else:  # causal: add a query next to the sink key, and drop its result
+        else:  # causal: also add a query for the sink key, and drop its result
             query = F.pad(query, (0, 0, 1, 0))
         found = _attention(query, key, value, mask, scaling, None, 0.0)
         return found[:, int(mask is None) :, :, : value.shape[-1] - _ALIGNED]
@@ -257,11 +264,11 @@ def _attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]; causal
-    without a mask. torch has no kernel for soft caps, so their formula is computed."""
+    """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]. Causal if
+    there is no mask. Soft caps are computed by formula, because torch has no kernel for them."""
     if softcap is None:
-        # Replaces the model's module, which does not know that keys were repeated for ranks that
-        # share tokens.
+        # Stands in for the model's module, which does not know that keys were repeated for ranks
+        # that share tokens.
         groups: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
         return sdpa_attention_forward(
             groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
@@ -277,7 +284,7 @@ def _attention(
 
 
 def _unpacked(packed: Tensor, rows: PackedSequences) -> Tensor:
-    """[T, ...] -> [B, longest, ...], with zeros after each row."""
+    """[T, ...] -> [B, longest, ...], with zeros after the end of each row."""
     return packed.unflatten(0, rows.shape) if rows.are_alike else _Unpack.apply(packed, rows)
 
 
@@ -309,8 +316,8 @@ class _Pack(torch.autograd.Function):
 
 
 class _PromptOfEach(torch.autograd.Function):
-    """[prompts, ...] -> [responses, ...], the prompt of each response. Like `index_select`, whose
-    CPU gradient is slow for tensors that are not contiguous."""
+    """[prompts, ...] -> [responses, ...]: repeat each prompt for its responses. Equal to
+    `index_select`, whose gradient is slow on a CPU if tensors are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, prompts: Tensor, prompt_of_response: Tensor) -> Tensor:
@@ -337,7 +344,8 @@ def _with_kernel(
     return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
 
 
-# Compilation is disabled: lengths are Python numbers, so each microbatch would be recompiled.
+# Exclude attention from compilation. Lengths are Python numbers, so each microbatch would be
+# recompiled.
 _AS_IT_IS: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _AS_IT_IS(packed_attention))
 AttentionInterface.register(VARLEN, _AS_IT_IS(_with_kernel))

@@ -1,4 +1,5 @@
-"""Rows of a microbatch, end to end. Computed on the host: nothing waits for the device."""
+"""Rows of a microbatch, stored end to end. Indexes are computed on the host, so nothing waits for
+the device."""
 
 from __future__ import annotations
 
@@ -19,39 +20,42 @@ if TYPE_CHECKING:
 
 
 # Copies to the device that do not block the host. A plain CUDA `tensor.to(device)` returns only
-# when all earlier work of the device is done: the host would wait for the previous microbatch, and
-# then the device for the host.
+# when the device has finished all earlier work. So the host would wait for the previous microbatch,
+# and then the device would wait for the host.
 
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy host data to the device without blocking. A CPU shares it, so do not write to it."""
+    """Copy host data to the device without blocking. On a CPU the result shares the data's memory,
+    so do not write to it."""
     tensor = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # from pageable memory CUDA copies twice and partly blocks
+        tensor = tensor.pin_memory()  # CUDA copies pageable memory twice, and partly blocks
     return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Rows end to end."""
+    """Rows stored end to end, and what attention and routers need to know about them."""
 
     lengths: np.ndarray
-    """[B] int64; no row is empty."""
+    """[B] int64 tokens per row; no row is empty."""
     device: torch.device
     first: np.ndarray | None = None
-    """[B] int64 position of each row's first token; None for 0."""
+    """[B] int64: position of each row's first token; None means 0 for all rows."""
     windows: set[int | None] = field(default_factory=set)
-    """Sliding windows that the model has passed to attention."""
+    """Sliding windows that the model has passed to attention in this pass; None stands for no
+    window."""
     softcaps: set[float | None] = field(default_factory=set)
-    """Soft caps that the model has passed to attention."""
+    """Soft caps that the model has passed to attention in this pass; None stands for no cap."""
     exchange: Stretches | None = None
-    """How several ranks share the tokens; None if this rank has all of them."""
+    """How ranks share the tokens of these rows; None if this rank has all tokens."""
     rounded: bool = False
-    """Whether to round queries, keys and values to bfloat16, to check a kernel."""
+    """Whether attention rounds queries, keys and values to bfloat16, as a reference for a
+    half-precision kernel."""
     routing: Routing | None = None
-    """Instructions for the routers of a mixture, if any."""
+    """Instructions for the routers of a mixture of experts, if any."""
     shown: ImageInputs | None = None
-    """Images of the rows, with places among the T tokens, if any."""
+    """Images of the rows, with their places among the T tokens, if any."""
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
@@ -59,27 +63,28 @@ class PackedSequences:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens in the longest row."""
         return int(self.lengths.max())
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, longest): shape of the padded rows."""
+        """(B, longest): shape of the rows when padded."""
         return len(self.lengths), self.longest
 
     @cached_property
     def are_alike(self) -> bool:
-        """Whether all rows have the same length, so that packed and padded layouts are equal."""
+        """Whether all rows have the same length, so that the packed and the padded layout are the
+        same."""
         return bool((self.lengths == self.longest).all())
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64 position of each token, as the model counts positions."""
+        """[T] int64: position of each token, as the model counts positions."""
         return self._on_device(self._packed_positions)
 
     @cached_property
     def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions. Padding repeats the last position of its row."""
+        """[B, longest] int64 positions. Padding repeats the last position of the row."""
         return self._on_device(self._padded_positions)
 
     def positions_by_row(self, *, padded: bool) -> list[Tensor]:
@@ -91,7 +96,7 @@ class PackedSequences:
 
     @cached_property
     def slots(self) -> Tensor:
-        """[T] int64 index of each token in the flattened [B * longest]."""
+        """[T] int64: index of each token in the flattened [B * longest] layout."""
         return self._on_device(
             np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places
         )
@@ -115,7 +120,7 @@ class PackedSequences:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """[T] int64 index of each token in its row."""
+        """[T] int64: index of each token within its row."""
         starts = np.cumsum(self.lengths) - self.lengths
         return np.arange(int(self.lengths.sum())) - np.repeat(starts, self.lengths)
 
@@ -125,7 +130,7 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Shared prompts, then complete rows, then responses that each continue one prompt."""
+    """Shared prompts, then complete rows, then the responses to shared prompts."""
 
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -140,7 +145,8 @@ class SharedPrompts(PackedSequences):
         after: np.ndarray,
         device: torch.device,
     ) -> Self:
-        """Create rows of these lengths: [prompts], [other rows] and [responses] int64."""
+        """Create an instance from numbers of tokens: [prompts], [other rows] and [responses]
+        int64."""
         lengths = np.concatenate([prompts, others, responses])
         first = np.concatenate([np.zeros(len(prompts) + len(others), np.int64), prompts[after]])
         return cls(lengths, device, first, num_prompts=len(prompts), after=after)
@@ -160,12 +166,13 @@ class SharedPrompts(PackedSequences):
 
     @cached_property
     def complete(self) -> PackedSequences:
-        """Each response with its prompt in front."""
+        """Each response together with its prompt."""
         return PackedSequences(self.prompts.lengths[self.after] + self.responses.lengths, self.device)
 
     @cached_property
     def tokens_of_complete(self) -> Tensor:
-        """[sum of `complete`] int64: index of each token of the complete rows."""
+        """[sum of `complete`] int64: for each token of `complete`, its index among the stored
+        tokens."""
         ends = np.cumsum(self.lengths)
         starts, of_prompts = ends - self.lengths, self.after
         of_responses = np.arange(len(self.lengths) - len(self.after), len(self.lengths))
@@ -176,12 +183,13 @@ class SharedPrompts(PackedSequences):
 
     @cached_property
     def prompt_of_response(self) -> Tensor:
-        """[responses] int64, on the device."""
+        """[responses] int64: index of each response's prompt, on the device."""
         return self._on_device(self.after)
 
     def sees(self, window: int | None) -> Tensor:
-        """Return which tokens each response token sees, at most `window` including itself (None for
-        all before it): [responses, longest response, longest prompt + longest response] bool."""
+        """Return the tokens to which each response token attends. With a window, these are at most
+        that many tokens, including itself; None means all tokens before it. Returns [responses,
+        longest response, longest prompt + longest response] bool."""
         if window not in self._seen:
             own = torch.arange(self.responses.longest, device=self.device)
             before = torch.arange(self.prompts.longest, device=self.device)
@@ -204,28 +212,27 @@ class SharedPrompts(PackedSequences):
 # Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses,
 # arXiv:2309.14509).
 #
-#     tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
-#     exchange    each rank sends every other its tokens of the other's heads
-#     attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
-#     exchange    and back
-#     head        each rank its tokens; results are gathered, so every rank computes the same loss
+#     layers      each rank has some tokens, all heads             [1, heads, T / ranks, head size]
+#     exchange    an all-to-all gives each rank all tokens of some heads
+#     attention   each rank has all tokens, some heads             [1, heads / ranks, T, head size]
+#     exchange    an all-to-all restores the token split
+#     head        ranks compute their tokens and gather the results, so all compute the same loss
 #
-# Weights are sharded over all ranks. A rank's gradient covers its tokens, and through the exchanges
-# also of other ranks' results that depend on them. So the loss gradient is the sum over the ranks of
-# a replica, as over replicas.
+# Weights are sharded over all ranks. A rank's gradient covers its own tokens. Through the
+# exchanges, it also covers other ranks' results that depend on these tokens. So the gradient of the
+# loss is the sum over the ranks of a replica, just as over replicas.
 
 
 class Stretches:
-    """Splits tokens over the ranks of a process group, one contiguous stretch each."""
+    """Splits tokens over the ranks of a process group; each rank has one contiguous stretch."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
-        """Return this rank's tokens [n] int64 of the [N] tokens in these rows, padded to the same
-        number on each rank, and the rows of all ranks, including the padding."""
-        # Pad, so that all ranks have the same number of tokens.
+        """Return this rank's share of the [N] tokens in these rows, [n] int64, padded to the same
+        number on each rank. Also return the rows of all ranks, including the padding."""
         missing = -len(input_ids) % self.ranks
         input_ids = F.pad(input_ids, (0, missing)) if missing else input_ids
         lengths = np.append(rows.lengths, missing) if missing else rows.lengths
@@ -234,33 +241,34 @@ class Stretches:
         return self.own(input_ids), shared
 
     def own(self, of_tokens: Tensor) -> Tensor:
-        """Return this rank's part of [ranks * n, ...]: [n, ...]."""
+        """Return this rank's part of a [ranks * n, ...] tensor: [n, ...]."""
         return of_tokens.chunk(self.ranks)[self.rank]
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: its
-        heads of all tokens. Grouped keys and values are repeated if ranks cannot split them."""
+        """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: all
+        tokens, but only this rank's heads. If the ranks cannot split grouped keys and values
+        evenly, repeat them."""
         if x.shape[1] % self.ranks:
-            # Repeat grouped keys and values, as attention would.
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return _Exchange.apply(x, self.group, self.ranks, 1, 0)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Turn [ranks * n, heads / ranks, size] into [n, heads, size]."""
+        """Undo `to_heads`: turn [ranks * n, heads / ranks, size] into [n, heads, size]."""
         return _Exchange.apply(x, self.group, self.ranks, 0, 1)
 
     def gather(self, of_tokens: Tensor, counts: list[int]) -> Tensor:
-        """Concatenate each rank's results ([its count]) for its tokens, the same on all ranks;
-        gradients go to the rank that computed the result."""
+        """Concatenate the results of all ranks, `counts[rank]` from each; all ranks get the same
+        tensor. Gradients go to the rank that computed the result."""
         return _Gather.apply(of_tokens, self, counts)
 
 
 def join_stretches(ranks: int) -> Stretches:
-    """Create process groups of `ranks` adjacent ranks and return this rank's. Collective."""
+    """Create process groups of `ranks` adjacent ranks each, and return this rank's. All ranks must
+    call this function."""
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
-        # torch requires every rank to create every group, also groups of other ranks.
+        # torch requires every rank to create every group, including groups of other ranks.
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = Stretches(group)
@@ -269,7 +277,8 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, exchange pieces between ranks, and join along another dimension."""
+    """Cut a tensor along one dimension, exchange the pieces between ranks, and join the received
+    pieces along another dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
@@ -293,7 +302,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
-        # All ranks must contribute tensors of the same size.
         padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
         come = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(come, padded, group=stretches.group)
@@ -301,5 +309,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # Every rank computes the same loss, so the gradients of other ranks would count it again.
+        # Every rank computes the same loss, so adding the gradients of other ranks would count it
+        # more than once.
         return gradients[0][ctx.own], None, None

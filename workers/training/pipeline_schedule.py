@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: the order of each stage's passes over its microbatches.
+"""Pipeline schedules as data: in which order each stage runs its forward and backward passes.
 
 A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages`
 of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the
@@ -9,7 +9,7 @@ opposite order.
                                (arXiv:2104.04473, section 2.2.1)
     interleaved                the same with several chunks per stage (section 2.2.2)
 
-This arithmetic needs neither torch nor a process group.
+This module needs neither torch nor a process group.
 
 >>> print(one_forward_one_backward(stages=2, microbatches=3))
 stage 0: F0 F1 B0 F2 B1 B2
@@ -30,7 +30,7 @@ from ...dataflow.errors import UserError
 
 
 class Pass(NamedTuple):
-    """One pass of a microbatch through a chunk of a stage."""
+    """One forward or backward pass of a microbatch through a chunk of a stage."""
 
     microbatch: int
     chunk: int = 0
@@ -43,8 +43,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The passes of every stage, in order. Raises UserError if a stage computes a pass twice or
-    never, or stages deadlock."""
+    """The passes of every stage, in order. Raises UserError if a stage runs a pass twice or not at
+    all, or if stages deadlock."""
 
     stages: int
     microbatches: int
@@ -76,20 +76,21 @@ class PipelineSchedule:
 
     @property
     def bubble(self) -> float:
-        """Idle time of a stage relative to its computing time, for equal passes and free transfers:
-        (p - 1) / (v m) of Megatron-LM (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
+        """Idle time of a stage divided by its computing time, if all passes take equally long and
+        transfers are free: (p - 1) / (v m) of Megatron-LM (arXiv:2104.04473, sections 2.2.1 and
+        2.2.2)."""
         return (self.stages - 1) / (self.chunks * self.microbatches)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most activations that a stage keeps at once. Each forward pass of a microbatch
-        through a chunk leaves one for the backward pass."""
+        """Return the largest number of activations that a stage holds at the same time. Each
+        forward pass of a microbatch through a chunk leaves one activation for the backward pass."""
         kept = np.cumsum([-1 if one.backward else 1 for one in self.passes[stage]])
         return int(kept.max(initial=0))
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return a schedule with all forward passes, then all backward passes in the same order of
-    microbatches. All activations are kept at once."""
+    """Return the GPipe schedule: all forward passes, then all backward passes in the same order of
+    microbatches. A stage holds the activations of all microbatches at the same time."""
     _check_sizes(stages, microbatches)
     order = [Pass(microbatch) for microbatch in range(microbatches)]
     own = (*order, *(one._replace(backward=True) for one in order))
@@ -97,7 +98,7 @@ def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the 1F1B schedule of PipeDream-Flush and Megatron-LM: stage i keeps at most min(p - i,
+    """Return the 1F1B schedule of PipeDream-Flush and Megatron-LM. Stage i holds at most min(p - i,
     m) activations.
 
     >>> [one_forward_one_backward(4, 8).in_flight(stage) for stage in range(4)]
@@ -112,15 +113,15 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """Return the interleaved 1F1B schedule of Megatron-LM, which divides the bubble and multiplies
-    transfers by the number of chunks.
+    """Return the interleaved 1F1B schedule of Megatron-LM. It divides the bubble by the number of
+    chunks, and multiplies the number of transfers by it.
 
-    Microbatches go through the first chunk of every stage in rounds of p, then through the second,
-    and so on. Stage i warms up with 2 (p - i - 1) + (v - 1) p forward passes, and keeps one more
-    activation of a chunk than that (arXiv:2205.05198, appendix).
+    Microbatches go through the first chunk of every stage in rounds of p, then through the second
+    chunk, and so on. Stage i warms up with 2 (p - i - 1) + (v - 1) p forward passes, and holds one
+    more activation than that (arXiv:2205.05198, appendix).
 
     Args:
-        microbatches: a multiple of the stages.
+        microbatches: number of microbatches; must be a multiple of `stages`.
         chunks: chunks per stage; 1 returns `one_forward_one_backward`.
 
     >>> interleaved(2, 2, 2).passes[1][:6]
@@ -145,7 +146,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
         for chunk in reversed(range(chunks))
         for k in range(stages)
     ]
-    # Enough forward passes to keep every later stage busy until the first backward pass.
+    # Without at least these forward passes, later stages would idle before the first backward pass.
     least = (chunks - 1) * stages
     warm_up = [min(2 * (stages - stage - 1) + least, len(forth)) for stage in range(stages)]
     passes = tuple(_warmed_up(forth, back, first) for first in warm_up)
@@ -154,17 +155,17 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """Timing of a schedule's passes."""
+    """Times of a schedule's passes."""
 
     seconds: float
     """Time from the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
     ends_s: tuple[dict[Pass, float], ...]
-    """End of each pass, for each stage."""
+    """End time of each pass, one mapping per stage."""
 
     @property
     def bubble(self) -> float:
-        """Idle time of the busiest stage relative to its computing time."""
+        """Idle time of the busiest stage divided by its computing time."""
         busiest = max(self.busy_s)
         return self.seconds / busiest - 1 if busiest else 0.0
 
@@ -175,25 +176,25 @@ def run(
     backward_s: ArrayLike = 2.0,
     transfer_s: ArrayLike = 0.0,
 ) -> PipelineRun:
-    """Simulate a schedule: each stage computes its passes in order, each as soon as its input has
-    arrived.
+    """Simulate a schedule. Each stage runs its passes in order, and starts each one as soon as its
+    input has arrived.
 
-    A forward pass needs the output of the previous piece, a backward pass the gradient of the next
-    piece. Transfers overlap with computation; data that stays on a stage arrives at once.
+    A forward pass needs the output of the previous piece; a backward pass needs the gradient of the
+    next piece. Transfers overlap with computation; data that stays on a stage arrives at once.
 
     Args:
-        forward_s, backward_s: [pieces, microbatches] seconds of a pass, or broadcastable.
+        forward_s, backward_s: [pieces, microbatches] seconds per pass, or broadcastable to that
+            shape.
         transfer_s: [microbatches] seconds to send an activation or its gradient to another stage.
 
     Raises:
-        UserError: stages deadlock.
+        UserError: the stages deadlock.
     """
     p, pieces = schedule.stages, schedule.stages * schedule.chunks
     shape = (pieces, schedule.microbatches)
     seconds = [
         np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)
     ]
-    # A single stage transfers nothing.
     on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
     ends: list[dict[Pass, float]] = [{} for _ in range(p)]
     position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
@@ -219,9 +220,8 @@ def run(
                 continue
             break
         if position[stage] > before:
-            # Progress of a stage can unblock only its neighbours.
             waiting.update(((stage + 1) % p, (stage - 1) % p))
-    # No stage can progress: one with passes left is in a deadlock.
+    # No stage can progress, so any stage with passes left is in a deadlock.
     for stage, at in enumerate(position):
         if at < len(schedule.passes[stage]):
             raise UserError(f"stage {stage} waits forever to compute {schedule.passes[stage][at]}")
@@ -229,15 +229,16 @@ def run(
 
 
 def _needed(one: Pass, piece: int, pieces: int) -> Iterable[int]:
-    """Return the pieces whose passes of the same microbatch must come first; for the pass's own
-    piece, the forward one."""
+    """Return the pieces that must process the same microbatch first. For a backward pass, these
+    include its own piece, whose forward pass must come first."""
     if not one.backward:
         return (piece - 1,) if piece else ()
     return (piece, piece + 1) if piece + 1 < pieces else (piece,)
 
 
 def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass, ...]:
-    """Return warm-up forward passes, alternating passes, then the remaining backward ones."""
+    """Return the passes of a stage: warm-up forward passes, then alternating passes, then the
+    remaining backward passes."""
     steady = [one for pair in zip(forth[warm_up:], back, strict=False) for one in pair]
     return (*forth[:warm_up], *steady, *back[len(forth) - warm_up :])
 

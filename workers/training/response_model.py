@@ -1,8 +1,8 @@
-"""ResponseModel: a causal language model that computes one number per response token, its
-log-probability or the output of a scalar head.
+"""ResponseModel: a causal language model that computes one number per response token: its
+log-probability, or the output of a scalar head.
 
-The head runs only on positions that predict response tokens, because logits (tokens x vocabulary)
-are by far the largest tensor.
+The head runs only on positions that predict response tokens, because the logits (tokens x
+vocabulary) are by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 # Ropes whose frequencies depend on the length of a sequence (longrope, dynamic NTK). `transformers`
-# uses the longest position of all rows, and reads it from the device. Here a copy of the model's
-# module gets each row separately, on the host, so every row has its own frequencies and nothing
-# waits for the device.
+# uses the longest position of all rows, which it reads from the device. Weft gives each row
+# separately to a copy of the model's module on the host. So every row gets its own frequencies, and
+# nothing waits for the device.
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Return whether the frequencies of the model's rope depend on the length of a sequence."""
+    """Return whether the frequencies of the model's rope depend on the length of the sequence."""
     return any(_follows_length(module) for module in model.modules())
 
 
 class _RopesByRow:
-    """Computes such ropes row by row, by replacing their forward methods."""
+    """Computes such ropes one row at a time, by replacing their forward methods."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         self.rows: PackedSequences | None = None
@@ -57,8 +57,8 @@ class _RopesByRow:
         across = len(position_ids) == 1
         parts = []
         for row in self.rows.positions_by_row(padded=not across):
-            # The rope keeps the frequencies of a longer row until a short one comes; this call
-            # resets them.
+            # The rope keeps the frequencies of a long row until it gets a short one; this call
+            # resets it.
             rope(like, torch.zeros_like(row[:, :1]), *args, **kwargs)
             parts.append(rope(like, row, *args, **kwargs))
         found = (torch.cat(each, dim=1 if across else 0) for each in zip(*parts, strict=True))
@@ -66,7 +66,7 @@ class _RopesByRow:
 
 
 def _follows_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)  # a mapping by kind of layer in some models
+    kinds = getattr(module, "rope_type", None)  # some models have a mapping by kind of layer
     names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
 
@@ -74,10 +74,10 @@ def _follows_length(module: nn.Module) -> bool:
 class ResponseModel(nn.Module):
     """Backbone and head of a `transformers` causal language model.
 
-    Packed rows (`packs`) are stored end to end. Other rows are padded on the right: attention is
-    causal, so no real token sees padding, no mask is needed, and the fastest attention kernel
-    applies. `agreement.py` finds out what a model supports. Raises UserError if the model's
-    backbone was not found.
+    If `packs` is set, rows are stored end to end. Otherwise they are padded on the right. Attention
+    is causal, so no real token sees padding; no mask is needed, and the fastest attention kernel
+    applies. `agreement.py` finds out which of these a model supports. Raises UserError if the model
+    has no backbone that Weft can find.
     """
 
     def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
@@ -86,23 +86,26 @@ class ResponseModel(nn.Module):
         self.scalar = scalar
         self.sees = is_type_that_sees(causal_lm.config)
         self.backbone_name = _find_backbone(causal_lm)
-        # Padding without a mask is correct here, and the check would read the first and last tokens
+        # Padding without a mask is correct here, and this check of `transformers` would read tokens
         # from the device.
         self.backbone.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.packs = False
-        """Whether a microbatch costs its tokens, rather than its rows times the longest."""
+        """Whether the cost of a microbatch is its number of tokens, rather than its number of rows
+        times the longest row."""
         self.shares_prompts = False
         """Whether rows can share the tokens of a prompt."""
         self.stretches: Stretches | None = None
-        """How ranks share the tokens of a microbatch; None if each rank has separate tokens."""
+        """How ranks share the tokens of a microbatch; None if each rank has its own tokens."""
         self.head_form: HeadForm | None = None
-        """How logits follow from products of hidden states and head; None if in another way."""
+        """How logits follow from the products of hidden states and head; None if they follow in
+        some other way."""
         self.routers: Routers | None = None
-        """Routers of a mixture of experts; None if there are none, or none accessible."""
+        """Routers of a mixture of experts; None if there are none, or Weft cannot access them."""
         self.ropes: _RopesByRow | None = None
-        """Ropes that depend on a row's length; None if there are none, or they see all rows."""
+        """Ropes that depend on a row's length; None if there are none, or if they see all rows
+        together."""
         self.chunk_bytes: int | None = None
-        """Bytes of logits to compute at once; None selects a value for the device."""
+        """Bytes of logits to compute at once; None selects a default for the device."""
 
     @property
     def backbone(self) -> Any:
@@ -111,7 +114,7 @@ class ResponseModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Layers of the backbone or its text model; empty if they have an uncommon name."""
+        """Layers of the backbone or of its text model; empty if they do not have a usual name."""
         return list(getattr(getattr(self.backbone, LANGUAGE, self.backbone), "layers", ()))
 
     @property
@@ -120,7 +123,8 @@ class ResponseModel(nn.Module):
         return self.causal_lm.score if self.scalar else None
 
     def put_ropes_by_row(self) -> None:
-        """Make ropes that depend on a row's length see one row at a time, in place."""
+        """Make ropes that depend on a row's length compute one row at a time. Changes the model in
+        place."""
         if self.ropes is None and follows_length(self.causal_lm):
             self.ropes = _RopesByRow(self.causal_lm)
 
@@ -133,23 +137,23 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probabilities of target tokens, or the outputs of a scalar head, which
+        """Return the log-probabilities of target tokens or the outputs of a scalar head, which
         ignores targets and temperatures.
 
         Args:
             input_ids: [N] int64, row after row.
             rows: assignment of the N tokens to rows.
-            predicting: [T] int64 indexes of the N tokens: the token *before* each target, or the
+            predicting: [T] int64 indexes into the N tokens: the token *before* each target, or the
                 positions that a scalar head reads. On the host; ascending if ranks share tokens.
             targets: [T] int64.
-            temperatures: [T] float32 divisors of the logits; None for 1.
+            temperatures: [T] float32: divisors of the logits; None for 1.
             entropy: whether to return the entropy of each predicting distribution with a gradient.
-                Otherwise it comes without a gradient, and only in passes with gradients, where the
-                logits exist anyway.
+                If not, it has no gradient, and is returned only in passes with gradients, which
+                compute the logits anyway.
 
         Returns:
-            ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at
-            the temperature, or None).
+            ([T] float32 log-probabilities in nats, or outputs of the scalar head; [T] float32
+            entropies in nats, -sum_v p_v log p_v at the temperature, or None).
         """
         if self.stretches is not None:
             return self._in_stretches(
@@ -171,7 +175,7 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run `forward` on this rank's tokens and gather the results of all ranks."""
+        """Run `forward` on this rank's tokens, and gather the results of all ranks."""
         input_ids, rows = stretches.share(input_ids, rows)
         outputs, hidden = self.run_backbone(input_ids, rows)
         upto = [
@@ -191,7 +195,7 @@ class ResponseModel(nn.Module):
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
-            # Other ranks wait for this rank's exchanges in the backward pass.
+            # Other ranks wait for this rank in the exchanges of the backward pass.
             values = values + 0.0 * hidden[0, 0]
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
@@ -222,8 +226,8 @@ class ResponseModel(nn.Module):
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         if self.sees and torch.is_grad_enabled():
-            # All ranks need gradients for the same parameters, also ranks without images. LLaVA
-            # leaves out the last layer of the tower.
+            # All ranks need gradients for the same parameters, even ranks without images. LLaVA
+            # does not use the last layer of the tower.
             tower = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
             hidden = hidden + 0.0 * sum(tower) if tower else hidden
         return outputs, hidden if self.packs else hidden[rows.slots]
@@ -268,10 +272,11 @@ class ResponseModel(nn.Module):
         )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
-        """Return [T, vocabulary] logits of [T, hidden] states, as the model computes them after
-        its backbone. `outputs` come from the backbone; their hidden states are replaced."""
+        """Return [T, vocabulary] logits for [T, hidden] states, as the model computes them after
+        its backbone. `outputs` are a result of the backbone; the method replaces their hidden
+        states."""
         given = replace(outputs, last_hidden_state=hidden[None])
-        # Copy the model but share everything except the backbone, so that other threads see it
+        # Copy the model, sharing everything except the backbone, so that other threads see it
         # unchanged.
         headed = object.__new__(type(self.causal_lm))
         headed.__dict__ = {
@@ -282,7 +287,7 @@ class ResponseModel(nn.Module):
         return headed(input_ids=nobody, use_cache=False).logits[0]
 
 
-class _Answered:  # a backbone that returns stored outputs
+class _Answered:  # stands in for the backbone, and returns stored outputs
     def __init__(self, backbone: Any, answer: Any) -> None:
         self._backbone, self._answer = backbone, answer
 
@@ -290,12 +295,12 @@ class _Answered:  # a backbone that returns stored outputs
         return self._answer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backbone, name)  # a multiplier, or (OPT) a part of the backbone
+        found = getattr(self._backbone, name)  # a multiplier or, in OPT, a part of the backbone
         return _Answered(found, self._answer) if isinstance(found, nn.Module) else found
 
 
 def _find_backbone(causal_lm: Any) -> str:
-    # Llama 4's text model names a module that it lacks.
+    # Llama 4's text model has a prefix that names no module.
     for name in (causal_lm.base_model_prefix, "model"):
         if name in causal_lm._modules:
             return name

@@ -1,10 +1,11 @@
-"""Routers of a mixture of experts: find them, record their choices, and replay given choices.
+"""Routers of a mixture of experts: find them, record which experts they choose, and replay given
+choices.
 
 The routers of `transformers` compute scores and choose experts with `torch.topk`. This module
-intercepts only that call. For router replay (arXiv:2510.11370) it returns the experts that the
-generator used with the model's own scores, so weights and gradients follow as usual. No model
-family is listed: `find_routers` watches a pass, and `agreement.py` checks that the model follows
-the replayed choice.
+intercepts only the `topk` call. For router replay (arXiv:2510.11370), it returns the experts that
+the generator used, with the model's own scores. Weights and gradients then follow as usual. There
+is no list of model families: `find_routers` observes a pass, and `agreement.py` checks that the
+model follows replayed choices.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from ...dataflow.metrics import Max, Mean, Metric, Metrics
 from ..models.model_folder import num_experts
 
 # Load-balancing loss: E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6). f_e
-# (share of tokens sent to e) and P_e (mean probability of e) are means over all tokens of a step,
-# all ranks and all layers, as in `load_balancing_loss_func` of `transformers`. With f known the
-# loss is a sum over tokens, so f is computed first: from replayed routes, or in a pass without
-# gradients.
+# is the share of tokens sent to e, and P_e the mean probability of e. Both are means over all
+# tokens of a step, all ranks and all layers, as in `load_balancing_loss_func` of `transformers`. If
+# f is known, the loss is a sum over tokens. So Weft computes f first, from replayed routes or in a
+# pass without gradients.
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,19 @@ class Balance:
 
     coefficient: float
     frequencies: Tensor
-    """[experts] float64: how often a token is sent to each expert, in the mean."""
+    """[experts] float64: how often each token is sent to each expert, on average."""
     scale: float = 1.0
     added: set[int] = field(default_factory=set)
-    """Routers whose passes carry the gradient."""
+    """Routers whose passes carry the gradient of the loss."""
     reached: set[int] = field(default_factory=set)
     """Routers in `added` that a backward pass has reached."""
 
     @classmethod
     def of_step(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
-        """Return the balance of one step's loss. `loads` ([experts] float64, on the model's device)
-        are tokens sent to each expert in the step, over all layers and ranks, with `chosen` experts
-        per token. `weight` is a divisor that is later applied to the gradient.
+        """Return the balance for the loss of one step. `loads` ([experts] float64, on the model's
+        device) are the tokens sent to each expert in the step, summed over all layers and ranks;
+        each token has `chosen` experts. `weight` is a divisor that is later applied to the
+        gradient.
 
         >>> Balance.of_step(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
@@ -60,7 +62,7 @@ class Balance:
         return cls(coefficient, loads / tokens, weight * len(loads) / tokens.item())
 
     def check_reached(self, model: str) -> None:
-        """Check that the backward passes of a step reached all routers."""
+        """Check that the backward passes of a step reached every router."""
         if self.reached != self.added:
             raise UserError(
                 f"router_loss={self.coefficient:g}: the gradient of this loss does not reach all routers of model {model!r}; leave it out"
@@ -68,42 +70,44 @@ class Balance:
 
 
 class _Tally:
-    """Statistics of the choices of `routers` routers in some passes. Sums run over tokens; a token
-    that several rows share counts once per row."""
+    """Statistics of what `routers` routers chose in some passes. Sums are over tokens; a token that
+    several rows share counts once per row."""
 
     def __init__(self, routers: int, experts: int, device: torch.device, *, have_logits: bool) -> None:
         make = partial(torch.zeros, dtype=torch.float64, device=device)
         self.loads = make(routers, experts)
-        """[routers, experts]: tokens sent to each expert."""
+        """[routers, experts]: number of tokens sent to each expert."""
         self.probabilities = make(experts)
-        """[experts]: probabilities, summed over all routers."""
+        """[experts]: router probabilities, summed over tokens and routers."""
         self.entropy = make(1)
-        """Entropy of the router probabilities in nats, summed over all routers."""
+        """Entropy of the router probabilities in nats, summed over tokens and routers."""
         self.tokens = make(1)
         self.moved = make(1)
-        """Tokens, over all routers, whose replayed experts are not the router's own choice."""
+        """Number of tokens, summed over routers, whose replayed experts differ from the router's
+        own choice."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
-        """Add the experts `taken` ([N, chosen]) of N tokens, with their counts ([N] float32)."""
+        """Add the experts `taken` ([N, chosen]) by N tokens; `counts` ([N] float32) are rows per
+        token."""
         counts = counts.to(self.loads)
         self.loads[router].index_add_(0, taken.flatten(), counts.repeat_interleave(taken.shape[-1]))
         self.tokens += counts.sum()
 
     def add_moved(self, taken: Tensor, own: Tensor, counts: Tensor) -> None:
-        """Compare replayed experts with the router's own choice, [N, chosen] each."""
+        """Compare replayed experts with the router's own choice, both [N, chosen]."""
         counts = counts.to(self.moved)
         self.moved += counts @ (own.sort(-1).values != taken.sort(-1).values).any(-1).to(counts)
 
     @torch.no_grad()
     def add_logits(self, logits: Tensor, counts: Tensor) -> None:
-        """Add a router's probabilities and entropies from its logits, [..., experts]."""
+        """Add a router's probabilities and entropies, computed from its logits [..., experts]."""
         logprobs = logits.float().log_softmax(-1).flatten(0, -2)
         self.probabilities += counts.to(self.loads) @ logprobs.exp().to(self.loads)
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
 
     def add_up(self, over_ranks: Callable[[Tensor], None]) -> None:
-        """Sum the statistics over ranks; `over_ranks` sums a tensor [n] in place."""
+        """Sum the statistics over all ranks; `over_ranks` sums an [n] tensor in place."""
         sums = (self.loads, self.probabilities, self.entropy, self.tokens, self.moved)
         together = torch.cat([one.flatten() for one in sums])
         over_ranks(together)
@@ -114,7 +118,7 @@ class _Tally:
         tokens = self.tokens.item()
         if not tokens:
             return {}
-        # Load of the busiest expert relative to the mean, for each router.
+        # Load of the busiest expert divided by the mean load, for each router.
         loads = self.loads.amax(1) / self.loads.mean(1)
         metrics: dict[str, Metric] = {
             "expert_load": Mean(float(loads.mean()) * tokens, tokens),
@@ -130,8 +134,8 @@ class _Tally:
 
 
 class _Balanced(torch.autograd.Function):
-    """Return the tensor `carrier`, whose backward pass also adds the gradient of a balance to
-    `logits` ([..., experts] of N tokens, with counts [N] float32)."""
+    """Return the tensor `carrier`. Its backward pass also adds the gradient of a balance to
+    `logits` ([..., experts] for N tokens, with counts [N] float32)."""
 
     @staticmethod
     def forward(
@@ -150,8 +154,8 @@ class _Balanced(torch.autograd.Function):
 
 
 def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor:
-    """Return the gradient of a `Balance` with respect to logits, [..., experts]: p_j (f_j - sum_e
-    f_e p_e), times its factors and counts [N]."""
+    """Return the gradient of the load-balancing loss with respect to the router logits, [...,
+    experts]: p_j (f_j - sum_e f_e p_e), times the factors of `balance` and the counts [N]."""
     own = logits if logits.dtype == torch.float64 else logits.float()
     probabilities = own.softmax(-1)
     frequencies = balance.frequencies.to(own)
@@ -166,28 +170,31 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Router:
-    """A module that chooses the experts of a layer."""
+    """A module that chooses experts for a layer."""
 
     module: str
     layer: int
     call: int
-    """Which `torch.topk` call over all experts chooses; earlier calls choose groups."""
+    """Number of the `torch.topk` call over all experts that chooses them; earlier calls choose
+    groups."""
     chosen: int
     logits: int | None
-    """Index of the output that `transformers` declares as the logits, if it declares one."""
+    """Index of the module's output that `transformers` declares as its logits; None if it declares
+    none."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Instructions for the routers of a pass of N tokens."""
+    """Instructions for the routers in a pass over N tokens."""
 
     counts: Tensor
-    """[N] float32: number of rows that have the token; 0 for padding."""
+    """[N] float32: number of rows that contain the token; 0 for padding."""
     routes: Tensor | None = None
-    """[N, layers, chosen] integers: the experts to use, or None to let routers choose."""
+    """[N, layers, chosen] integers: the experts to use; None lets the routers choose."""
 
     def spread(self, slots: Tensor, places: int) -> Routing:
-        """Return the routing for `places` positions: these tokens at `slots` ([N]), and padding."""
+        """Return the routing for `places` positions: these tokens at `slots` ([N]), padding
+        elsewhere."""
         counts = self.counts.new_zeros(places).index_put((slots,), self.counts)
         routes = None
         if self.routes is not None:
@@ -196,7 +203,8 @@ class Routing:
         return Routing(counts, routes)
 
     def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
-        """Return this rank's part; `share` returns the rank's part of [N + missing, ...]."""
+        """Return this rank's part of the routing. `share` returns the rank's part of a [N +
+        missing, ...] tensor."""
         routes = self.routes
         if routes is not None:
             routes = share(torch.cat([routes, _any_experts(routes, missing)]))
@@ -209,8 +217,9 @@ def _any_experts(like: Tensor, tokens: int) -> Tensor:
 
 
 class Routers:
-    """The routers of a model, found by `find_routers`, with instructions for each forward pass and
-    for its backward pass, which may recompute layers. Their forward methods are replaced."""
+    """The routers of a model, found by `find_routers`. They get instructions for each forward pass,
+    which also hold in its backward pass if that recomputes layers. The constructor replaces their
+    forward methods."""
 
     def __init__(self, causal_lm: Any, routers: tuple[Router, ...]) -> None:
         settings = causal_lm.config.get_text_config()
@@ -219,11 +228,11 @@ class Routers:
         self.chosen = routers[0].chosen
         self.experts = num_experts(settings) or 0
         self.tally: _Tally | None = None
-        """Collects statistics of the next passes, if set."""
+        """If set, collects statistics of the next passes."""
         self.balance: Balance | None = None
-        """Added to the gradients of the next passes, if set."""
+        """If set, is added to the gradients of the next passes."""
         self.taken: list[Tensor | None] | None = None
-        """Experts of each layer of the last pass, [tokens, chosen]; recorded if this is a list."""
+        """If a list, each layer's experts in the last pass are recorded here, [tokens, chosen]."""
         self._routing: Routing | None = None
         self._seen: set[int] = set()
         self._modules: list[Any] = [causal_lm.get_submodule(router.module) for router in routers]
@@ -231,13 +240,13 @@ class Routers:
             module.forward = partial(self._route, number, router, module.forward)
 
     def remove(self) -> None:
-        """Restore the forward methods of the routers."""
+        """Restore the original forward methods."""
         for module in self._modules:
             del module.forward
 
     @property
     def have_logits(self) -> bool:
-        """Whether the logits of all routers are known."""
+        """Whether the logits of all routers are accessible."""
         return all(router.logits is not None for router in self.routers)
 
     def begin_pass(self, routing: Routing | None) -> None:
@@ -248,7 +257,8 @@ class Routers:
 
     @contextmanager
     def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[_Tally]:
-        """Collect statistics of passes, and add the gradient of a balance to theirs."""
+        """Inside the context, collect statistics of passes, and add the gradient of `balance` to
+        the gradients of these passes."""
         tally = _Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
         self.tally, self.balance = tally, balance
         try:
@@ -258,7 +268,7 @@ class Routers:
 
     @contextmanager
     def recorded(self) -> Iterator[Routers]:
-        """Record the experts of the next pass, for `routes`."""
+        """Inside the context, record the experts of the next pass, for `routes`."""
         self.taken = []
         self.begin_pass(None)
         try:
@@ -268,15 +278,16 @@ class Routers:
 
     @property
     def routes(self) -> Tensor:
-        """[tokens, layers, chosen] int64: experts of the recorded pass; 0 without a router."""
+        """[tokens, layers, chosen] int64: experts of the recorded pass; 0 for layers without a
+        router."""
         assert self.taken is not None
         like = next(found for found in self.taken if found is not None)
         none = torch.zeros_like(like)
         return torch.stack([none if found is None else found for found in self.taken], 1)
 
     def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
-        """Return the tokens sent to each expert over all routed layers, [experts] int64, from the
-        routes of each row ([tokens, layers, chosen])."""
+        """Return the number of tokens sent to each expert, over all layers with a router, as
+        [experts] int64. `routes` has the routes of each row, [tokens, layers, chosen]."""
         layers = [router.layer for router in self.routers]
         taken = [of_row[:, layers].ravel().astype(np.int64) for of_row in routes]
         return np.bincount(np.concatenate([np.empty(0, np.int64), *taken]), minlength=self.experts)
@@ -284,7 +295,7 @@ class Routers:
     def _route(
         self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        again = number in self._seen  # the backward pass recomputes activations
+        again = number in self._seen  # the backward pass is recomputing activations
         self._seen.add(number)
 
         def choose(call: int, scores: Tensor, topk: Callable[[], Any]) -> Any:
@@ -300,8 +311,8 @@ class Routers:
             self.tally.add_logits(logits, counts)
         if self.balance is None or not logits.requires_grad:
             return outputs
-        # Attach the gradient to the output that the layer uses: the backward pass is sure to reach
-        # only that one.
+        # Attach the gradient to the output that the layer uses, because the backward pass may not
+        # reach another one.
         others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
         carrier = next(others, router.logits)
         carried: Any = _Balanced.apply(whole[carrier], logits, counts, self.balance, number)
@@ -311,7 +322,7 @@ class Routers:
     def _choose(
         self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]
     ) -> Any:
-        """Return what `torch.topk` would: [..., chosen] scores and indices of experts."""
+        """Return what `torch.topk` would return: [..., chosen] scores and indexes of experts."""
         routes = None if self._routing is None else self._routing.routes
         if routes is None:
             found = topk()
@@ -328,7 +339,7 @@ class Routers:
             counts = self._counts(scores)
             self.tally.add_taken(number, of_tokens, counts)
             if routes is not None:
-                with torch.no_grad():  # recomputation must save the same tensors as the first pass
+                with torch.no_grad():  # a recomputed pass must save the same tensors as the first one
                     own = topk().indices.flatten(0, -2)
                 self.tally.add_moved(of_tokens, own, counts)
         return found
@@ -340,7 +351,8 @@ class Routers:
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Answers each `torch.topk` call over all experts: its number, scores and call."""
+    """Passes each `torch.topk` call over all experts to `answer`, with the call's number and
+    scores, and returns its result."""
 
     def __init__(self, experts: int, answer: Callable[[int, Tensor, Callable[[], Any]], Any]) -> None:
         super().__init__()
@@ -358,9 +370,10 @@ class _TopkOverride(TorchFunctionMode):
 
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
-    """Find the routers of a model, in the order of its layers, and the experts that they chose in a
-    pass of T tokens (`run`): [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a
-    layer chooses in several modules, or if a module's name has no layer number."""
+    """Find the routers of a model, in the order of its layers, and the experts that they choose in
+    a pass over T tokens. `run` runs the pass. The experts are [T, layers, chosen] int64, as in
+    `Routers.routes`. Both results are empty if a layer has several modules that choose, or if a
+    module's name has no layer number."""
     settings = causal_lm.config.get_text_config()
     experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
     if experts is None:
@@ -403,7 +416,7 @@ def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Route
 
 
 def _logits_of(causal_lm: Any, module: nn.Module) -> int | None:
-    """Return the index of the output that `transformers` records as `router_logits`."""
+    """Return the index of the module's output that `transformers` records as `router_logits`."""
     for part in causal_lm.modules():
         recorded: Any = getattr(part, "_can_record_outputs", None)
         recorder: Any = recorded.get("router_logits") if isinstance(recorded, dict) else None

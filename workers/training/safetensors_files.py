@@ -1,9 +1,9 @@
 """Safetensors files: write tensors directly from host memory, map them back without a copy, and
-read them box by box.
+read parts (boxes) of them.
 
-Weft writes these files itself because the `safetensors` package holds the interpreter lock while it
-writes, which would stall training. It reads boxes itself because the package reads complete rows,
-even for a rank that holds only some columns.
+Weft writes these files itself because the `safetensors` package holds the interpreter lock during a
+write, which would stall training. Weft reads boxes itself because the package reads complete rows,
+even if a rank needs only some columns.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _DTYPES = {
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
-"""Metadata key of `torch.distributed.checkpoint`: positions in the full tensors."""
+"""Metadata key of `torch.distributed.checkpoint` for the positions of parts in the full tensors."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
 ) -> None:
-    """Write tensors on the host as a new safetensors file, and sync it, without holding the
-    interpreter lock. Errors are as in `write_file`."""
-    # Align each tensor to its element size.
+    """Write tensors on the host to a new safetensors file and fsync it, without holding the
+    interpreter lock. Raises the errors of `write_file`."""
+    # Write tensors with large elements first, so that each is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -67,13 +67,13 @@ def write_tensors(
 
 
 def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write a new file, and sync it. Raises OSError if the write failed; the message names the file
-    and, when the disk is full, the bytes needed and free."""
+    """Write a new file and fsync it. Raises OSError if the write failed. The message names the file
+    and, if the disk is full, the bytes needed and free."""
     contents = list(contents)
     descriptor = disk.open(path)
     try:
         for content in contents:
-            disk.write(descriptor, cast(bytes, content))  # it accepts any buffer
+            disk.write(descriptor, cast(bytes, content))
         disk.sync(descriptor)
     except OSError as error:
         problem = error.strerror
@@ -88,7 +88,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor in a file; only its header has been read."""
+    """A tensor in a file. Only its header has been read."""
 
     file: Path
     dtype: torch.dtype
@@ -101,12 +101,13 @@ class _StoredTensor:
         return self._bytes.numel()
 
     def read_box(self, box: Box) -> Tensor:
-        """Return a box on the host, in the dtype of the file, reading only its bytes."""
+        """Return a box on the host, in the dtype of the file. Only the bytes of the box are
+        read."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
         if not box.numel:
             return torch.empty(box.shape, dtype=self.dtype)
-        # Read bytes, because some writers do not align tensors to their element size.
+        # Read as bytes, because some writers do not align tensors to their element size.
         size = self.dtype.itemsize
         last = slice(box.starts[-1] * size, box.stops[-1] * size)
         own = self._bytes.view(*self.shape[:-1], self.shape[-1] * size)[(*box.slices[:-1], last)]
@@ -114,8 +115,8 @@ class _StoredTensor:
 
 
 def open_tensors(path: Path) -> dict[str, _StoredTensor]:
-    """Return the tensors of a safetensors file by name, mapped into memory. Raises ValueError if
-    the file is damaged, or holds an unsupported dtype."""
+    """Map the tensors of a safetensors file into memory; return them by name. Raises ValueError if
+    the file is damaged or has an unsupported dtype."""
     data, (entries, _) = _map(path)
     return {
         name: _StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
@@ -124,8 +125,8 @@ def open_tensors(path: Path) -> dict[str, _StoredTensor]:
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield the name of each tensor in a file of `write_tensors`, its box in the full tensor, and
-    its content. Raises ValueError if the file is damaged."""
+    """Yield each tensor of a file that `write_tensors` wrote: its name, its box in the full tensor,
+    and its content. Raises ValueError if the file is damaged."""
     data, (entries, metadata) = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
@@ -147,7 +148,7 @@ def _map(path: Path) -> tuple[Tensor, Header]:
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
-    # A private mapping: writes to a tensor never reach the file.
+    # The mapping is private: writes to a tensor never reach the file.
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return data, header
 
@@ -163,8 +164,9 @@ def write_model(
     changed: Mapping[str, Any],
     disk: Disk,
 ) -> None:
-    """Write a folder that `from_pretrained` loads, from full tensors on the host by name in the
-    model. Settings that are not `changed`, tokenizer and chat template come from `source`."""
+    """Write a folder that `from_pretrained` loads. `tensors` are full tensors on the host, by their
+    name in the model. `changed` has settings to replace; other settings, tokenizer and chat
+    template come from `source`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -172,9 +174,10 @@ def write_model(
     copy_companions(folder, source, disk)
     _name_stop_tokens(folder, source, disk)
     settings = read_json(source / CONFIG_FILE)
-    settings.pop("torch_dtype", None)  # older name of `dtype`
+    settings.pop("torch_dtype", None)
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
-    # `save_pretrained` would hold the interpreter lock during the write and stall training.
+    # `save_pretrained` would hold the interpreter lock during the write, which would stall
+    # training.
     tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
     tensors = revert_weight_conversion(causal_lm, tensors)
     split = split_torch_state_dict_into_shards(tensors)
@@ -194,7 +197,8 @@ def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
 
 
 def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
-    """Add end tokens of training texts to the settings, so that all servers stop there."""
+    """Add the end tokens of training texts to the generation settings, so that every server stops
+    there."""
     if not unnamed_stop_tokens(source):
         return
     file = source / "generation_config.json"
@@ -204,7 +208,7 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         of_model = text_settings(read_json(source / CONFIG_FILE))
         names = [name for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None]
         settings = {name: of_model[name] for name in names}
-    (folder / file.name).unlink(missing_ok=True)  # the copy
+    (folder / file.name).unlink(missing_ok=True)
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
 
@@ -216,8 +220,9 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write a merged model for `from_pretrained` to a new folder, with `peft`. Raises UserError if
-    the base model that the `adapter` folder names no longer exists."""
+    """Merge an adapter with its base model, using `peft`, and write the result to a new folder for
+    `from_pretrained`. Raises UserError if the base model that the `adapter` folder names no longer
+    exists."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

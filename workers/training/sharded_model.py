@@ -50,15 +50,15 @@ from .sharding import (
 from .stored_weights import WeightReader
 from .tensor_parallel import add_up, share_layers
 
-# Mixed precision on a single process, equal to FSDP's `MixedPrecisionPolicy` on several ranks.
-# Trained parameters are float32; forward and backward passes use rounded copies, and gradients
-# arrive in float32 (over several ranks after a reduction in `ModelConfig.gradients`). Frozen models
-# keep the dtype of their passes.
+# Mixed precision on a single process, with the same results as FSDP's `MixedPrecisionPolicy` on
+# several ranks. Trained parameters are float32. Forward and backward passes use rounded copies.
+# Gradients arrive in float32; on several ranks they are first reduced in `ModelConfig.gradients`.
+# Frozen models keep the dtype of their passes.
 
 
 def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
-    """Convert the parameters of a model on the meta device to another dtype, except a scalar
-    head's, because half precision is too coarse for values."""
+    """Convert the parameters of a model on the meta device to another dtype. A scalar head keeps
+    its own, because half precision is too coarse for values."""
     kept = set(model.scalar_head.parameters()) if model.scalar_head is not None else set[nn.Parameter]()
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
@@ -69,8 +69,8 @@ def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
 def rounded_parameters(
     model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
 ) -> Iterator[None]:
-    """Replace parameters by copies in another dtype, except in the module `but`. Run the
-    backward pass inside as well, because it may recompute activations.
+    """Inside the context, replace parameters by copies in another dtype, except in the module
+    `but`. Run the backward pass inside the context as well, because it may recompute activations.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with rounded_parameters(layer, torch.bfloat16):
@@ -82,7 +82,7 @@ def rounded_parameters(
     kept = set(but.modules()) if but is not None else set()
     owners = [module for module in model.modules() if module not in kept]
     before = [dict(module._parameters) for module in owners]
-    rounded: dict[Tensor, Tensor] = {}  # round a tied parameter once, as FSDP gathers it once
+    rounded: dict[Tensor, Tensor] = {}  # round a tied parameter only once, as FSDP gathers it once
     for parameters in before:
         for parameter in parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter not in rounded:
@@ -99,12 +99,14 @@ def rounded_parameters(
 
 
 _ONE_UNIT_PARAMETERS = 16_000_000
-"""Gather smaller models as one unit, because many small collectives only cost latency."""
+"""Gather models with fewer parameters as one unit, because many small collectives only add
+latency."""
 
 
 class ShardedModel:
-    """A model on the meta device, sharded over ranks in place, with the adapter to train in place
-    of the model if it has one. `fill` loads its values. Methods are collective."""
+    """A model on the meta device that is sharded over ranks in place. If it has an adapter, only
+    the adapter is trained. `fill` loads the model's values. All ranks must call its methods
+    together."""
 
     def __init__(
         self,
@@ -120,9 +122,10 @@ class ShardedModel:
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """Shared memory of this rank's parts for other processes, kept as long as the parts."""
+        """Shared memory that holds this rank's parts for other processes; kept as long as the
+        parts."""
         self.gathers_once = self._distribute()
-        """Whether parameters are gathered once a step rather than in each microbatch."""
+        """Whether parameters are gathered once a step instead of in each microbatch."""
 
     @property
     def _on_host(self) -> bool:
@@ -142,14 +145,14 @@ class ShardedModel:
         if self._on_host:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         if self.config.dtype == "bfloat16":
-            # Inputs are not cast: the model rounds what it must, and temperatures stay exact.
+            # Do not cast inputs: the model rounds where it needs to, and temperatures stay exact.
             gradients = getattr(torch, self.config.gradients)
             precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
         shard = partial(fully_shard, mesh=mesh["dp"], offload_policy=offload)
         if self.config.dtype == "bfloat16" and self.model.scalar_head is not None:
-            # Half precision is too coarse for values.
+            # No mixed precision here: half precision is too coarse for values.
             shard(self.model.scalar_head, reshard_after_forward=False)
-        # Inner units first: the outer one takes the parameters that are left.
+        # Inner units first, because the outer unit takes all remaining parameters.
         for layer in [] if once and numel < _ONE_UNIT_PARAMETERS else self.model.layers:
             shard(layer, reshard_after_forward=not once, mp_policy=precision)
         shard(self.model, reshard_after_forward=False, mp_policy=precision)
@@ -158,7 +161,8 @@ class ShardedModel:
         return once
 
     def _split_vocabulary(self, mesh: DeviceMesh) -> None:
-        """Split embeddings and head over token ids if they divide evenly; else replicate them."""
+        """Split embeddings and head over token ids if these divide evenly; otherwise replicate
+        them."""
         causal_lm = self.model.causal_lm
         embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
@@ -174,8 +178,8 @@ class ShardedModel:
 
     def share_tokens(self) -> None:
         """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
-        set. Raises UserError if rows of the model cannot be packed, or its rope depends on the
-        length of a row, which no rank has as a whole."""
+        set. Raises UserError if the model's rows cannot be packed, or if its rope depends on the
+        length of a row: no rank has a whole row."""
         if self.config.sequence_parallel == 1:
             return
         model = self.model
@@ -189,8 +193,8 @@ class ShardedModel:
         model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
-        """Check that a head split over tensor-parallel ranks can be computed from its parts. Raises
-        UserError if the head is split, but is more than a matrix product."""
+        """Check that a head split over tensor-parallel ranks can be computed in parts. Raises
+        UserError if the head is split but does more than multiply, scale and soft-cap."""
         if self._splits_vocabulary and form is None:
             raise UserError(
                 f"tensor_parallel={self.config.tensor_parallel} cannot split the head of model {str(self.config.model)!r}: its logits are "
@@ -199,9 +203,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
-        """Load the model's values: each rank allocates and reads the parts that it holds, from the
-        weights of the model without its adapter, or from `made` (full tensors on the host, by name
-        in the model). On a CPU the memory is shared, so that receivers on this machine can read it.
+        """Load the model's values. Each rank allocates and reads only the parts that it holds. They
+        come from `weights` (the model without its adapter) or from `made` (full tensors on the
+        host, by name in the model). On a CPU the parts are in shared memory, so that receivers on
+        this machine can read them.
         """
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
@@ -229,12 +234,13 @@ class ShardedModel:
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 held |= {key: whole[tensor] for key, tensor in held.items() if tensor in whole}
-        self.model.to("cpu" if self._on_host else self.device)  # FSDP registers its parameters
+        self.model.to("cpu" if self._on_host else self.device)  # lets FSDP register the parameters
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
 
     def full_base_tensor(self, name: str) -> Tensor:
-        """Return a full tensor of the base model. Collective if it is sharded."""
+        """Return a full tensor of the base model, without the adapter. If the tensor is sharded,
+        all ranks must call this method."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
         return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
@@ -242,7 +248,7 @@ class ShardedModel:
     # Passes
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return the context of forward and backward passes, which sets their precision."""
+        """Return the context for forward and backward passes that sets their precision."""
         if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
         return rounded_parameters(
@@ -250,7 +256,7 @@ class ShardedModel:
         )
 
     def adapter_off(self) -> AbstractContextManager[object]:
-        """Return a context without the adapter, for passes without a gradient."""
+        """Return a context that disables the adapter, for passes without a gradient."""
         return nullcontext() if self.adapter is None else self.adapter.off()
 
     def over_replicas(self, *numbers: float) -> np.ndarray:
@@ -262,22 +268,24 @@ class ShardedModel:
         gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
         gathered[mesh.get_local_rank()] = own[0]
         dist.all_reduce(gathered, group=mesh.get_group())
-        # Ranks that share tokens have the same rows, so count each replica once.
+        # Ranks that share tokens have the same rows, so count each replica only once.
         return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
     def add_up(self, tensor: Tensor) -> None:
-        """Sum a tensor in place over the ranks with different tokens."""
+        """Sum a tensor in place over the ranks that have different tokens."""
         if self.mesh is not None:
             dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def sync_gradients(self, last: bool) -> None:
-        """Reduce gradients in the next backward pass if it is the last, or if every pass does."""
+        """Let the next backward pass reduce gradients only if it is the `last`. With layerwise
+        gathering, every pass reduces them."""
         if isinstance(self.model, FSDPModule) and self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
     def complete_gradients(self) -> None:
-        """Sum replicated parameters' gradients that tensor-parallel ranks compute in parts."""
+        """Sum the gradients of replicated parameters of which each tensor-parallel rank computes a
+        part."""
         if self.mesh is not None and self._partials:
             named = self.model.causal_lm.named_parameters()
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
@@ -291,7 +299,8 @@ class ShardedModel:
     # Weights
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and saved buffers by Hugging Face name; tied ones once."""
+        """Return this rank's parameters and saved buffers by Hugging Face name; tied tensors appear
+        once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         stored = module.state_dict(keep_vars=True).items()
@@ -302,11 +311,11 @@ class ShardedModel:
         dtype = getattr(torch, self.config.dtype)
         for unit, names in self._names_by_unit():
             own = self.own_tensors()
-            # Gather an adapter's parameters one by one in float32; a unit is gathered in the dtype
-            # of its passes.
+            # Gather an adapter's parameters one by one in float32, because gathering a unit uses
+            # the dtype of its passes.
             adapter = {name: full_tensor(own[name]) for name in names if is_adapter(name)}
-            # One collective gathers all parameters of a unit. A rank holds one gathered unit at a
-            # time.
+            # One collective gathers all parameters of a unit. A rank holds only one gathered unit
+            # at a time.
             if unit is not None:
                 unit.unshard()
             try:
@@ -323,7 +332,8 @@ class ShardedModel:
                     unit.reshard()
 
     def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
-        """Return tensor names by the innermost FSDP unit around them, which gathers them."""
+        """Return the names of tensors, grouped by the innermost FSDP unit around them, which
+        gathers them."""
         units = {
             name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
         }
@@ -335,13 +345,14 @@ class ShardedModel:
         return [(None if unit is None else units[unit], of_unit) for unit, of_unit in names.items()]
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 parameters of adapter and scalar head, one at a time."""
+        """Yield the full float32 parameters of adapter and scalar head, one at a time."""
         for name, tensor in self.own_tensors().items():
             if is_trained(name):
                 yield name, full_tensor(tensor)
 
     def held_parts(self) -> Iterator[tuple[TensorPart, bool]]:
-        """Yield this rank's parts, and whether it is the first with an equal copy."""
+        """Yield this rank's parts, and whether this rank is the first of those with an equal
+        copy."""
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
@@ -351,7 +362,7 @@ class ShardedModel:
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names of base tensors in the checkpoint. Fill the model first."""
+        """Names of the base model's tensors in the checkpoint. Available after `fill`."""
         own = {
             name.replace(".base_layer.", "."): t
             for name, t in self.own_tensors().items()
@@ -373,7 +384,8 @@ class ShardedModel:
                 yield part._replace(name=peft_name(part.name))
 
     def _merged_parts(self) -> Iterator[TensorPart]:
-        """Yield merged weights, which takes gathered tensors: an equal share of rows per rank."""
+        """Yield merged weights, an equal share of rows on each rank. Merging requires gathering
+        each tensor."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)
@@ -407,8 +419,8 @@ class ShardedModel:
     def write_folder(
         self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool
     ) -> None:
-        """Write a folder that `from_pretrained` loads, with the model or only its adapter, from
-        full tensors on the host (`named_tensors` or `adapter_tensors`)."""
+        """Write a folder that `from_pretrained` loads, with the model or only its adapter. The
+        tensors are full and on the host (`named_tensors` or `adapter_tensors`)."""
         source = find_model_config(self.config.model).parent
         if only_adapter:
             assert self.adapter is not None
@@ -420,7 +432,7 @@ class ShardedModel:
 
 
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return the sharded counterpart of an empty tensor, with this rank's part."""
+    """Return the sharded tensor that belongs to an empty full tensor, holding this rank's part."""
     part = lying_as(tensor, part)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part

@@ -1,5 +1,5 @@
-"""Sharding: the (dp, tp) mesh of a group, the parts of tensors that a rank holds, their names in the
-checkpoint, and sums over ranks."""
+"""Sharding: the (dp, tp) mesh of a group, the parts of tensors that a rank holds, their names in
+the checkpoint, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MESH_NAMES = ("dp", "tp")
 
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
-    """Join the (dp, tp) mesh of the group through its rendezvous. A group of one needs no sockets
-    and gets None. Ranks that share tokens are adjacent along dp. Raises UserError if the ranks of a
-    replica do not divide the group or a rendezvous is missing, and WorkerError if a rank did not
-    join in time."""
+    """Join the group's (dp, tp) mesh through its rendezvous. A group of one rank needs no sockets
+    and gets None. Ranks that share tokens are adjacent along dp. Raises UserError if the number of
+    ranks is not a multiple of those in a replica, or if there is no rendezvous; raises WorkerError
+    if a rank did not join in time."""
     for name in ("tensor_parallel", "sequence_parallel"):
         if context.world_size % (size := getattr(config, name)):
             raise UserError(
@@ -53,11 +53,12 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor without a gradient. Collective if the tensor is sharded."""
+    """Return the full tensor, without a gradient. If the tensor is sharded, all ranks must call
+    this function."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    # Gather over replicas first, as FSDP does: torch warns about the other order.
+    # Gather over replicas first, as FSDP does, because torch warns about the other order.
     if tensor.device_mesh.ndim > 1:
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
@@ -68,7 +69,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor with this rank's part, sharded like another tensor, on the part's device."""
+    """Return a tensor that is sharded like another one, holds `part` on this rank, and is on the
+    device of `part`."""
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
@@ -82,7 +84,8 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
-    """Return whether a rank writes its part: not empty, and the first of equal copies."""
+    """Return whether a rank writes its part: it does if the part is not empty and the rank is the
+    first with an equal copy."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
@@ -92,8 +95,9 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
-    """Return the 2-norm of all gradients together, counting each element once; equal on all ranks.
-    `also` is added on every rank first: one nan makes the norm nan on all."""
+    """Return the 2-norm of all gradients together, counting each element once. All ranks get the
+    same result. `also` is added on every rank before the sum, so nan on one rank makes the norm nan
+    on all."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh, shards = None, ()
@@ -106,26 +110,28 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         squares = nn.utils.get_total_norm(locals_).double().square() + also
         for dimension in shards:
             assert mesh is not None
-            if mesh.size(dimension) == 1:  # torch may return the equal mesh of a closed engine
+            if mesh.size(dimension) == 1:  # torch may return an equal mesh of a closed engine
                 continue
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
-# Replicated tensors: norms, and embeddings and head if their rows do not divide evenly, with their
-# moments. Ranks never exchange them; they stay equal because each rank computes the same. If that
-# failed, no loss would show it, so each checkpoint compares them.
+# Replicated tensors: layer norms, embeddings and head if their rows do not divide evenly, and the
+# optimizer moments of all of these. Ranks never exchange these tensors. They stay equal because
+# each rank computes the same updates. A divergence would not show in any loss, so each checkpoint
+# compares the copies.
 
 
 _ROUNDING = 1e-3
-"""Allowed relative difference between copies, because kernels add in any order."""
+"""Relative difference allowed between copies, because kernels add numbers in varying order."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. The first rank's
-    replace copies that differ by rounding. Raises RunError on all ranks for others."""
+    """Check that the ranks of `mesh` hold equal replicated tensors. All ranks must call this
+    function. If copies differ only by rounding, all ranks take the first rank's copy. Raises
+    RunError on all ranks if they differ by more."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -135,7 +141,8 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return [2] int64: the sum of a tensor's bits as integers, and the bits of its norm.
+    """Return a digest of a tensor: the sum of its bits as integers, and the bits of its norm, [2]
+    int64.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
     >>> bool((digest(one) == digest(one.clone())).all()), bool((digest(one) == digest(other)).all())
@@ -151,7 +158,8 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
-    """Return the names whose digests ([names, 2] of each rank) differ between ranks.
+    """Return the names whose digests differ between ranks. `digests` has one [names, 2] tensor per
+    rank.
 
     >>> differing(["norm", "head"], [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])])
     ['head']
@@ -161,7 +169,6 @@ def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
 
 
 def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of `mesh` hold different parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names, along = tensor.device_mesh.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
@@ -193,10 +200,11 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
-    """Return a (dp, tp) mesh of one rank with separate process groups, so that FSDP can run on a
-    single rank, and a function that destroys these groups, and the default group if it is ours and
-    unused. Process groups of other libraries, such as vLLM, stay untouched. Raises UserError if the
-    process is one of several ranks of another library."""
+    """Return a (dp, tp) mesh of one rank with its own process groups, so that FSDP can run on a
+    single rank. Also return a function that destroys these groups, and the default group if this
+    function created it and nothing else uses it. Process groups of other libraries, such as vLLM,
+    are left alone. Raises UserError if another library has made this process one of several
+    ranks."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     made_default = not dist.is_initialized()
     if not made_default and dist.get_world_size() != 1:
@@ -213,9 +221,9 @@ def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
 
     def close() -> None:
         if dist.group.WORLD is not default or not dist.is_initialized():
-            return  # all groups have been destroyed, including ours
+            return  # all groups are already destroyed, including these
         for group in groups:
-            with suppress(ValueError, RuntimeError):  # destroyed already
+            with suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(group)
         if made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
@@ -234,14 +242,15 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[_INTERFACE]
 
 
-# Direct collectives of FSDP over gloo, where each rank sends only what the receiver needs. gloo's
-# own reduce-scatter is an all-reduce of everything, and its all-gather copies received data again.
-# On two ranks with 25 million parameters gloo's take 100 and 85 ms of processor time per rank;
-# these take 29 and 25.
+# Direct collectives for FSDP over gloo: each rank sends only what the receiver needs. gloo's own
+# reduce-scatter is an all-reduce of the whole tensor, and its all-gather copies received data once
+# more. With two ranks and 25 million parameters, gloo's reduce-scatter and all-gather take 100 and
+# 85 ms of processor time per rank; these take 29 and 25 ms.
 
 
 def use_direct_collectives(model: nn.Module) -> None:
-    """Make all FSDP units of a model whose ranks meet over gloo use the direct collectives."""
+    """Make all FSDP units of a model use the direct collectives, if its ranks communicate over
+    gloo."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_DirectAllGather())  # pyright: ignore[reportArgumentType]
@@ -254,8 +263,8 @@ class _Allocates:
 
 
 class _DirectAllGather(_Allocates):
-    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order. The input may be a
-    view of this rank's part of the output."""
+    """FSDP's `AllGather`: concatenate the parts of all ranks in rank order. The input may be a view
+    of this rank's part of the output."""
 
     def __call__(
         self,
@@ -278,7 +287,7 @@ class _DirectAllGather(_Allocates):
 
 
 class _DirectReduceScatter(_Allocates):
-    """FSDP's `ReduceScatter`: sum or mean of all ranks' tensors, added in rank order."""
+    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order."""
 
     def __call__(
         self,
@@ -295,15 +304,16 @@ class _DirectReduceScatter(_Allocates):
         reduce(parts.view(group.size(), -1), 0, out=output_tensor)
 
 
-# Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
-# `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
-# meta tensors with copies turned into views, so the strides of each result show its box:
+# Checkpoint names: map each tensor of the model to one or more tensors of the checkpoint.
+# `transformers` knows how to split and rename tensors when it saves a model. Weft runs that code
+# once on meta tensors, with copies turned into views. The strides of each result then show its box:
 #
 #     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
 #         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
 #
-# Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
-# that load with `transformers` know it; vLLM refuses it by name.
+# Tensors that need arithmetic (joined parts, interleaved rows) keep the name that they have in the
+# model. Receivers that load with `transformers` know that name; vLLM rejects it in an error that
+# names it.
 
 
 @dataclass(frozen=True)
@@ -311,14 +321,15 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     name: str
     shape: tuple[int, ...]
     box: Box
-    """Box within the tensor of the model; never empty."""
+    """Box within the model's tensor; never empty."""
     dims: tuple[int | None, ...]
-    """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
+    """For each dimension of this tensor, the dimension of the model's tensor; None for a dimension
+    of size 1 that the model's tensor lacks."""
 
     views: dict[
         tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
     ] = field(default_factory=dict, compare=False, repr=False)
-    """Cached views by box and strides of a part of the model's tensor."""
+    """Cached views, by the box and strides of a part of the model's tensor."""
 
     def part(self, held: TensorPart) -> TensorPart:
         """Return the overlap with a part of the model's tensor: a view, or an empty tensor."""
@@ -353,8 +364,8 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
 
 
 class CheckpointNames:
-    """Names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions that
-    were used to load it; of `tensors`, only names, shapes and dtypes are read."""
+    """The names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions
+    with which it was loaded. Of `tensors`, only names, shapes and dtypes are used."""
 
     def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -375,16 +386,17 @@ class CheckpointNames:
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
     def stored_names(self, name: str) -> list[str]:
-        """Return the checkpoint names of a tensor of the model."""
+        """Return the names in the checkpoint for a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
     def parts(self, held: TensorPart) -> Iterator[TensorPart]:
-        """Split a part into parts of checkpoint tensors: a view of each, possibly empty."""
+        """Split a part of a model's tensor into parts of checkpoint tensors. Each is a view, and
+        may be empty."""
         return (stored.part(held) for stored in self._stored[held.name])
 
 
 class _Views(TorchDispatchMode):
-    """Turns copies into views, except for shapes that no view can have."""
+    """Turns copies into views, except where no view can have the result's shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -399,7 +411,8 @@ class _Views(TorchDispatchMode):
 
 
 def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """Return the box that `view` shows in a contiguous tensor of this shape, or None."""
+    """Return the box that `view` covers in a contiguous tensor, whose name and `shape` are given,
+    or None if it is no box."""
     if not view.numel():
         return None
     strides, offset = contiguous_strides(shape), int(view.storage_offset())

@@ -1,14 +1,14 @@
-"""Snapshots: a training group's part of a checkpoint, to resume from.
+"""Snapshots: a training group's part of a checkpoint, from which training resumes.
 
     rank_0.json …                steps, notes and random states of each rank
     state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
     model/                       a Hugging Face folder of the same weights, in the dtype of passes
 
-A rank copies its part into host memory while training waits. A thread then writes the files, nearly
-always without the interpreter lock or the device. The model's folder is assembled from the files of
-all ranks, so no tensor is gathered. Parts record their position in the full tensors in the format
-of `torch.distributed.checkpoint` (its `HuggingFaceStorageReader` reads the folder `state`), so any
-number of ranks can read them.
+A rank copies its part into host memory while training waits. A thread then writes the files. It
+hardly ever needs the interpreter lock or the device. The model's folder is built from the files of
+all ranks, so no tensor is gathered. Each part records its position in the full tensor, in the
+format of `torch.distributed.checkpoint`, whose `HuggingFaceStorageReader` can read the folder
+`state`. So any number of ranks can read the parts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from .sharding import box_of, local_part, writes
 MODEL, STATE = "model", "state"
 _FORMAT = 1
 _WRITE_TIMEOUT = timedelta(hours=6)
-"""Longest wait for the slowest rank to write. A dead rank is noticed at once."""
+"""Longest wait for the slowest rank to finish writing. A dead rank is noticed at once."""
 
 
 class SnapshotWriter:
-    """Copies the state of this rank, and writes it in the background. Collective. On rank 0,
-    `write_model` writes the model's folder from the stored tensors of all ranks."""
+    """Copies the state of this rank, and writes it to disk in the background. All ranks must call
+    its methods together. On rank 0, `write_model` builds the model's folder from the tensors that
+    all ranks have stored."""
 
     def __init__(
         self,
@@ -65,14 +66,16 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
 
     def snapshot(self, folder: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-        """Copy the state, and write it on the thread. Waits until the previous snapshot is written.
+        """Copy the state, and write it to `folder` in a thread. Waits until the previous snapshot
+        is on disk.
 
         Args:
             folder: a new folder, the same for all ranks, on a shared file system.
-            state: tensors by name, with the same names in the same order each time.
-            notes: JSON values of this rank.
+            state: tensors by name. Each call must have the same names in the same order.
+            notes: JSON values to store with this rank's part.
         """
-        # `written` raises its error; other ranks may know it already and continue.
+        # Ignore its error here, because `written` raises it; other ranks may know it already and
+        # have continued.
         if self._writing is not None:
             wait([self._writing])
         if not self._sharding:
@@ -86,9 +89,9 @@ class SnapshotWriter:
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
-        """Return whether nothing is being written. An error is raised once: an OSError if a file
-        could not be written, here or on another rank (the message names it and, when the disk is
-        full, the bytes needed), or a RuntimeError if another rank failed in another way."""
+        """Return whether nothing is being written. An error is raised once. It is an OSError if
+        this or another rank could not write a file; the message names the file and, if the disk is
+        full, the bytes needed. It is a RuntimeError if another rank failed in some other way."""
         if self._writing is None or not (wait or self._writing.done()):
             return self._writing is None
         writing, self._writing = self._writing, None
@@ -96,7 +99,7 @@ class SnapshotWriter:
         return True
 
     def close(self) -> None:
-        """Wait until the last snapshot is written; raise its error."""
+        """Wait until the last snapshot is on disk, and raise its error if it failed."""
         try:
             self.written(wait=True)
         finally:
@@ -107,21 +110,21 @@ class SnapshotWriter:
             self._copies = {}
 
     def _lay_out(self, state: Mapping[str, Tensor]) -> None:
-        """Allocate the copies in one block; its pages appear with the first copy."""
+        """Allocate all copies in one block. The system commits its pages during the first copy."""
         self._sharding = {
             name: {"saved_offsets": list(box_of(tensor).starts)}
             for name, tensor in state.items()
             if writes(tensor, self._context.rank)
         }
         parts = {name: local_part(state[name]) for name in self._sharding}
-        # Views of other dtypes need aligned starts.
+        # Views of other dtypes must start at aligned addresses.
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
-        # The kernel creates huge pages several times faster, if it has them.
+        # Use huge pages if the kernel has them, because it creates them several times faster.
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda":  # torch rounds its pinned memory up to a power of two
+        if self._device.type == "cuda":  # torch rounds pinned memory up to a power of two
             cudart: Any = torch.cuda.cudart()
             registered = cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)
             torch.cuda.check_error(int(registered))
@@ -154,13 +157,13 @@ class SnapshotWriter:
             self._disk.sync_folder(folder)
 
     def _together(self, folder: Path, work: Callable[[], None]) -> None:
-        """Run the work, wait for the other ranks, and raise if any rank failed."""
+        """Run `work`, wait for the other ranks, and raise an error if any rank failed."""
         error, failed = None, torch.zeros(self._context.world_size)
         try:
             work()
         except Exception as problem:
             error = problem
-            # -1 marks an error without errno.
+            # -1 stands for an error without errno.
             failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
@@ -179,8 +182,9 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """The tensors of a snapshot, mapped into memory, readable in any parts. Raises UserError if the
-    folder is not a snapshot of this format, and ValueError if a file is damaged."""
+    """The tensors of a snapshot, mapped into memory. Any part of a tensor can be read. Raises
+    UserError if the folder is not a snapshot in this format, and ValueError if a file is
+    damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -191,7 +195,6 @@ class Snapshot:
                 self._parts.setdefault(name, []).append((box, part))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self._parts.items():
-            # The parts cover the whole tensor, so the furthest ends are its shape.
             self.shapes[name] = tuple(map(max, zip(*(box.stops for box, _ in parts), strict=True)))
 
     def notes_of(self, rank: int) -> dict[str, Any]:
@@ -208,7 +211,8 @@ class Snapshot:
         return notes
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Check that the snapshot holds exactly these tensors. The error names one that differs."""
+        """Check that the snapshot holds exactly these tensors. The error names one tensor that
+        differs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         for name in sorted(shapes.keys() | self.shapes.keys()):
             mine, stored = shapes.get(name), self.shapes.get(name)
@@ -219,14 +223,14 @@ class Snapshot:
                 )
 
     def full(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a full tensor on the host; floating-point tensors are converted to `dtype`."""
+        """Return a full tensor on the host. Floating-point tensors are converted to `dtype`."""
         stored = self._parts[name][0][1].dtype
         tensor = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, tensor)
         return tensor
 
     def fill(self, name: str, into: Tensor) -> None:
-        """Fill a tensor, or this rank's part of one, converting to its dtype."""
+        """Fill a tensor, or this rank's part of it, converting to its dtype."""
         target, box, num_read = local_part(into), box_of(into), 0
         for there, part in self._parts[name]:
             if (common := box.intersection(there)) is not None:

@@ -1,10 +1,10 @@
-"""Stored weights: read a model's tensors from its files, box by box.
+"""Stored weights: read parts (boxes) of a model's tensors from its files.
 
-Each rank reads only the boxes that it holds. Tensors in files often have other names, and some
-tensors of the model combine several of them, such as fused experts. `transformers` knows both: this
-module applies its renamings to names, and its conversions to one group of tensors at a time. If
-`transformers` initializes a tensor that no file holds, or if there are no safetensors files, the
-rank loads the complete model and logs that.
+Each rank reads only the boxes that it holds. Files often store tensors under other names, and some
+tensors of the model combine several stored ones, such as fused experts. `transformers` knows both
+rules. This module applies its renamings to names, and its conversions to one group of tensors at a
+time. The rank loads the complete model, and logs that it does, if `transformers` initializes a
+tensor that no file has, or if there are no safetensors files.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from .causal_lm import Skeleton, load_complete
 from .safetensors_files import open_tensors
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in older files that models compute today; `transformers` ignores them as well."""
+"""Buffers that older files store and models now compute; `transformers` ignores them as well."""
 
 
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
     """Open the weights of a model that was built from the same folder. `model` is the user's name
-    for it. Conversions change the tensors of the skeleton temporarily. `share` is this rank and the
-    number of ranks, which divide checks that read files; the first rank logs anything unusual.
-    Raises UserError if tensors are missing, unexpected or of another shape, or a file is damaged.
+    for the model. Conversions temporarily change the tensors of the skeleton. `share` is (this
+    rank, number of ranks): the ranks divide the checks that read files, and the first one logs
+    anything unusual. Raises UserError if tensors are missing, unexpected or of another shape, or a
+    file is damaged.
     """
     files = weight_files(model, folder)
     missing: list[str] = []
@@ -64,17 +65,17 @@ class _CompleteWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Conversion:
-    """Tensors of the model that one conversion makes together."""
+    """The tensors of the model that one conversion makes together."""
 
     keys: tuple[tuple[str, ...], ...]
-    """Keys of the tensors in the files, for each pattern that they match."""
+    """For each pattern of the conversion, the keys of the matching tensors in the files."""
     stacked: bool
     """Whether the i-th slice of the result depends only on the i-th key of each pattern."""
 
 
 class StoredWeights:
-    """Weights in safetensors files. Raises UserError if tensors are missing, unexpected or of
-    another shape, or a file is damaged."""
+    """The weights of a model in safetensors files. Raises UserError if tensors are missing,
+    unexpected or of another shape, or a file is damaged."""
 
     def __init__(self, model: str | Path, files: Iterable[Path], skeleton: Skeleton) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -88,21 +89,24 @@ class StoredWeights:
         self.bytes_read = 0
         self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
         self._keys: dict[str, str] = {}
-        """Key in the files of each tensor that needs no conversion, by its name in the model."""
+        """Maps the name in the model of each tensor that needs no conversion to its key in the
+        files."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """Result of the last conversion: its tensors are often read one after the other."""
+        """The last conversion and its result, kept because its tensors are often read one after the
+        other."""
         unexpected = self._match()
-        # After `_match`, which marks the conversions that it uses.
+        # After `_match`, which marks the conversions that are used.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
-        """Conversions of `transformers` that were used; saving the model reverts them."""
+        """The conversions of `transformers` that were used; saving the model reverts them."""
         self._names = self._names_in_files()
         self._refuse_unexpected(unexpected)
         self.made_anew = self._missing()
-        """Tensors that the files lack and that `transformers` initializes."""
+        """Tensors that are not in the files and that `transformers` initializes."""
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box on the host, in the file's dtype, or float32 after a conversion."""
+        """Return a box on the host. Its dtype is that of the file, or float32 if the tensor was
+        converted."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._keys[name], box)
@@ -111,13 +115,13 @@ class StoredWeights:
             chosen = [keys[box.slices[0]] for keys in conversion.keys]
             return self._convert([key for keys in chosen for key in keys], {name: box.shape})[name]
         if self._last is None or self._last[0] is not conversion:
-            self._last = None  # free memory before the next conversion
+            self._last = None
             self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
         return self._last[1][name][box.slices]
 
     def check_ties(self, share: tuple[int, int]) -> None:
-        """Check that tied tensors are equal if the files hold both. Each rank compares its `share`.
-        Raises UserError if they differ."""
+        """Check that tied tensors are equal if the files contain both. Each rank compares only its
+        `share`. Raises UserError if they differ."""
         for tied, source in self._causal_lm.all_tied_weights_keys.items():
             if tied not in self._keys or source not in self._keys:
                 continue
@@ -133,8 +137,8 @@ class StoredWeights:
                 )
 
     def _match(self) -> list[str]:
-        """Find where each tensor of the model is stored. Return stored tensors that the model
-        lacks, under the names that they would have in it."""
+        """Find where each tensor of the model is stored. Return the stored tensors that the model
+        does not have, under the names that they would have in it."""
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
@@ -182,8 +186,8 @@ class StoredWeights:
         *,
         device: str = "cpu",
     ) -> dict[str, Tensor]:
-        """Return the tensors that `transformers` makes from these keys. On the meta device nothing
-        is read. `shapes` has tensors to make only in part."""
+        """Return the tensors that `transformers` makes from these keys. On the meta device no file
+        is read. `shapes` lists tensors of which only a part is made."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -212,7 +216,6 @@ class StoredWeights:
         return {name: tensor.detach() for name, tensor in made.items()}
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors into the model; return the ones they replace."""
         before: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             path, _, last = name.rpartition(".")
@@ -224,7 +227,7 @@ class StoredWeights:
         return before
 
     def _names_in_files(self) -> dict[str, str]:
-        """Map each tensor name of the model to the alias under which files store it."""
+        """Map the name of each tensor in the model to the alias under which files store it."""
         known = self._keys.keys() | self._converted.keys()
         aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -265,7 +268,7 @@ class StoredWeights:
 
 
 def _stacks(operations: Iterable[Any]) -> bool:
-    """Return whether conversions only stack tensors, with independent slices."""
+    """Return whether all operations only stack tensors, so that slices are independent."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = operations

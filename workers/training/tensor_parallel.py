@@ -1,9 +1,9 @@
-"""Tensor parallelism: split a model's layers over the ranks of a replica, by its `transformers`
-plan.
+"""Tensor parallelism: split a model's layers over the ranks of a replica, following its
+`transformers` plan.
 
-Split parameters become `DTensor`s, which FSDP shards further. Experts stay whole, some on each rank
-(arXiv:2006.16668): all ranks of a replica have the same tokens, each computes its experts, and
-outputs are summed.
+Split parameters become `DTensor`s, which FSDP shards further. Experts are not split; each rank
+holds some of them (arXiv:2006.16668). All ranks of a replica have the same tokens. Each rank
+computes its own experts, and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 
 
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
-    """Split a `transformers` model on the meta device, in place, with or without LoRA. Return the
-    replicated parameters whose gradients must be summed (`add_up`). Raises UserError if layers do
-    not divide evenly, or experts are not in the form of `transformers`."""
+    """Split a `transformers` model on the meta device, in place. It may have LoRA layers. Return
+    the names of replicated parameters whose gradients must be summed (`add_up`). Raises UserError
+    if a layer does not divide evenly, or if experts are not in the form of `transformers`."""
     plan = TensorParallelPlan.of_model(causal_lm.tp_plan, causal_lm.ep_plan)
-    # `sharded_model.py` splits these.
+    # `sharded_model.py` splits embeddings and head.
     elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     partials: set[str] = set()
     for name, module in list(causal_lm.named_modules()):
@@ -53,7 +53,7 @@ def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
 
 
 def add_up(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients of parameters over the ranks of a mesh, in one exchange."""
+    """Sum the gradients of parameters over the ranks of a mesh, in one collective."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
@@ -105,7 +105,7 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     distribute_module(module, mesh, shard)
     held = cast(Any, module)
     held.num_experts = experts // ranks
-    held._is_expert_parallel = True  # grouped products skip experts beyond the last
+    held._is_expert_parallel = True  # grouped matrix products skip experts beyond the last one
     held.forward = partial(_own_experts, module, held.forward, mesh)
 
 
@@ -117,14 +117,15 @@ def _own_experts(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute this rank's experts and sum over ranks, from [T, hidden] states, each token's experts
-    ([T, k] int64) and the weights of their outputs ([T, k]), equal on all ranks."""
+    """Compute this rank's experts, and sum over ranks. The inputs are equal on all ranks: [T,
+    hidden] states, each token's experts ([T, k] int64), and the weights of their outputs ([T,
+    k])."""
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts
     elsewhere = (chosen < 0) | (chosen >= experts)
-    # Tokens for other ranks' experts: a loop over experts cannot skip them, so it computes the
-    # first expert with weight 0.
+    # Tokens of other ranks' experts: a loop over experts cannot skip them, so it computes its first
+    # expert with weight 0.
     loops = getattr(getattr(held, "config", None), "_experts_implementation", "eager") == "eager"
     chosen = chosen.masked_fill(elsewhere, 0 if loops else experts)
     weights = _SumOfGradients.apply(weights, group).masked_fill(elsewhere, 0.0)
@@ -140,7 +141,8 @@ def _own_experts(
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Identity for replicated inputs of different parts; sums gradients over ranks."""
+    """Identity for an input that all ranks have, but use for different parts. Its backward pass
+    sums the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -149,14 +151,14 @@ class _SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # The exchange writes in place, and autograd may still use this gradient elsewhere.
+        # The collective works in place, and autograd may still use this gradient elsewhere.
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks. Each part gets the sum's gradient."""
+    """Sum over ranks. Each rank's input gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""TensorParallelPlan: how `transformers` splits the layers of a model over ranks, without torch.
+"""TensorParallelPlan: how `transformers` splits the layers of a model over ranks. Does not need
+torch.
 
     style in the plan                    part of each rank
     colwise                              rows of the weight: some outputs, which stay on the rank
@@ -10,7 +11,7 @@
     moe_tp_experts, ep_dispatch_experts  some whole experts (a plan may cut each one instead); outputs
                                          are summed over ranks
 
-Modules outside the plan are replicated and get the same gradient on all ranks.
+Modules outside the plan are replicated, and get the same gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from ...dataflow.errors import UserError
 from ..models.model_folder import EXPERTS_NAMES
 
 ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
-"""Styles that split the rows of a weight, and whether outputs are gathered."""
+"""Styles that split the rows of a weight. The value says whether outputs are gathered."""
 COLUMNS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-"""Styles that split the columns of a weight, and whether all ranks have the whole input."""
+"""Styles that split the columns of a weight. The value says whether all ranks have the whole
+input."""
 PARTIAL = frozenset({"replicated_with_grad_allreduce"})
 EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _CUTS_OF_EXPERTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
-"""How plans cut experts with [experts, ...] weights that take hidden states, indexes and weights.
-Other experts (Llama 4) use other cuts."""
+"""How plans split experts whose weights are [experts, ...] and that take hidden states, indexes and
+weights. Other experts (Llama 4) use other styles."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Styles of a model's split modules by name, with `*` in place of numbers."""
+    """Tensor-parallel style of each split module, keyed by module name with `*` for numbers."""
 
     styles: Mapping[str, str]
 
@@ -46,12 +48,12 @@ class TensorParallelPlan:
     def of_model(
         cls, shared: Mapping[str, str] | None, experts: Mapping[str, str] | None
     ) -> TensorParallelPlan:
-        """Return the plan of a model with this `tp_plan`, and `ep_plan` for models that list their
-        experts only there (GPT-OSS)."""
+        """Return the plan of a model with this `tp_plan`. Models that list their experts only in an
+        `ep_plan` (GPT-OSS) need that one too."""
         styles = {name: style for name, style in (experts or {}).items() if style in EXPERTS}
         styles |= shared or {}
         of_experts = [name for name, style in styles.items() if style in EXPERTS]
-        # Embeddings and head are split without a plan.
+        # Weft splits embeddings and head without a plan.
         styles = {name: style for name, style in styles.items() if style != "embedding_rowwise"}
         inside = {
             name
@@ -62,7 +64,8 @@ class TensorParallelPlan:
         return cls({name: style for name, style in styles.items() if name not in inside})
 
     def style_of(self, name: str) -> str | None:
-        """Return the style of a module by its name with numbers, or None if it is replicated.
+        """Return the style of a module, given its name with numbers, or None if the module is
+        replicated.
 
         >>> TensorParallelPlan({"layers.*.up": "colwise"}).style_of("layers.12.up")
         'colwise'
@@ -71,7 +74,7 @@ class TensorParallelPlan:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Modules with an unsupported style."""
+        """Maps the names of modules with an unsupported style to that style."""
         known = {*ROWS, *COLUMNS, *PARTIAL, *EXPERTS}
         return {name: style for name, style in self.styles.items() if style not in known}
 
@@ -88,8 +91,9 @@ class TensorParallelPlan:
 
 
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
-    """Check that ranks can split a model with these text settings (`complete_text_settings`).
-    Raises UserError if they cannot; the message names the rule and the setting."""
+    """Check that this number of ranks can split a model with these text settings
+    (`complete_text_settings`). Raises UserError if not; the message names the rule and the
+    setting."""
     plan = TensorParallelPlan.of_model(
         settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)
     )

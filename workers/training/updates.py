@@ -1,4 +1,4 @@
-"""Updates: count an engine's optimizer steps, and resume them from checkpoints."""
+"""Updates: run and count an engine's optimizer steps, and resume from checkpoints."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from .microbatch_plan import OptimizerSteps
 from .optimizer import OptimizerConfig
 
 LOSS = "loss"
-"""Column with each row's share of the undivided loss of its step."""
+"""Column with each row's contribution to the loss of its step, before division by the count."""
 
 
 class _BadSteps:
-    """The rows of the current step, and the reasons of the latest bad steps (not finite, or
-    diverging). They are not applied; `stop_after` consecutive ones end the run. Collective, because
-    computing the losses of single rows needs all ranks."""
+    """Keeps the rows of the current step, and the reasons why the latest steps were bad (not
+    finite, or diverging). Bad steps are not applied; `stop_after` of them in a row end the run. All
+    ranks must call its methods together, because computing the losses of single rows takes all
+    ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
         self._folder = None if context.run_dir is None else context.run_dir / SKIPPED / context.name
         self._rows: list[Batch] = []
         self.in_a_row: tuple[str, ...] = ()
-        """Reason for each bad step since the last applied one. Checkpoints save it."""
+        """Reason of each bad step since the last applied one. Checkpoints save them."""
 
     def add_rows(self, rows: Batch) -> None:
-        """Add rows of the current step, held in segments of the buffer until it is over."""
+        """Add rows of the current step. They are kept in segments of the buffer until the step is
+        over."""
         if self._folder is not None:
             self._rows.append(rows)
 
     def note(self, step: OptimizerStep, loss: Loss, *, update: int, number: int | None = None) -> None:
-        """Record the result of the step, which is the `number`-th (from 1) if the update of this
-        version has several. The rows of a bad step are written to
-        `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or
-        `update_000012_step_3_rank_0.arrow`. Raises DivergedError if `stop_after` consecutive steps
+        """Record the result of a step. `number` counts the steps from 1 if the update of this
+        version has several. For a bad step, write its rows to
+        `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or to
+        `update_000012_step_3_rank_0.arrow`. Raises DivergedError if the last `stop_after` steps
         were bad. Steps without a token to train on do not count."""
         rows, self._rows = self._rows, []
         if step.applied:
@@ -52,7 +54,7 @@ class _BadSteps:
         if step.bad is None:
             return
         number_in = "" if number is None else f"_step_{number}"
-        # Collective: ranks that write no file must take part.
+        # Ranks that write no file must take part in this collective too.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
             name = f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow"
@@ -68,7 +70,7 @@ class _BadSteps:
             raise DivergedError(self._message(), samples[:4])
 
     def forget(self, in_a_row: Iterable[str] = ()) -> None:
-        """Resume from a checkpoint: with its bad steps, and no rows."""
+        """Drop all rows, and set the reasons of bad steps to those of a checkpoint."""
         self._rows, self.in_a_row = [], tuple(in_a_row)
 
     def _message(self) -> str:
@@ -88,7 +90,8 @@ class _BadSteps:
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
-    """Write a step's rows as one Arrow IPC file. A column may be absent in some: null."""
+    """Write a step's rows as one Arrow IPC file. A column that some of the batches lack is null
+    there."""
     parts = [
         pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
         for part, own in zip(rows, losses, strict=True)
@@ -100,7 +103,8 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """The updates of an engine, of one or more optimizer steps each. Collective."""
+    """Makes the updates of an engine, each of one or more optimizer steps. All ranks must call its
+    methods together."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
@@ -117,18 +121,18 @@ class Updates:
         last: bool,
         first: Loss | None = None,
     ) -> Metrics:
-        """Make one new version of the weights; see `ActorWorker.update`. `first` is the same loss
-        with metrics that are defined only before the first step.
+        """Make one new version of the weights; see `ActorWorker.update`. `first` is the same loss,
+        with additional metrics that are only defined before the first step.
 
         Returns:
-            `loss`; `grad_norm` (before clipping, of every step where it is finite, applied or not);
-            `learning_rate`; `tokens` (trained on, over all passes); `skipped_steps` (not applied:
-            bad, or without a token to train on); `bad_steps` (loss or gradient not finite, or
-            gradient norm above `skip_above_grad_norm`); and the metrics of the loss.
+            `loss`; `grad_norm` (before clipping, over all steps with a finite norm, applied or
+            not); `learning_rate`; `tokens` (trained on, over all passes); `skipped_steps` (not
+            applied: bad, or without a token to train on); `bad_steps` (loss or gradient not finite,
+            or gradient norm above `skip_above_grad_norm`); and the metrics of the loss.
 
         Raises:
-            DivergedError: `stop_after_bad_steps` consecutive steps were bad. Their rows are in the
-                run's `skipped/`.
+            DivergedError: the last `stop_after_bad_steps` steps were bad. Their rows are in
+                `skipped/` in the run's directory.
         """
         observed = first or loss
         if not last:
@@ -136,10 +140,10 @@ class Updates:
             return self._engine.accumulate(batch, observed, last=False)
         parts: list[Metrics] = []
         units = batch.groups()[1] if loss.whole_groups else np.arange(len(batch))
-        # The version is in the key, so that a resumed run shuffles as it would have without a stop.
+        # The key contains the version, so that a resumed run shuffles as an uninterrupted one
+        # would.
         cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
-            # A single minibatch has all rows in order, so avoid the copy.
             part = batch if minibatches == 1 else batch.take(rows)
             self._bad_steps.add_rows(part)
             accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
@@ -147,18 +151,19 @@ class Updates:
             self._bad_steps.note(
                 step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None
             )
-            observed = loss  # later steps no longer see the weights before the update
+            observed = loss  # later steps see weights that the update has changed
         self.version += 1
         return merge(parts)
 
     def save(self, path: Path) -> float:
-        """Copy the training state and write it in the background. Return the seconds waited."""
+        """Copy the training state, and write it in the background. Return the number of seconds
+        that the call took."""
         return self._engine.snapshot(
             path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
         )
 
     def load(self, path: Path) -> None:
-        """Resume from a checkpoint of any number of ranks."""
+        """Resume from a checkpoint, which any number of ranks may have written."""
         notes = self._engine.restore(path)
         self.version = notes["version"]
         self._bad_steps.forget(notes.get("bad_steps", ()))
