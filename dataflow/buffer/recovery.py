@@ -284,7 +284,7 @@ def _position_of(path: Path, first: Record) -> Position:
 
 # Files of the sample buffer
 #
-# runs/NAME/buffer/ledger.log                       at least the events since the oldest kept checkpoint
+# runs/NAME/buffer/ledger.log                       recent events, at least since a kept checkpoint
 # runs/NAME/buffer/history/ledger-*.log.zst         earlier events
 # runs/NAME/buffer/ledger-000000123456.checkpoint   the state at this position of the log
 # runs/NAME/buffer/segments/NODE/                   columns of rows in flight, for each node
