@@ -1,4 +1,4 @@
-"""Segments: the data plane of the sample buffer. Each node stores the columns of rows in append-only
+"""Segments: the data plane of the sample buffer. Each node stores columns of rows in append-only
 Arrow files.
 
 A file contains messages with the same schema, and is always a valid Arrow IPC stream:
