@@ -215,8 +215,7 @@ class Batch:
         return out
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the rows as dictionaries. This is slow; use it for reward functions and inspection
-        only."""
+        """Return the rows as dictionaries. Slow: only for reward functions and inspection."""
         return self.record.to_pylist()
 
     # Deriving new batches
@@ -312,8 +311,7 @@ def is_ragged(type: pa.DataType) -> bool:
 
 
 def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
-    """Return a column as a single array. Unlike `Table.combine_chunks`, this also works for more
-    than 2 GiB of text."""
+    """Like `Table.combine_chunks` for one column, but also works for more than 2 GiB of text."""
     if column.num_chunks == 1:
         return column.chunk(0)
     # Arrow cannot cast an extension type, so cast its storage.

@@ -77,8 +77,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or the negative number of the signal that ended the process. None while the
-        process runs."""
+        """Exit code; negative number of the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     @property
@@ -146,8 +145,7 @@ class ChildProcess:
         return found[0]
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until the process ends, for at most `seconds` (None for no limit). Return whether
-        the process has ended."""
+        """Wait for the process to end, at most `seconds` if given. Return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is not None

@@ -1,5 +1,4 @@
-"""Base of all configuration classes: frozen pydantic models, defined next to the classes that they
-configure."""
+"""Configuration classes: frozen pydantic models, defined next to the classes they configure."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the names in `free_on_resume` and `fixed_on_resume`, of the class and its
-        parents."""
+        """Return (`free_on_resume`, `fixed_on_resume`), combined over the class and its parents."""
         # Read each class's own value: an attribute of `cls` would hide those of its parents.
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (

@@ -183,8 +183,7 @@ class StalledError(RunError):
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows: the group that generated them did not get newer
-    weights."""
+    """Rows are older than the schedule allows: their worker group did not get newer weights."""
 
     advice = (
         "Check that each generating group follows the group that is trained: rollout.follows(actor)."
@@ -255,20 +254,17 @@ class DivergedError(RunError):
 
 
 class GenerationError(RunError):
-    """An inference engine failed. The error holds only text, so the driver can unpickle it without
-    the engine's modules."""
+    """An inference engine failed. Holds only text, so the driver can unpickle it without vLLM."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
 class WorkerError(RunError):
-    """A call on a worker failed. The message names the worker, node and sample, and includes the
-    traceback."""
+    """A call on a worker failed. The message has the worker, node, sample and traceback."""
 
 
 class WorkerDied(WorkerError):
-    """A worker's process has died, and the run cannot replace it without a restart from a
-    checkpoint."""
+    """A worker's process has died, and the run must restart from a checkpoint to replace it."""
 
     advice = "If the run makes checkpoints, continue from the last one with resume='latest'. The process's log is in the run's logs/."
 

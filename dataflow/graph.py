@@ -71,8 +71,7 @@ W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """Make the paths of model and tokenizer folders absolute, because a reward function may change
-    the working directory."""
+    """Make paths of models and tokenizers absolute: reward functions may change the directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -165,8 +164,7 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """Return the declaration of a worker's method, which may be inherited. Return None if the
-    method is not remote."""
+    """Return the declaration, possibly inherited, of a worker's method; None if not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -391,8 +389,7 @@ class Graph:
 
     @property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges into this graph's worker groups and, recursively, into their
-        leaders."""
+        """The parameter edges into this graph's worker groups and, recursively, their leaders."""
         edges: list[ParameterEdge] = []
         # A leader may follow another leader, so walk up until no new handle appears.
         pending, seen = list(self.handles.values()), set[int]()
@@ -405,8 +402,7 @@ class Graph:
 
     @property
     def levels(self) -> dict[int, str]:
-        """Name of each level, keyed by level: the name of the source, or of the node that created
-        the rows."""
+        """Name of the source, or of the node that created the rows, keyed by level."""
         return {SOURCE: self.source.name} | {
             n.makes_level: n.name for n in self.nodes if n.makes_level is not None
         }
@@ -488,8 +484,7 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph from an outline, for a ledger. The graph cannot run, and its source has no
-        rows."""
+        """Create a graph for a ledger from an outline. It cannot run, and its source is empty."""
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             # JSON has no tuples, so restore them.

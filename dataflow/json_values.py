@@ -91,8 +91,7 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:
-    """Create an array of `JsonType`. Raises a ValueError or TypeError if JSON cannot represent a
-    value."""
+    """Create a `JsonType` array. Raises ValueError or TypeError if a value has no JSON form."""
     texts = [
         None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values
     ]
@@ -126,8 +125,7 @@ def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def readable_by_arrow(table: pa.Table) -> pa.Table:
-    """Convert `JsonType` columns to plain Arrow types if Arrow has a common type, even if that
-    changes values."""
+    """Convert `JsonType` columns to plain Arrow types where possible, even if values change."""
     for at, name in enumerate(table.column_names):
         if is_json(table.schema.field(name).type):
             with suppress(*CANNOT_HOLD):

@@ -59,8 +59,7 @@ def find_model_folder(
 
 
 def find_cached(name: str | Path, file: str) -> Path | None:
-    """Return the path of a file of a model in the local Hugging Face cache; None if it is not
-    cached."""
+    """Return the path of a model's file in the local Hugging Face cache; None if not cached."""
     if not _is_hub_id(name):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -74,8 +73,7 @@ def find_cached(name: str | Path, file: str) -> Path | None:
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """Return a suffix for an error message: the closest folder that contains such a file, or a list
-    of all such folders."""
+    """Return a suffix for an error message: the closest folder with such a file, or all of them."""
     path = Path(name).expanduser()
     near = [folder for folder in (path, path.parent) if folder.is_dir()]
     if not near and not _is_hub_id(name):

@@ -162,8 +162,7 @@ class TrainingBatch:
     whole_groups: bool = False
     """Whether to keep all rows of a group on one rank."""
     accumulates: bool = False
-    """Whether an update may get its rows in several calls. The argument `last` of each call marks
-    the last one."""
+    """Whether an update may get its rows in several calls, the last of them with `last=True`."""
 
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
@@ -210,8 +209,7 @@ user's file with the same name. A string matches any column with that name."""
 ALL_COLUMNS = "*"
 """In `may_read`: all columns of the rows."""
 CONFIG = "config"
-"""A function in a declaration gets the worker group's configuration if it has a parameter with this
-name."""
+"""Name of the parameter by which a declaration's function gets the worker group's configuration."""
 
 
 class Shape(enum.Enum):
@@ -315,8 +313,7 @@ class Declaration:
         )
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the columns that a call with these arguments reads and that are
-        declared as a `Column`."""
+        """Return the names of the columns declared as a `Column` that such a call reads."""
         parts = (self._value(p, getattr(self, p), arguments) for p in ("reads", "may_read"))
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
@@ -400,10 +397,10 @@ def node(
     """Decorator: make a pure function `Batch -> Batch` usable as a node of a graph.
 
     Called with a `Batch`, the function computes its result. Called with symbolic rows while a graph
-    is traced, it adds a node to the graph. Each shape returns other rows:
+    is traced, it adds a node to the graph. It must return the rows that its shape requires:
 
     - MAP and GROUP: the input rows in the given order, with the columns of `writes` added.
-    - FILTER: the input rows that it keeps.
+    - FILTER: the input rows to keep.
     - EXPAND: new rows with a `parent_id` column.
 
     Args:

@@ -99,7 +99,7 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the data at which a run continues that has lost its rows in flight."""
+    """Position in the data at which a run resumes without its rows in flight."""
 
     issued: int = 0
     """Number of source rows issued so far, in issue order."""

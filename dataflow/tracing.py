@@ -21,13 +21,11 @@ _NODES_OF_PARTS = {
     "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
     "loss": "a loss is part of an update: actor.update(rows, loss=...)",
 }
-"""Functions that are arguments of nodes, not nodes: how to use them, keyed by their module or
-folder."""
+"""How to use functions that are arguments of nodes, keyed by their module or folder."""
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for a function that is no node and was called with symbolic
-    rows."""
+    """Return the error message for calling a function that is not a node with symbolic rows."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
@@ -86,8 +84,7 @@ class _SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: _SymbolicRows) -> _SymbolicRows:
-        """Join two branches over the same rows. If both branches have a column, a node's version
-        replaces the source's."""
+        """Join two branches over the same rows. A node's column replaces one of the source."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
@@ -111,8 +108,7 @@ class _SymbolicRows:
         raise UserError(f"{self._reader()} asks for the number of rows, but {_NO_VALUES}")
 
     def _reader(self) -> str:
-        """Return the start of an error message: which function needs values, and how to use it if
-        it is an argument of a node."""
+        """Start an error message: name the function that needs values, and say how to use it."""
         # Skip this method and the method of this class that called it.
         frame = sys._getframe(2)
         module = frame.f_globals.get("__name__", "")
@@ -150,8 +146,7 @@ class _Trace:
         self.num_levels = 1
 
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
-        """Return the name of a worker group. A handle without a name is named after its
-        parameter."""
+        """Return a worker group's name. A handle without a name is named after its parameter."""
         if handle.name is None:
             handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
@@ -170,8 +165,7 @@ class _Trace:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _SymbolicRows:
-        """Add the node of one call, and return its output rows. `handle` is None for a pure
-        function."""
+        """Add the node of a call and return its output rows. Pure functions have no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
@@ -274,8 +268,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
-    """Yield the names and handles among the arguments of a graph. Handles in a list get numbered
-    names."""
+    """Yield (name, handle) for the handles in a graph's arguments. Those in lists are numbered."""
     for name, value in arguments.items():
         if isinstance(value, Handle):
             yield name, value

@@ -56,8 +56,7 @@ _ASSIGNED = (
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
 VIEW = "weft-view-"
-"""Prefix of a dashboard's access token. It is not hidden, because users open addresses that contain
-it."""
+"""Prefix of a dashboard's access token. It is not hidden, because it is part of the address."""
 _PATTERNS = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -92,8 +91,7 @@ _SUSPICIOUS = (
     *("r8_", "r8-", "npm_", "npm-", "gsk_", "gsk-", "nvapi", "tgp_", "tgp-", "lsv2", "pypi-"),
     *("sg.", "dapi"),
 )
-"""Lower-case texts, at least one of which occurs in each match of `_PATTERNS`. Searching for them
-first is faster."""
+"""Each match of `_PATTERNS` contains one of these texts. Searching for them first is faster."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:

@@ -40,8 +40,7 @@ class Report:
     leases: dict[str, int]
     """Number of granted, finished, released and open leases, keyed by these words."""
     restarts: int
-    """Number of epochs after the first. In a log without epochs: number of restarts that released
-    leases."""
+    """Number of epochs after the first; without epochs, of restarts that released leases."""
     segments: int
     checkpoints: int
     """Number of valid checkpoints."""
@@ -194,8 +193,7 @@ class _SavedStates:
 
 
 def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (sample id, (mask of nodes done with the row, mask of nodes that lease it)) for each
-    saved row."""
+    """Yield (sample id, (mask of nodes done, mask of nodes leasing)) for each saved row."""
     masks = [(i, int(done, 16), int(leased, 16)) for i, done, _, leased, *_ in level["states"]]
     for place, id in enumerate(level["ids"]):
         done = sum((of >> place & 1) << i for i, of, _ in masks)
@@ -214,8 +212,8 @@ class _RecordedSamples:
         self.violations: list[Violation] = []
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
-        """Leases with rows that were missing when the files were listed, keyed by (graph, lease);
-        each maps sample id to step."""
+        """For leases with rows that were missing when the files were listed: sample id to step,
+        keyed by (graph, lease)."""
         self._is_late = False
 
     def compare_late(self) -> None:
@@ -276,8 +274,7 @@ class _RecordedSamples:
             self.violations.append(Violation(Rule.SAMPLES, f"samples: {text}"))
 
     def notes(self) -> list[str]:
-        """Return a line for each file that readers skip, and lines about rows and files that could
-        not be compared."""
+        """Return lines about files that readers skip, and about data that was not compared."""
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
         if self._checksums and self._without_checksum:  # earlier versions of Weft log no checksums

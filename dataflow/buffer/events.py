@@ -88,8 +88,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Format ids as JSON. Runs of consecutive ids become [first, number]; `unpacked` in `log.py` is
-    the inverse."""
+    """Format ids as JSON. Consecutive ids become [first, number] (see `unpacked` in `log.py`)."""
     # Looking at the first ids is a cheap way to reject most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)

@@ -235,8 +235,7 @@ class _SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Delete files, given as (node, file) pairs, and the server's copies of their messages. At
-        least one file is required."""
+        """Delete (node, file) pairs, at least one, and the server's copies of their messages."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
             # Read the results, because that raises the server's errors.
@@ -245,8 +244,7 @@ class _SegmentClient:
             )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify some of its messages, at least one. Return the problem of each; ""
-        if there is none."""
+        """Let the server verify its messages (at least one). Return the problem of each, or ""."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
         what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
         with self._deadline(what):
@@ -261,8 +259,7 @@ class _SegmentClient:
 
     @contextmanager
     def _deadline(self, what: str) -> Iterator[None]:
-        """Convert timeouts and connection errors of Flight to TimeoutErrors that name the
-        operation."""
+        """Convert Flight's timeout and connection errors to a TimeoutError that names `what`."""
         try:
             yield
         except (pf.FlightTimedOutError, pf.FlightUnavailableError) as error:
@@ -317,8 +314,7 @@ class Peers:
     """Address of each node's server, keyed by node name."""
     token: str
     certificates: Mapping[str, bytes] = field(default_factory=dict)
-    """Certificate of each server as PEM, keyed by address. Connections to addresses without a
-    certificate are not encrypted."""
+    """Certificate of each server (PEM), keyed by address. Without one, there is no encryption."""
     timeout_s: float = 60.0
 
     def client(self, location: str, timeout_s: float) -> _SegmentClient:
@@ -392,8 +388,7 @@ class Peers:
 # Deletions
 
 MAX_FILES = 10_000
-"""Maximum number of files to remember for a peer that does not answer. The oldest are forgotten
-first."""
+"""Maximum number of files to remember for an unresponsive peer. Forgets the oldest first."""
 MAX_PAUSE_S = 60.0
 """[s] Maximum pause between two attempts after failures."""
 

@@ -103,8 +103,7 @@ class Published:
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """Concatenate the reports of several ranks under one lease. All reports must have the same
-        columns."""
+        """Concatenate the reports of several ranks for one lease. All have the same columns."""
         if len(parts) == 1:
             return parts[0]
         columns: list[Any] = []
@@ -180,8 +179,7 @@ class Lease:
     masked: frozenset[int] = frozenset()
     """Sample ids of rows that are too old to train on, so that all their tokens must be masked."""
     open: dict[int, None] = field(default_factory=dict)
-    """Sample ids of rows that are not published yet. For EXPAND: of parents that are not
-    finished."""
+    """Sample ids of rows that are not published yet (for EXPAND: parents not finished)."""
     given_up: set[int] = field(default_factory=set)
     """Sample ids of parents that a quorum finished early. Their new children are discarded."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
@@ -228,8 +226,7 @@ class Lease:
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first sample id that is reserved for the children of each row (EXPAND
-        only)."""
+        """[rows] int64 first sample id reserved for each row's children (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -280,8 +277,7 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Return whether a report has all rows of the lease, in order, and none of them was
-        published before."""
+        """Return whether a report has all rows of the lease, in order, none published before."""
         ids = published.ids
         # Compare lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
@@ -481,8 +477,7 @@ def column_pieces(
 
 
 def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray, list[StoredPart]]:
-    """Return the sample ids of the rows for which a node wrote columns, and the stored part of each
-    row."""
+    """Return the sample ids of the rows for which a node wrote columns, and their stored parts."""
     level = graph.level_of(writer)
     i = next(i for i, node in enumerate(graph.nodes) if node.name == writer)
     parts: list[StoredPart | None] = []

@@ -215,8 +215,7 @@ class Ledger:
         return lease
 
     def _reserve_ids(self, lease: Lease, level: int) -> None:
-        """Reserve sample ids for the children of a lease's rows. Rows that already have children
-        keep their reservation."""
+        """Reserve sample ids for children of a lease's rows. Rows with children keep theirs."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in lease.taken:
             made = set(group.levels[level].parents)
@@ -549,8 +548,7 @@ class Ledger:
                 self.live.retire_if_finished(group)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """Return the mask of these rows in each group, keyed by group. The rows are on the node's
-        level."""
+        """Return the mask of these rows, which are on the node's level, keyed by group."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:

@@ -38,8 +38,7 @@ class Readiness:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
         self.row_queues: list[list[int]] = [[] for _ in range(number)]
-        """Heaps of the ids of groups that may have ready rows. A node claims the rows of the oldest
-        group first."""
+        """Heaps of ids of groups that may have ready rows. A node claims from the oldest first."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
         """Heaps of (age, group id). An update takes the groups with the oldest tokens first,
@@ -52,8 +51,7 @@ class Readiness:
         """For nodes that take groups: number of groups in flight that the node has not claimed."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """For updates: number of unclaimed groups, keyed by the policy version with which their
-        generation began."""
+        """For updates: number of unclaimed groups, keyed by the version that began them."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """Like `unclaimed_of`, but only groups that were offered to the node."""
         self.todo = [0] * number
@@ -99,8 +97,7 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """Set the policy version with which the generation of a group began; None if it has not
-        begun."""
+        """Set the policy version with which a group's generation began; None if not begun."""
         self._tally(group, -1)
         group.version = version
         self._tally(group, 1)
@@ -277,8 +274,7 @@ class Readiness:
 
 
 class _StoredParts:
-    """Reference counts of the segments that rows in flight need. A segment is freed when its last
-    row is finished."""
+    """Counts references of rows in flight to segments. Frees a segment with its last reference."""
 
     def __init__(self) -> None:
         self._parts: dict[StoredPart, None] = {}
@@ -493,8 +489,7 @@ class LiveRows:
             self._offer_if_ready(new, i)
 
     def _skip_what_is_cut_off(self, group: Group, level: int, new: int) -> None:
-        """Skip new rows at nodes that wait for an ancestor which was dropped before the rows
-        arrived."""
+        """Skip new rows at nodes that wait for an ancestor that was dropped earlier."""
         rows = group.levels[level]
         for i in self.wiring.on_level[level]:
             cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
@@ -726,8 +721,7 @@ class LiveRows:
         return [id for id, group in self.groups.items() if not group.rested]
 
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
-        """Return the source positions of groups that none of these nodes has claimed, oldest
-        first."""
+        """Return source positions of groups that none of these nodes has claimed, oldest first."""
         mask = mask_of(self.wiring.index[node.name] for node in nodes)
         return [group.position for group in self.groups.values() if not group.claimed & mask]
 
@@ -751,8 +745,7 @@ class LiveRows:
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """Return the step of the first ready row or group of a node, and how many rows or groups of
-        that step are ready."""
+        """Return the step of a node's first ready row or group, and how many it has ready."""
         i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
@@ -767,8 +760,7 @@ class LiveRows:
         return step, number
 
     def oldest_too_old(self, node: Node) -> int | None:
-        """Return the oldest policy version among the groups that are too old for a node; None if
-        there are none."""
+        """Return the oldest policy version among groups too old for a node; None if no group is."""
         i = self.wiring.index[node.name]
         waiting = (self.groups[id] for id in self.readiness.too_old_groups[i])
         oldest = min((self.readiness.oldest_version(group, i) for group in waiting), default=YOUNGEST)
@@ -791,8 +783,8 @@ class LiveRows:
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of rows in each state. Each issued row is exactly one of waiting,
-        leased, done or dropped."""
+        """Return the number of issued rows, and how many of them are waiting, leased, done and
+        dropped. Each row is in exactly one of these states."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])

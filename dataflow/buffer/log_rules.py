@@ -435,8 +435,7 @@ class Checker:
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return the oldest policy version in a group's rows at a node; infinity if no policy
-        generated them."""
+        """Return a group's oldest policy version at a node; infinity if no policy generated it."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)

@@ -53,8 +53,7 @@ class LoggedRow:
         return [row for child in self.children for row in child.below(level)]
 
     def age(self, version: int) -> int:
-        """Return how many policy versions the row is behind `version`; -1 if no policy generated
-        it."""
+        """Return how many versions the row is behind `version`; -1 if no policy generated it."""
         return version - self.version if self.version is not None and self.version >= 0 else -1
 
 
@@ -73,8 +72,7 @@ class LoggedGroup:
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
     """Sample ids reserved for a row's children on a level, keyed by (sample id, level)."""
     arrived: dict[LoggedNode, dict[int, int]] = field(default_factory=dict)
-    """For each node with a quorum: the number of the record that made a row ready, keyed by sample
-    id."""
+    """For nodes with a quorum: number of the record that made a row ready, keyed by sample id."""
     chosen: dict[LoggedNode, set[int]] = field(default_factory=dict)
     offered_short: set[LoggedNode] = field(default_factory=set)
     """Nodes whose quorum missed its deadline, so that they may take fewer rows."""
@@ -107,8 +105,7 @@ class LoggedNode:
         self.downstream: list[LoggedNode] = []
         self.quorums_after: list[LoggedNode] = []
         self.upstream_only: list[LoggedNode] = []
-        """For a node with a quorum: nodes whose results only this node and its downstream nodes
-        use."""
+        """For a quorum: nodes whose results only this node and its downstream nodes use."""
         self.serves: list[LoggedNode] = []
         """Nodes with a quorum whose `upstream_only` contains this node."""
         self.own_maker: LoggedNode | None = None
@@ -116,8 +113,7 @@ class LoggedNode:
         `upstream_only` nodes and its downstream nodes use them."""
 
     def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
-        """Return whether all nodes before this one are done with these rows, or with their
-        ancestors."""
+        """Return whether all nodes before this one are done with these rows or their ancestors."""
         for level, before in self.needs:
             here = ids if level == self.level else {rows[id].ancestor(level).id for id in ids}
             if not all(here <= other.done for other in before):
@@ -168,8 +164,7 @@ class LoggedGraph:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return the names of the nodes, except `maker`, that can keep a row of `maker` from a
-        node."""
+        """Return the names of nodes, except `maker`, that can keep `maker`'s rows from a node."""
         # Rows that `maker` has created continue, even if it creates no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
@@ -372,8 +367,7 @@ class LoggedRows:
         self._see_arrivals(groups, node.quorums_after)
 
     def _see_arrivals(self, groups: Iterable[LoggedGroup], nodes: Iterable[LoggedNode]) -> None:
-        """Note which rows of these groups the current record made ready, for nodes with a
-        quorum."""
+        """For nodes with a quorum, note which rows of these groups this record made ready."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
             # Rows that one record makes ready arrive at the same time.
@@ -432,16 +426,14 @@ class LoggedRows:
         self._counts[graph.name].stale[fate] += groups
 
     def _cancel(self, row: LoggedRow, quorum: LoggedNode, reason: str) -> None:
-        """Drop a row that a quorum does not need, and skip work on it that only the quorum
-        needs."""
+        """Drop a row that a quorum does not need, and skip work that only the quorum needs."""
         self.drop_from(row, quorum, reason)
         quorum.cancelled.add(row.id)
         for node in quorum.upstream_only:
             self._skip(row, node)
 
     def _cut_short(self, group: LoggedGroup, maker: LoggedNode) -> None:
-        """Finish the parents from which `maker` would create more rows for a quorum that needs no
-        more."""
+        """Finish the remaining parents at `maker`, because its quorum needs no more rows."""
         left = group.levels[maker.level] - maker.done - maker.dropped
         for lease in self.leases.values():
             if lease.node is maker:

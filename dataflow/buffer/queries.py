@@ -78,7 +78,7 @@ HISTORY = pa.schema(
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with a run's log. `run` is the run's folder or that folder itself. Raises a
+    """Return the folder with a run's log, given the run's folder or that folder itself. Raises a
     UserError if there is no log."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
@@ -362,8 +362,7 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Return the reader of each table, keyed by name. A reader returns None if the run has no such
-    table."""
+    """Return the reader of each table, keyed by name. It returns None if there is no table."""
     try:
         folder = buffer_folder(run)
     except UserError:
@@ -391,8 +390,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return the columns of rows in flight. A line for each unreadable segment is added to
-    `notes`."""
+    """Return the columns of rows in flight. `notes` gets a line for each unreadable segment."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
@@ -414,8 +412,7 @@ class _Reader:
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[LoggedRow], source: Sequence[Any] | None) -> pa.Table:
-        """Return the columns of rows on one level. Values that a node has not written yet are
-        null."""
+        """Return the columns of rows on one level. Values that are not written yet are null."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -443,8 +440,7 @@ class _Reader:
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
-    """Add the columns that a node wrote. They replace columns of the user's file with the same
-    name."""
+    """Add the columns that a node wrote, which replace the file's columns with the same name."""
     for name in other.column_names:
         if name not in table.column_names:
             table = table.append_column(name, other[name])
@@ -454,16 +450,14 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the recorded or archived samples of a run, with graph and step; None if there are
-    none."""
+    """Return a run's recorded or archived samples, with graph and step; None if there are none."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Add the column `length`, the number of tokens of each response, as in the dashboard. Does
-    nothing if the column exists."""
+    """Add the column `length`, the number of tokens of each response, unless it exists."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

@@ -73,8 +73,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
 
 
 def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
-    """Return the record of a group. It includes the parts that are not in `numbers` yet, and adds
-    them to `numbers`."""
+    """Return the record of a group, with the parts not in `numbers` yet, and number these parts."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -260,8 +259,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read the position of a checkpoint from its first line. Raises the errors of
-    `read_checkpoint`."""
+    """Read a checkpoint's position from its first line. Raises the errors of `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 
@@ -453,8 +451,7 @@ def restore(
 def _replay_log(
     restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
-    """Replay the log up to a position. Return whether it has events other than those that start a
-    run."""
+    """Replay the log up to a position. Return whether it has more than the records of a start."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -493,8 +490,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return the position and records of the latest valid checkpoint, and the paths of all valid
-    ones."""
+    """Return position and records of the latest valid checkpoint, and the paths of all of them."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):

@@ -209,8 +209,7 @@ class LevelRows:
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
-        """Return the first sample id reserved for a row's children on a level; -1 if none are
-        reserved."""
+        """Return the first sample id reserved for a row's children on a level, or -1."""
         return -1 if self.aside is None else self.aside.get((place, level), -1)
 
 
@@ -430,8 +429,7 @@ class Wiring:
         `upstream_only` nodes and its downstream nodes use them."""
 
     def ends_in_quorum(self, i: int) -> bool:
-        """Return whether a node after node i has a quorum, so that the order of finishing rows
-        matters."""
+        """Return whether a quorum follows node i, so that the order of finishing rows matters."""
         return any(self.quorum[j] for j in self.then[i])
 
     def through_above(self, group: Group, i: int, mask: int) -> int:
@@ -441,8 +439,7 @@ class Wiring:
         return mask
 
     def cut_off(self, group: Group, i: int) -> int:
-        """Return the mask of rows that can never become ready for node i, because an ancestor was
-        skipped."""
+        """Return the mask of rows never ready for node i, because an ancestor was skipped."""
         mask = 0
         for level, j in self.needs_above[i]:
             mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
@@ -481,8 +478,7 @@ class Wiring:
         )
 
     def _makes_ancestor(self, node: Node, level: int) -> bool:
-        """Return whether the node created the rows of a level or their ancestors. Such rows only
-        exist once the node is done."""
+        """Return whether the node created the rows of a level or their ancestors."""
         while level != SOURCE:
             if node.makes_level == level:
                 return True

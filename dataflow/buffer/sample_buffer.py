@@ -95,8 +95,7 @@ class SampleBuffer:
     log: Log
     store: SegmentStore
     notes: dict[str, Any] = field(default_factory=dict)
-    """Small values that recovery restores together with the rows, such as policy versions and the
-    step."""
+    """Small values that recovery restores with the rows, such as policy versions and the step."""
     damage: list[str] = field(default_factory=list)
     """Damage that recovery found, and how it was handled."""
     disk: Disk = field(default_factory=Disk)
@@ -359,8 +358,7 @@ class SampleBuffer:
             self.store.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
-        """Publish rows like `Ledger.publish`, and keep their segment files as long as rows need
-        them."""
+        """Like `Ledger.publish`, but also keep the segment files as long as rows need them."""
         ledger.publish(lease, published, written)
         for segment in written.segments if isinstance(written, Spread) else (written,):
             if segment is not None:
@@ -496,8 +494,7 @@ UNBOUNDED = 1 << 30
 
 
 def expected_rows(graph: Graph) -> int:
-    """Estimate the number of rows of a group on all levels together, from the argument `n` of the
-    graph's EXPAND nodes."""
+    """Estimate a group's number of rows on all levels, from the argument `n` of EXPAND nodes."""
     sizes = {0: 1}
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

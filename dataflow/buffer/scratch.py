@@ -130,8 +130,7 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove the scratch folders of earlier runs in the directory `run` that no process
-        holds."""
+        """Remove scratch folders of earlier runs in the directory `run` that no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
                 # The daemon may have removed the folder, or a process may hold it.
@@ -140,8 +139,7 @@ class Scratch:
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """Return the scratch folder on the run's first machine; None if the segments are in the
-    buffer's folder."""
+    """Return the scratch folder on the run's first machine; None if the run has none."""
     try:
         return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -149,8 +147,7 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Return warnings if a folder for segments is on a network file system or has too little
-    space."""
+    """Return warnings if a segment folder is on a network file system or has too little space."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)

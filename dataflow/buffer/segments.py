@@ -67,8 +67,7 @@ class _StreamFile:
         self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """Encode a message as a list of pieces: the buffers of its columns, without a copy, and
-        padding."""
+        """Encode a message as pieces: the buffers of its columns, not copied, and padding."""
         self._writer.write_batch(record)
         pieces, self._sink.pieces = self._sink.pieces, []
         return pieces
@@ -219,8 +218,7 @@ def spill(folder: Path, memory_bytes: int) -> int:
 
 
 def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return (time of last write in ns, size in bytes, path) of each free file in a node's
-    folder."""
+    """Return (last write in ns, size in bytes, path) of each free file in a node's folder."""
     found = []
     with os.scandir(folder / FREE) as entries:
         for entry in entries:
@@ -232,8 +230,7 @@ def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def with_file(path: Path, do: Callable[[int], Any]) -> Any:
-    """Return `do(descriptor)` for an open file; None if the file is gone because nothing refers to
-    it."""
+    """Return `do(descriptor)` for a file; None if it is gone because nothing refers to it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -245,8 +242,7 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 
 
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
-    """Return (time of last write in ns, size in bytes without holes) of a file; None if it is not
-    in memory."""
+    """Return (last write in ns, size in bytes without holes); None if it is not in memory."""
     status = os.fstat(descriptor)
     size = min(status.st_size, status.st_blocks * 512)
     return (status.st_mtime_ns, size) if is_resident(descriptor) else None

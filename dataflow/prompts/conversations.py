@@ -121,8 +121,7 @@ def _read_json(rows: Rows, name: str) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """Parse a JSON text or a list of JSON texts. TRL uses such lists for tools with different
-    fields."""
+    """Parse JSON text, or a list of JSON texts, which TRL uses for tools with different fields."""
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
@@ -240,8 +239,7 @@ class Texts:
     own_system: int = 0
     """Number of rows whose own system message takes precedence over the setting `system`."""
     gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
-    """Gaps of each row's response, in order, keyed by token column. A column without gaps may be
-    missing."""
+    """Gaps of each row's response, keyed by token column. Columns without gaps may be missing."""
     rows: Sequence[int] | None = None
     """Index of the source row of each row; None if each source row becomes exactly one row."""
     turns: int = 0
@@ -283,8 +281,7 @@ class _Dialogue:
 
 @dataclass
 class _Run:
-    """Consecutive assistant turns that fit in one row, because each turn's text extends the text
-    before it."""
+    """Assistant turns that share a row, because each turn's text extends the text before it."""
 
     prompt: str
     response: str
@@ -398,8 +395,7 @@ class Renderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response. `first` is the text up to the end of the first
-        turn."""
+        """Collect a response's assistant turns. `first` is the text to the end of the first one."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):
@@ -444,8 +440,7 @@ class Renderer:
         )
 
     def _finished(self, row: int, messages: Messages) -> str:
-        """Render messages up to and including the token that ends the last turn, at which
-        generation stops."""
+        """Render messages up to the token that ends the last turn, where generation stops."""
         text = self._text(row, messages)
         stripped = text.rstrip("\n")  # templates often add a newline after this token
         return stripped if stripped.endswith(self._tokenizer.special_texts) else text
@@ -540,8 +535,7 @@ def divide_all_turns(messages: Messages, column: str) -> _Dialogue:
 
 
 def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-    """Return the whole conversation of a prompt and its response, and the number of messages in
-    the prompt."""
+    """Return the conversation of a prompt and response, and the prompt's number of messages."""
     systems = sum(message["role"] in _SYSTEM_ROLES for message in prompt[:1])
     # The response may repeat the prompt with or without its system message.
     for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):

@@ -315,8 +315,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Return the readable files in a folder and in its subfolders that are named `data` or after a
-    split."""
+    """Return the readable files in a folder and its subfolders named `data` or after a split."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -424,8 +423,7 @@ def _cached(name: str) -> str | None:
 
 
 def _check_reachable(name: str, cache: Path) -> None:
-    """Make one request to the hub, so that a missing network fails at once and not after many
-    retries."""
+    """Make one request to the hub, to find a missing network at once and not after retries."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -732,8 +730,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _refuse_deep(place: str, text: bytes) -> None:
-    """Raise a UserError if JSON is nested more than MAX_NESTING levels deep. Call this before
-    parsing."""
+    """Raise a UserError if JSON, before parsing, is nested more than MAX_NESTING levels deep."""
     # Almost all rows pass this fast check.
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
@@ -746,8 +743,7 @@ def _refuse_deep(place: str, text: bytes) -> None:
 
 
 def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise a UserError if a value contains a lone surrogate (half of a character) or JSON cannot
-    represent it."""
+    """Raise a UserError for lone surrogates (half characters) and values without a JSON form."""
     for place, row in rows:
         half = lone_surrogate(row.get(key))
         if half is not None:
@@ -815,8 +811,7 @@ def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_mixed(name: str, rows: Rows) -> None:
-    """Raise a UserError if a value of a column differs in type from the same field in earlier
-    rows."""
+    """Raise a UserError if a value differs in type from the same field in earlier rows."""
     seen: dict[str, tuple[str, int]] = {}
 
     def visit(name: str, value: Any, row: int) -> None:

@@ -95,8 +95,7 @@ FORMATS = (
     Format("problems", prompt="problem"),
     Format("TRL language modeling", text="text"),
 )
-"""Known formats, the most specific first. The format of a file is the first one whose columns it
-has."""
+"""Known formats, most specific first. A file has the first format all of whose columns it has."""
 
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 
@@ -208,8 +207,7 @@ Kind = Literal["text", "messages"]
 
 
 def column_kind(rows: Rows, column: str) -> Kind:
-    """Return whether a column holds text or messages (one or a list per row). Raises a UserError
-    for other types."""
+    """Return whether a column holds text or messages. Raises a UserError for other types."""
     kind = rows.column(column).type
     if is_text(kind):
         return "text"
@@ -241,8 +239,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of text as plain strings. Large strings stay large, because they may not fit
-    in plain ones."""
+    """Return a text column as plain strings. Large strings stay large, as they may not fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 

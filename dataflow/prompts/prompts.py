@@ -290,8 +290,7 @@ class _Observer:
         lengths: Mapping[str, npt.ArrayLike],
         images: Images | None = None,
     ) -> _Understanding:
-        """Return the summary of all rows. `lengths` are token counts [rows], keyed by token
-        column."""
+        """Return the summary of all rows. `lengths` maps token columns to token counts [rows]."""
         rendering = self._rendering
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
         return _Understanding(
@@ -397,8 +396,7 @@ def _shown(text: object, characters: int) -> str:
 # Prompts
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
-"""Token columns. Files with such a column are rejected, because its tokens may come from another
-tokenizer."""
+"""Token columns. Files may not have them, because another tokenizer may have made the tokens."""
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
@@ -595,8 +593,7 @@ class Prompts:
     def _up_to_limit(
         self, lengths: np.ndarray, limit: int, rows: Rows, source_rows: np.ndarray
     ) -> Prompts:
-        """Drop prompts that are longer than `max_prompt_tokens`, or raise a UserError, according to
-        `too_long`."""
+        """Drop prompts longer than `max_prompt_tokens`, or raise a UserError (see `too_long`)."""
         long = np.flatnonzero(lengths > limit)
         if not len(long):
             return self._compact()

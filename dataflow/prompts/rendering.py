@@ -1,5 +1,4 @@
-"""Convert rows to text and tokens. Whether to use the chat template is decided once for all
-rows."""
+"""Convert rows to text and tokens. All rows use the chat template, or none does."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class Rendering:
 
     @classmethod
     def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
-        """Decide how to convert all rows. Raises a `UserError` for a column or setting that does
-        not fit."""
+        """Decide for all rows. Raises a `UserError` for an unsuitable column or setting."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
@@ -242,8 +240,7 @@ def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
 
 
 def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
-    """Raise a UserError for settings and columns of the chat template, which would have no
-    effect."""
+    """Raise a UserError for settings and columns that have no effect without a chat template."""
     variables = {
         name: value
         for name, value in how.chat_template_kwargs.items()
@@ -265,16 +262,15 @@ def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: 
 
 
 def first_with_value(table: pa.Table, column: str | None) -> int | None:
-    """Return the index of the first row with a value in a column; None if no row has one or the
-    column does not exist."""
+    """Return the index of the first row with a value in a column; None if there is none."""
     values = table.column(column) if column in table.column_names else ()
     none: tuple[Any, ...] = (None, [], "", {})
     return next((row for row, value in enumerate(values) if value.as_py() not in none), None)
 
 
 def _strings(rows: Rows, path: str, *, blank: bool = True) -> list[str]:
-    """Return a text column as Python strings. Raises a UserError for null, and for blank text
-    unless `blank` allows it."""
+    """Return a text column as strings. Raises a UserError for null and, unless `blank`, for blank
+    text."""
     texts = as_text(rows.column(path)).to_pylist()
     for row, text in enumerate(texts):
         if text is None or not (blank or text.strip()):

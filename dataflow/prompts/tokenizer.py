@@ -344,8 +344,7 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Token ids that end a response in training data. Each maps to a description of where it
-        comes from."""
+        """Where each token that ends a response in training data comes from, keyed by token id."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"

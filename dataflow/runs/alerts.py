@@ -25,8 +25,7 @@ from ..untrusted_text import redacted
 from .files import ALERTS
 
 MOST_BYTES = 32 << 20
-"""[bytes] Maximum number of bytes to read from the end of the file, because a damaged file may have
-any size."""
+"""[bytes] Read at most the end of the file, because a damaged file may have any size."""
 MAX_PENDING = 1000
 """Maximum number of alerts to keep while the file cannot be written. The oldest are dropped."""
 

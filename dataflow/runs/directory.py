@@ -68,11 +68,9 @@ FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
 """Values of `resume` with a special meaning, which cannot be names of runs."""
 MAX_NAME_BYTES = 200
-"""[bytes] Maximum length of a run's name. File systems allow 255 bytes; the rest is for
-suffixes."""
+"""[bytes] Maximum length of a run's name. File systems allow 255, so there is room for suffixes."""
 RECENT = 64
-"""Number of recent steps whose metrics stay in memory, because some of their metrics arrive
-later."""
+"""Number of recent steps whose metrics stay in memory, because some metrics arrive later."""
 
 
 class RunDirectory:
@@ -189,8 +187,7 @@ class RunDirectory:
 
     @property
     def starts(self) -> int:
-        """Number of restarts of the run. It is part of the names of segment writers, which must be
-        unique."""
+        """Number of restarts of the run. It makes the names of segment writers unique."""
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
@@ -201,8 +198,7 @@ class RunDirectory:
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table that has these columns. If the table is missing or damaged, add a note and
-        return None."""
+        """Read a table with these columns. If it is missing or damaged, note it; return None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -217,8 +213,7 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and the samples of leases for which `is_void(graph, number)` is
-        true."""
+        """Remove unfinished files, and samples of leases with `is_void(graph, number)`."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -241,8 +236,7 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, whose number is in "step". Return all metrics of that step so
-        far."""
+        """Add metrics of the step `row["step"]`. Return all metrics of that step so far."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -331,8 +325,7 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run, with a new epoch. Raises a UserError if another process
-    holds it."""
+    """Take the lock of an existing run, with a new epoch. Raises a UserError if it is held."""
     after = 0
     # If the lock folder is gone, get the last epoch from other files.
     if not epochs(run):
@@ -344,8 +337,7 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises a UserError if the run's driver
-    is alive."""
+    """Move a run to `NAME.begun-1` (or -2, ...). Raises a UserError if its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -359,8 +351,7 @@ def make_aside(run: Path) -> Path:
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Create the first of these folders that does not exist yet. Concurrent calls get different
-    folders."""
+    """Create the first folder that does not exist yet. Concurrent calls get different folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -404,8 +395,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Convert a configuration value for JSON: a model to its fields, a function or class to its
-    name."""
+    """Convert a value to JSON types: a model to its fields, a function or class to its name."""
     if isinstance(value, Config):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if hasattr(value, "__qualname__"):

@@ -1,5 +1,4 @@
-"""RunFacts: the state of a run, read from its directory: running, ended, killed, damaged or
-empty."""
+"""RunFacts: the state of a run, read from its directory. Works for damaged runs as well."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class RunFacts:
         return self.last_of("loss")
 
     def last_of(self, metric: str) -> float | None:
-        """Return a training metric of the last step, from any worker group that measured it; None
-        if no group did."""
+        """Return a training metric of the last step, from any worker group that measured it."""
         name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 

@@ -52,8 +52,7 @@ folders also contain it."""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder contains a run or a part of one; False if the folder is missing or
-    not readable."""
+    """Return whether a folder contains a run or a part of one. False if it cannot be read."""
     with suppress(OSError):
         return any(list(folder.glob(name)) for name in LEFT)
     return False
@@ -95,8 +94,7 @@ def make_private(path: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new
-    path."""
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...). Return the new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
     # Check for links too, because `exists` is false for a link whose target is gone.
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
@@ -132,8 +130,7 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The disk operations on which durability depends. Tests replace them with operations that
-    fail."""
+    """The disk operations on which durability depends. Tests replace them by failing ones."""
 
     def open(self, path: Path) -> int:
         """Open a file for appending, or create it. Return its descriptor."""

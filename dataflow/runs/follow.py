@@ -1,5 +1,4 @@
-"""Follow a run that another process writes: each read returns only the data added since the last
-one."""
+"""Follow a run that another process writes. Each read returns the data added since the last."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ MOST_FOOTER = 64 << 20
 
 
 class _StreamTail:
-    """Reads new rows of a stream while another process appends to it. The stream's file need not
-    exist yet."""
+    """Reads new rows of a stream file, which another process writes and may not have created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,8 +86,7 @@ class _News(NamedTuple):
 
 
 class FollowedTable:
-    """A table that a run writes or will write. Reads at most `most_columns` columns of a Parquet
-    file."""
+    """A table that a run writes or will write. Of Parquet, reads at most `most_columns` columns."""
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns

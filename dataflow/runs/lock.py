@@ -103,8 +103,7 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Take a run, with an epoch larger than `after`. Raises a UserError if another process
-        holds the run."""
+        """Take a run, with an epoch larger than `after`. Raises a UserError if it is held."""
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
@@ -127,8 +126,7 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> dict[str, Any]:
-        """Return the first record of this holder for the log. Its epoch is larger than all earlier
-        ones."""
+        """Return this holder's first record for the log. Its epoch exceeds all earlier ones."""
         holder = asdict(self._claim.holder)
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
@@ -159,15 +157,13 @@ class RunLock:
 
 @dataclass
 class _Claim:
-    """A holder's file. It stays open while the holder has the run, so that its inode number is not
-    reused."""
+    """A holder's file. It stays open while the run is held, which reserves its inode number."""
 
     path: Path
     holder: Holder
     descriptor: int
     replaced: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
-    """Content and modification time in ns of each removed file of an earlier holder, keyed by
-    path."""
+    """(content, modification time in ns) of earlier holders' removed files, keyed by path."""
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -382,8 +378,7 @@ def _lines(path: Path) -> tuple[float, list[bytes]]:
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Parse the holder in the first line of its file. Raises a ValueError if the line is
-    invalid."""
+    """Parse a holder from the first line of its file. Raises a ValueError if it is invalid."""
     try:
         holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:

@@ -153,8 +153,7 @@ class Log:
         return at if at.offset else Position()
 
     def _begin_file(self, end: int) -> int:
-        """Atomically replace the log by a new file of this writer, with the records up to the
-        offset `end`."""
+        """Atomically replace the log by this writer's file, with the records up to offset `end`."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
@@ -176,8 +175,7 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
-        """Keep the records after an offset in a separate file for inspection. Recovery does not
-        read it."""
+        """Keep the records after an offset in a separate file, only for inspection."""
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
@@ -391,8 +389,7 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """Return a message about lost records, as a list of at most one. Empty if only the last line is
-    incomplete."""
+    """Return a message about lost records, as a list; empty if only the last line is incomplete."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
@@ -590,8 +587,7 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait for the archiving, up to the timeout. Drop a file to which the log did not
-        switch."""
+        """Wait for the archiving, up to the timeout. Drop a file that the log has not taken."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)

@@ -52,8 +52,7 @@ class RunRequests:
         self._asked = False
 
     def new(self, file: str) -> Mapping[str, Any]:
-        """Return the request in a file if it is new since the last call; otherwise, an empty
-        mapping."""
+        """Return the request in a file; an empty mapping if there is no new one."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._run / file)
             # Remember the request, because the file stays.

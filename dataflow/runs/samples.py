@@ -147,8 +147,7 @@ class _SampleFile:
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows, and add the columns graph and step. Raises an OSError or ArrowException if
-        the file is damaged."""
+        """Read the rows, with graph and step. Raises OSError or ArrowException if damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could cause reads out of bounds
@@ -158,8 +157,7 @@ class _SampleFile:
 
 
 def sample_files(run: Path) -> list[_SampleFile]:
-    """Return all sample files of a run, including those of unfinished leases, sorted by graph and
-    step."""
+    """Return all sample files, also of unfinished leases, sorted by graph and step."""
     found: list[_SampleFile] = []
     for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
@@ -199,8 +197,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
 
 
 def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]:
-    """Yield the rows of each file. Unreadable files are skipped, and a line about each is added to
-    `notes`."""
+    """Yield the rows of each file. Unreadable files are skipped; `notes` gets a line for each."""
     for part in found:
         try:
             yield part.rows()

@@ -201,8 +201,7 @@ def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
 
 
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a stream in its own schema; an empty table with `schema` if there are
-    none."""
+    """Return a stream's rows in its own schema; an empty table with `schema` if it has none."""
     found = list(batches(path))
     return pa.Table.from_batches(found, found[0].schema if found else schema)
 
@@ -248,8 +247,7 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, `table`, in the schema of the
-    stream."""
+    """Replace `METRICS` or `TIMELINE` by the rows to keep, `table`, in the stream's schema."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
