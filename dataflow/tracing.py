@@ -25,7 +25,7 @@ _NODES_OF_PARTS = {
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for calling a function that is not a node with symbolic rows."""
+    """Return the error message for symbolic rows passed to a function that is not a node."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 

@@ -40,7 +40,7 @@ class Report:
     leases: dict[str, int]
     """Number of granted, finished, released and open leases, keyed by these words."""
     restarts: int
-    """Number of epochs after the first; without epochs, of restarts that released leases."""
+    """Number of epochs after the first; in old logs, of restarts that released leases."""
     segments: int
     checkpoints: int
     """Number of valid checkpoints."""

@@ -745,7 +745,8 @@ class LiveRows:
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """Return the step of a node's first ready row or group, and how many it has ready."""
+        """Return the step of a node's first ready row or group, and how many ready rows or groups
+        belong to that step."""
         i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]

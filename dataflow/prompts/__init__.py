@@ -1,2 +1,2 @@
 """Read prompts and preferences from files in common formats, render them with the chat template,
-and tokenize them."""
+and tokenise them."""

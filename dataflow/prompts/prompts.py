@@ -3,8 +3,8 @@
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
 
-Errors in data appear before torch is imported, because only pyarrow and the `tokenizers` library
-read and tokenize it. docs/data.md shows all formats.
+Only pyarrow and the `tokenizers` library read and tokenise the data, so that errors in data appear
+before torch is imported. docs/data.md shows all formats.
 """
 
 from __future__ import annotations
@@ -455,7 +455,7 @@ class Prompts:
     """Number of rows dropped, by `filter` or because a text exceeds `max_prompt_tokens`, the
     model's context, or the limit for tokenising."""
     too_long: TooLong = field(default="error", repr=False)
-    """How to handle prompts that exceed the model's context: raise an error, or drop them."""
+    """How to handle prompts that exceed the context of the model: "error" or "drop"."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
     """Columns copied unchanged from the file. They are never taken for Weft's columns."""
     understood: _Understanding | None = field(default=None, repr=False)
@@ -557,7 +557,7 @@ class Prompts:
             part = rows.part(start, _PART)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, counts)
-            # Drop too long texts before tokenising, which would take minutes.
+            # Drop texts that are too long before tokenising them, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
                 texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])

@@ -433,7 +433,7 @@ def _masks(
             responses[row] = whole
             trained = np.arange(len(parts)) % 2 == 0
             masks[row] = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
-        else:  # tokenizing part by part changes the text, because a space is added to each part
+        else:  # tokenising part by part changes the text, because it adds a space to each part
             try:
                 masks[row] = _mask_by_place(ids, texts.prompts[row], texts_of_row, tokenizer)
             except UserError as error:

@@ -63,7 +63,7 @@ from .tables import (
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
-"""Files that only people and the dashboard read. A run can be resumed without them."""
+"""Files of a run for people and the dashboard. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
 """Values of `resume` with a special meaning, which cannot be names of runs."""

@@ -418,8 +418,8 @@ def graph_record(name: str, outline: Record) -> Record:
 
 
 def described_graph(record: Record) -> Graph:
-    """Return the graph that a record describes. The graph cannot run. Raises a FormatError if
-    another version of Weft wrote the record."""
+    """Return the graph that a record describes. The graph cannot run. Raises a FormatError if this
+    version of Weft cannot read the record's format."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
