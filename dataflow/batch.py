@@ -1,4 +1,4 @@
-"""Batch: the record type of Weft. Immutable, columnar, backed by a `pyarrow.RecordBatch`."""
+"""Batch: Weft's record type, an immutable columnar table backed by a `pyarrow.RecordBatch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_OFFSET = 2**31 - 1
-"""Most bytes of text, or items of lists, in one array with 32-bit offsets."""
+"""Maximum number of text bytes or list items in one Arrow array with 32-bit offsets."""
 
 
 class Batch:
@@ -40,8 +40,8 @@ class Batch:
         self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # One Arrow IPC message, because Arrow's own pickle of a slice contains the whole original
-        # batch.
+        # Pickle as one Arrow IPC message: Arrow's own pickle of a slice contains the whole batch
+        # that was sliced.
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.record.schema) as writer:
             writer.write_batch(self.record)
@@ -52,46 +52,53 @@ class Batch:
         """Create a batch from columns.
 
         Args:
-            columns: by name, one value per row: Arrow arrays, numpy arrays, tensors, lists, or
-                pairs of values `[T]` and cu_seqlens `[rows + 1]`. Columns that Weft declares
-                (`dataflow/column.py`) get their declared type; others keep their own.
+            columns: the values of each column, one per row, as an Arrow array, numpy array, tensor
+                or list. Ragged columns may also be a pair of values `[T]` and cu_seqlens
+                `[rows + 1]`. Columns that Weft declares (`dataflow/column.py`) are converted to
+                their declared type.
         """
         return _batch({name: _array(name, data) for name, data in columns.items()})
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Create a batch from one mapping per row; all must have the same keys."""
+        """Create a batch from one mapping per row. All mappings must have the same keys."""
         return cls.of(**{name: [row[name] for row in rows] for name in (rows[0] if rows else {})})
 
     @classmethod
     def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
-        """Create a batch from all rows of a table. Columns with one chunk are not copied.
+        """Create a batch from all rows of a table. Columns with a single chunk are not copied.
 
-        Columns with several chunks and more than `max_bytes` get 64-bit offsets (`large_string`,
-        `large_list`).
+        Columns with several chunks and more than `max_bytes` bytes are converted to types with
+        64-bit offsets (`large_string`, `large_list`).
 
         Raises:
-            UserError: a column needs 64-bit offsets, and its type has none.
+            UserError: a column needs 64-bit offsets, but its type has no such variant.
 
         >>> text = pa.chunked_array([["a", "b"], ["c"]])
         >>> Batch.of_table(pa.table({"text": text}), max_bytes=10)
         Batch(3 rows; text: large_string)
         """
         columns = {name: _joined(name, table.column(name), max_bytes) for name in table.column_names}
-        # An Arrow batch without columns still needs its number of rows.
+        # Keep the number of rows of a table without columns.
         if not columns:
             return cls(table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([]))
         return _batch(columns)
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """Concatenate batches with the same columns, in order. The types of a column may differ if
-        one can hold the other, such as integers and floats. Raises a `UserError` without a batch,
-        or if columns or types differ."""
+        """Concatenate batches with the same columns, in order.
+
+        The types of a column may differ if Arrow can promote one to the other, such as integers to
+        floats.
+
+        Raises:
+            UserError: there is no batch, the batches have different columns, or the types of a
+                column are incompatible.
+        """
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
-        # The common case: equal schemas need no promotion.
+        # Common case: equal schemas need no type promotion.
         if all(r.schema.equals(records[0].schema) for r in records):
             return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
         for record in records:
@@ -116,8 +123,8 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """Return one column, by its name or `Column`, as an Arrow array. Raises a `UserError` for
-        an unknown column, with the nearest one."""
+        """Return the column with this name (or `Column`) as an Arrow array. Raises a `UserError`
+        that suggests the closest name if there is no such column."""
         name = str(column)
         if name not in self.record.schema.names:
             hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
@@ -146,22 +153,24 @@ class Batch:
     def numpy(self, column: object) -> np.ndarray:
         """Return a column as a numpy array `[rows]`.
 
-        Fixed-width columns are read-only and not copied; strings become objects. A `JsonType`
-        column becomes float64 if all values are numbers, otherwise objects.
+        Fixed-width columns are returned as read-only views, without a copy. Strings become Python
+        objects. A `JsonType` column becomes float64 if all its values are numbers, and objects
+        otherwise.
         """
         array = self[column]
         if is_json(array.type):
             values = array.to_pylist()
             numbers = all(isinstance(value, int | float) for value in values)
-            # `np.array` would make a matrix of lists of equal length.
+            # `np.array` would turn lists of equal length into a matrix.
             return np.array(values, np.float64) if numbers else np.fromiter(values, object, len(values))
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """Return a fixed-width column as a torch tensor `[rows]`, not copied: do not write to it.
-        Raises a `UserError` if the column does not hold one number per row."""
+        """Return a fixed-width column as a torch tensor `[rows]`. The tensor shares memory with the
+        batch, so do not write to it. Raises a `UserError` if the column does not hold one number
+        per row."""
         array = self[column]
-        if pa.types.is_boolean(array.type):  # one bit each in Arrow
+        if pa.types.is_boolean(array.type):  # Arrow packs booleans into bits, so copy them
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
         if not _has_fixed_width(array.type):
             better = "ragged()" if is_ragged(array.type) else "numpy()"
@@ -171,11 +180,12 @@ class Batch:
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
-        """Return a ragged column as torch tensors. They are not copied, so do not write to them.
+        """Return a ragged column as torch tensors that share memory with the batch: do not write to
+        them.
 
         Returns:
-            values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1 values).
-            Row i is `values[cu_seqlens[i]:cu_seqlens[i + 1]]`.
+            The values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1
+            values). Row i is `values[cu_seqlens[i]:cu_seqlens[i + 1]]`.
 
         Raises:
             UserError: the column is not ragged.
@@ -184,16 +194,17 @@ class Batch:
         return _tensor(values), _tensor(offsets)
 
     def ragged_numpy(self, column: object) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same as `ragged`, as numpy arrays, without importing torch."""
+        """Like `ragged`, but return numpy arrays. Does not import torch."""
         values, offsets = self._lists(column)
         return values.to_numpy(), offsets.to_numpy()
 
     def lengths(self, column: object) -> np.ndarray:
-        """Return the length of each row of a ragged column, `[rows]` integers."""
+        """Return the number of items in each row of a ragged column, as integers `[rows]`."""
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
-        """Return a ragged column as a padded copy `[rows, longest]`, in its dtype."""
+        """Return a copy of a ragged column, padded with `fill` to `[rows, longest]`, in the same
+        dtype. `left` pads on the left side."""
         values, cu_seqlens = self.ragged(column)
         lengths = cu_seqlens.diff()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -204,27 +215,27 @@ class Batch:
         return out
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the rows as dictionaries. Slow: for reward functions and inspection."""
+        """Return the rows as dictionaries. Slow: only for reward functions and inspection."""
         return self.record.to_pylist()
 
-    # Deriving batches
+    # Deriving new batches
 
     def select(self, columns: Iterable[object]) -> Batch:
         chosen = {str(c): self[c] for c in columns}
-        # Without columns, only `select` keeps the number of rows.
+        # For an empty selection, only Arrow's `select` keeps the number of rows.
         return _batch(chosen) if chosen else Batch(self.record.select([]))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return these rows, in this order. Repeats are allowed."""
+        """Return the rows with these indices, in this order. Indices may repeat."""
         return Batch(self.record.take(pa.array(np.asarray(rows, dtype=np.int64))))
 
     def slice(self, start: int, length: int) -> Batch:
-        """Return `length` rows beginning with row `start`, without a copy."""
+        """Return `length` rows, starting at row `start`, without copying."""
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split the batch into consecutive parts, without a copy. Raises a `UserError` if the sizes
-        do not add up to the number of rows."""
+        """Split the batch into consecutive parts of these sizes, without copying. Raises a
+        `UserError` if the sizes do not add up to the number of rows."""
         if sum(sizes) != len(self):
             raise UserError(
                 f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch"
@@ -233,8 +244,8 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """Return the batch with columns added or replaced, given as for `of`. Raises a `UserError`
-        if a column does not have one value per row."""
+        """Return the batch with these columns added or replaced. Columns may have any form that
+        `Batch.of` accepts. Raises a `UserError` if a column does not have one value per row."""
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
             merged[name] = _array(name, data)
@@ -245,11 +256,11 @@ class Batch:
         return _batch(merged)
 
     def groups(self, by: object = "group_id") -> tuple[np.ndarray, np.ndarray]:
-        """Group the rows by the values of a column. The rows of a group need not be adjacent.
+        """Group the rows by the values of a column. Rows of a group need not be adjacent.
 
         Returns:
-            keys `[groups]`, in ascending order, and index `[rows]`: row i belongs to group
-            `keys[index[i]]`.
+            The distinct values `keys` `[groups]` in ascending order, and `index` `[rows]`: row i
+            belongs to group `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index
@@ -262,7 +273,7 @@ class Batch:
             )
         offsets = array.offsets
         start = offsets[0].as_py() if len(offsets) else 0
-        # `array.values` ignores the slice of the list array, so cut it by the offsets.
+        # `array.values` ignores slicing of the list array, so slice the values here.
         values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values
         if start:  # a slice of a larger batch: rebase the offsets
             offsets = pa.array(offsets.to_numpy() - offsets.type.to_pandas_dtype()(start))
@@ -278,12 +289,12 @@ def _from_message(message: pa.Buffer) -> Batch:
 
 
 def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | None = None) -> pa.Array:
-    """Create a list array.
+    """Create an Arrow list array.
 
     Args:
-        values: `[T]` the items of all rows.
+        values: `[T]` items of all rows.
         offsets: `[rows + 1]` integers; row i is `values[offsets[i]:offsets[i + 1]]`.
-        item: type of the items; None for the type of `values`.
+        item: Arrow type of the items. Default: the type of `values`.
 
     Returns:
         An array with 32-bit offsets, or with 64-bit offsets for more than `MAX_OFFSET` items.
@@ -300,7 +311,7 @@ def is_ragged(type: pa.DataType) -> bool:
 
 
 def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
-    """Return a column as one array, also text of over 2 GiB, unlike `Table.combine_chunks`."""
+    """Like `Table.combine_chunks` for one column, but also works for more than 2 GiB of text."""
     if column.num_chunks == 1:
         return column.chunk(0)
     # Arrow cannot cast an extension type, so cast its storage.
@@ -334,13 +345,13 @@ def _has_fixed_width(type: pa.DataType) -> bool:
 
 
 def _tensor(array: pa.Array) -> Tensor:
-    if len(array) == 0:  # an empty Arrow buffer has no address to share
+    if len(array) == 0:  # an empty Arrow buffer has no memory to share
         return torch.from_numpy(np.empty(0, dtype=array.type.to_pandas_dtype()))
     return torch.from_dlpack(array)
 
 
 def _array(name: str, data: Any) -> pa.Array:
-    # Answers may have any type; `exact_array` chooses it.
+    # Answers may have any type, which `exact_array` chooses below.
     wanted = KNOWN[name].type if name in KNOWN and name != str(ANSWER) else None
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)

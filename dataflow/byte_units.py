@@ -1,10 +1,10 @@
-"""Byte units, by IEC 80000-13."""
+"""Binary byte units (IEC 80000-13)."""
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
 def gib(num_bytes: float) -> str:
-    """Format a number of bytes for people, in GiB, MiB or KiB.
+    """Format a number of bytes in GiB, MiB or KiB.
 
     >>> gib(1.5 * GIB), gib(300 << 20), gib(3 << 19), gib(200)
     ('1.5 GiB', '300 MiB', '1.5 MiB', '0.2 KiB')

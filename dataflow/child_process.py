@@ -1,11 +1,11 @@
-"""Child processes of Weft: start a Python program, exchange lines of JSON with a deadline, end it.
+"""Child processes: start a Python program, exchange lines of JSON with a deadline, and end it.
 
     child = ChildProcess("weft.algorithms.graders.math_program")
     child.receive(START_S)  # {"ready": True}
     reply = child.ask({"response": "4", "answer": "4"}, deadline_s=10)
     child.kill()
 
-A process that misses a deadline is killed:
+`receive` kills a process that misses its deadline:
 
     starting ──> running ──ask──> running ──> ended
                     └── deadline or kill() ────^
@@ -24,22 +24,24 @@ from pathlib import Path
 from typing import IO, Any
 
 EXIT_S = 0.05
-"""[s] How long `kill` waits for a process that is about to end, to learn its own exit code."""
+"""[s] Time that `kill` gives a process to end by itself, so that its own exit code is reported."""
 
 
 class ChildProcess:
-    """A Python program in its own process. Several threads may not use it at once.
+    """A Python program in its own process. Not thread-safe.
 
     Args:
         program: name of a module to run with `python -m`, or path of a Python file.
-        log: append all output to this file. By default, standard output carries lines of JSON
-            for `receive`.
-        errors: file descriptor for standard error, if there is no log; by default this process's.
-        environment: variables to add.
+        log: file to append all output to. Without a log, standard output carries lines of JSON for
+            `receive`.
+        errors: file descriptor for standard error if there is no log. Default: standard error of
+            this process.
+        environment: variables to add to the environment.
         detached: start a new session, so that signals from the terminal do not reach the process.
         descriptors: file descriptors that the process inherits.
 
-    Raises an OSError if the process cannot be started.
+    Raises:
+        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -75,13 +77,12 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or minus the number of the signal that ended the process. None while it
-        runs."""
+        """Exit code; negative number of the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     @property
     def status(self) -> str:
-        """How the process ended, such as "exit code 1" or "signal 9", or "running"."""
+        """State of the process: "running", or how it ended, such as "exit code 1" or "signal 9"."""
         code = self.exit_code
         return "running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -101,7 +102,7 @@ class ChildProcess:
         return self.receive(deadline_s)
 
     def send(self, value: Any) -> None:
-        """Write a line of JSON. Raises an EOFError if the process has ended."""
+        """Write a value as a line of JSON. Raises an EOFError if the process has ended."""
         try:
             self.stdin.write(json.dumps(value).encode() + b"\n")
             self.stdin.flush()
@@ -109,14 +110,14 @@ class ChildProcess:
             raise EOFError(self.status) from None
 
     def receive(self, deadline_s: float) -> Any:
-        """Read the next line of JSON, and skip other lines, such as messages of libraries.
+        """Read the next line of JSON. Other lines, such as messages of libraries, are skipped.
 
         Args:
-            deadline_s: [s] after this time, the process is killed. Otherwise a late reply would
-                look like the reply to the next request.
+            deadline_s: [s] time after which the process is killed. Otherwise, a late reply would
+                be taken for the reply to the next request.
 
         Raises:
-            TimeoutError: no line came in time.
+            TimeoutError: no line of JSON came in time.
             EOFError: the process ended or closed its output.
         """
         late = threading.Event()
@@ -135,32 +136,31 @@ class ChildProcess:
                     found = (json.loads(line),)
         finally:
             timer.cancel()
-            # The timer may be killing the process at this moment; `late` is final once it has ended.
+            # The timer may be killing the process right now. `late` is final once it has ended.
             timer.join()
-        if late.is_set():  # also if the line came at the same moment: the process is dead
+        if late.is_set():  # the process is dead, even if a line came at the last moment
             raise TimeoutError(f"no reply within {deadline_s:g} s")
         if found is None:
             raise EOFError(self.status)
         return found[0]
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for the end of the process, without a limit for None; return whether it has
-        ended."""
+        """Wait for the process to end, at most `seconds` if given. Return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is not None
 
     def close_input(self) -> None:
-        """Close the standard input of the process; many programs end then."""
+        """Close the standard input of the process, which makes many programs end."""
         with suppress(OSError):
             self.stdin.close()
 
     def kill(self) -> str:
-        """End the process, whatever it does, and return how it ended."""
+        """Kill the process if it does not end by itself within `EXIT_S`. Return its `status`."""
         self.wait(EXIT_S)
         self._process.kill()
         self._process.wait()
-        # Closing also flushes, which fails if the process did not read everything.
+        # Closing a pipe flushes it, which fails if the process did not read everything.
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if pipe is not None:

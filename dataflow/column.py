@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def ragged(item: pa.DataType) -> pa.DataType:
-    """Return the type of a column of lists of `item` (int32 offsets)."""
+    """Return the Arrow type of a ragged column with items of type `item` and int32 offsets."""
     return pa.list_(item)
 
 
@@ -29,7 +29,7 @@ class Column:
     type: pa.DataType
     doc: str
     made: str = ""
-    """How a graph gets the column, for the error when no node writes it."""
+    """How to get the column into a graph; part of the error if no node writes it."""
 
     def __str__(self) -> str:
         return self.name
@@ -38,7 +38,7 @@ class Column:
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 INTS, FLOATS, FLAGS = ragged(int32), ragged(float32), ragged(pa.uint8())
 
-# Identity: every row has these. Only operations that name DRAW_PATH or MADE_BEFORE get them.
+# Identity: columns of every row. Nodes only get DRAW_PATH and MADE_BEFORE if they name them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the parent row; for rows of a source, their own")
@@ -173,14 +173,16 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
     MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
 }
-"""Token ids -> columns with a value per token. New rows with other tokens do not inherit them."""
+"""Columns with one value per token, keyed by the column with the token ids. New rows with other
+tokens do not inherit them."""
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
-"""All columns that Weft declares, by name. Users' own columns need no declaration."""
+"""All columns that Weft declares, keyed by name. Users' own columns need no declaration."""
 
 
 def not_inherited(written: Collection[str]) -> set[str]:
-    """Return the columns that new rows do not inherit if a node writes these columns.
+    """Return the columns that new rows do not inherit from their parents if the node that creates
+    them writes the columns `written`.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
     ['chosen_mask', 'chosen_reference_logprobs', 'routes']
@@ -189,7 +191,7 @@ def not_inherited(written: Collection[str]) -> set[str]:
 
 
 def is_of_reward(column: str) -> bool:
-    """Whether a column is the reward, one of its components, or its parts.
+    """Whether a column is the reward, one of its components, or the column `reward_parts`.
 
     >>> is_of_reward("reward/format"), is_of_reward("baseline_reward")
     (True, False)

@@ -1,4 +1,4 @@
-"""Configuration: frozen pydantic models, next to the classes that they configure."""
+"""Configuration classes: frozen pydantic models, defined next to the classes they configure."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the (free, fixed) settings of the class and its parents, for resumed runs."""
-        # Not as attributes of `cls`, because a subclass's value hides its parent's.
+        """Return (`free_on_resume`, `fixed_on_resume`), combined over the class and its parents."""
+        # Read each class's own value: an attribute of `cls` would hide those of its parents.
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (
             frozenset().union(*(each.get(name, ()) for each in parents))
@@ -89,8 +89,8 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """Return the tail of an error about an unknown setting."""
-        # A subclass's `retired` hides its parent's, so look at each class.
+        """Return the suffix of an error about an unknown setting: what to use instead."""
+        # A subclass's `retired` hides its parent's, so check each class.
         for each in cls.__mro__:
             if gone := vars(each).get("retired", {}).get(name):
                 return f"; {gone}"
@@ -99,15 +99,16 @@ class Config(pydantic.BaseModel):
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """Return the message of a validation error, with the value and the nearest allowed one."""
+        """Return the message for a validation error of pydantic, with the rejected value and, for a
+        choice, the closest allowed value."""
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
             case "missing":
                 return "must be given"
-            case "value_error":  # raised by our own rules, with a complete message
+            case "value_error":  # raised by a validator of Weft, whose message is complete
                 return str(problem["ctx"]["error"])
             case "literal_error":
-                # pydantic lists the allowed values in one text: "'a', 'b' or 'c'".
+                # pydantic lists the allowed values as text: "'a', 'b' or 'c'".
                 allowed = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
                 return f"{message}, not {value!r}{nearest(str(value), allowed)}"
             case _:
@@ -115,7 +116,7 @@ class Config(pydantic.BaseModel):
 
 
 def _of_kind(value: Any, field: Any) -> Any:
-    # The annotation itself, and the members of a union.
+    # The annotation and, for a union, its members.
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
@@ -133,7 +134,8 @@ def _of_kind(value: Any, field: Any) -> Any:
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to names with dots, after the prefix `name`. Lists stay values.
+    """Flatten nested mappings to one mapping keyed by dotted names, which start with `name`. Lists
+    are not flattened.
 
     >>> flattened({"schedule": {"steps": 3}, "seed": 0, "graphs": ["a"]})
     {'schedule.steps': 3, 'seed': 0, 'graphs': ['a']}

@@ -1,4 +1,4 @@
-"""All exceptions of Weft, in one tree. Messages name the problem and, if possible, the fix.
+"""Weft's exceptions. Their messages name the problem and, if possible, the fix.
 
     WeftError
      ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
@@ -8,35 +8,36 @@
      │   ├─ NoSuchRunError                     a dashboard page requests a run that does not exist
      │   ├─ SymptomError                       the run shows a symptom that `stop_on` names
      │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
-     │   └─ SampleError                        a mistake in particular samples
+     │   └─ SampleError                        certain samples are invalid
      │       └─ ResultError                    a function returned an invalid result
      ├─ RunError (RuntimeError)                the run cannot continue; exit code 1
-     │   ├─ StalledError                       rows are in flight, and nothing can move
+     │   ├─ StalledError                       rows are in flight, but nothing can run
      │   ├─ StalenessError                     rows are older than the schedule allows
-     │   ├─ WeightSyncError                    a receiver holds other weights than were published
+     │   ├─ WeightSyncError                    a receiver's weights differ from the published ones
      │   ├─ TakenOverError                     another driver has taken over the run
      │   ├─ RecoveryError                      the log of a run cannot be replayed
-     │   │   └─ FormatError                    another version of Weft wrote it
-     │   ├─ DamagedSegment                     columns of rows can no longer be read
-     │   ├─ LeaseError                         rows were handled that belong to another lease
+     │   │   └─ FormatError                    another version of Weft wrote the log
+     │   ├─ DamagedSegment                     stored columns can no longer be read
+     │   ├─ LeaseError                         a lease was used for rows that it does not hold
      │   ├─ DivergedError                      too many bad optimizer steps in a row
      │   ├─ GenerationError                    the inference engine failed
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
      │           └─ DeadlineError (TimeoutError)   a call was not answered in time
-     └─ BrokenRule                             an event of a log breaks a rule of rows; `weft buffer check` reports it
+     └─ BrokenRule                             an event of a log breaks a rule; `weft buffer check` reports it
 
     BaseException
      ├─ Cancelled                              a call on a rank is canceled; internal
      ├─ Silent                                 a call in the driver's process was silent for too long; internal
-     ├─ NeedsMainThread                        a reward function sets a signal handler on another thread; internal
+     ├─ NeedsMainThread                        a reward function sets a signal handler outside the main thread; internal
      ├─ Planned                                `weft plan` has reached the driver of a script; internal
      └─ SystemExit
          └─ Ended                              a signal ended the process
 
-`launch` and the command `weft` print the message and the advice, without a traceback, as does a
-script that ends with a `UserError`. Tracebacks and notebooks show the advice below the message.
-This module imports no other Weft module at its top level, so that every folder may import it.
+`launch` and the `weft` command print the message and the advice of an error, without a traceback. A
+script that ends with a `UserError` prints its message. Tracebacks and notebooks show the advice
+below the message. Every folder may import this module, because it imports no other Weft module at
+its top level.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from typing import Any, ClassVar
 
 
 class WeftError(Exception):
-    """Root of the tree. The message may be followed by `advice` to the user."""
+    """Base class of Weft's errors. `advice` is shown below the message."""
 
     advice: ClassVar[str] = ""
 
@@ -61,7 +62,7 @@ class WeftError(Exception):
 
     @property
     def text(self) -> str:
-        """The message, and the advice below it."""
+        """The message, followed by the advice."""
         return "\n".join([str(self), *getattr(self, "__notes__", ())])
 
 
@@ -70,7 +71,7 @@ class Ended(SystemExit):
 
 
 class Silent(BaseException):
-    """A call in this process was silent for too long."""
+    """A call in the driver's process was silent for too long. `stack` shows where it was."""
 
     def __init__(self, stack: str = "") -> None:
         super().__init__(stack)
@@ -78,17 +79,17 @@ class Silent(BaseException):
 
 
 class Cancelled(BaseException):
-    """A call on a rank is canceled; it publishes its finished rows."""
+    """A call on a rank is canceled. The call still publishes its finished rows."""
 
 
 class NeedsMainThread(BaseException):
     """A reward function sets a signal handler outside the main thread."""
 
-    # Not an `Exception`: graders catch Python's own error and return 0.
+    # Not an `Exception`, because graders catch those and return 0.
 
 
 class Planned(BaseException):
-    """Ends a planned script once it has created its driver."""
+    """Ends the script that `weft plan` runs, once the script has created its driver."""
 
 
 # Errors that the user can fix
@@ -97,12 +98,12 @@ class Planned(BaseException):
 class UserError(WeftError, ValueError):
     """A mistake in the user's settings, graph, data or placement.
 
-    A command, or a script that does not catch it, ends with the message and exit code 2.
+    A command or script that does not catch the error prints the message and ends with exit code 2.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # A notebook, a debugger or the user may have replaced the hook; keep theirs.
+        # Keep a hook that a notebook, a debugger or the user installed.
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _end_script
 
@@ -115,7 +116,7 @@ def _end_script(
     if keeps or not isinstance(error, UserError):
         sys.__excepthook__(kind, error, traceback)
         return
-    # Imported here, because every module may import this one.
+    # Import here, because every module may import this one.
     from .untrusted_text import show
 
     show(f"error: {error}")
@@ -123,7 +124,7 @@ def _end_script(
 
 
 class SettingError(UserError):
-    """A configuration class rejects its settings, with a line for each in the message."""
+    """A configuration class rejects its settings. The message has a line for each problem."""
 
     def __init__(self, message: str, of: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
@@ -132,11 +133,11 @@ class SettingError(UserError):
 
 
 class GraphError(UserError):
-    """The graph breaks rules. The message has a line for each, with the nearest right name."""
+    """The graph breaks rules. The message has a line for each, with the closest valid name."""
 
 
 class NoSuchNodeError(UserError, AttributeError):
-    """A worker class has no such node. The message suggests the nearest one."""
+    """A worker class has no node with this name. The message suggests the closest one."""
 
 
 class NoSuchRunError(UserError):
@@ -144,7 +145,7 @@ class NoSuchRunError(UserError):
 
 
 class SampleError(UserError):
-    """A mistake in particular samples. The message names them, and `sample_ids` lists them."""
+    """Certain samples are invalid. The message names them, and `sample_ids` lists their ids."""
 
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -152,7 +153,7 @@ class SampleError(UserError):
 
 
 class ResultError(SampleError):
-    """A function returned an invalid result. The first such error ends the run, without a retry."""
+    """A function returned an invalid result. The run ends without a retry."""
 
 
 class SymptomError(UserError):
@@ -161,28 +162,28 @@ class SymptomError(UserError):
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)
         self.sample = sample
-        """One of the last recorded samples; None if there are none."""
+        """One of the most recently recorded samples; None if there are none."""
 
 
 class NoSignalError(SymptomError):
-    """All rewards within each group of the first steps are equal: all advantages are 0."""
+    """In the first steps, the rewards within each group are equal, so all advantages are 0."""
 
 
 # Errors that end a run
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot continue. The message is complete without a traceback; exit code 1."""
+    """A run cannot continue. The message explains why without a traceback. Exit code 1."""
 
 
 class StalledError(RunError):
-    """Rows are in flight, but nothing can run. The message names what they wait for."""
+    """Rows are in flight, but no node can run. The message says what the rows wait for."""
 
     advice = "`weft buffer why RUN GROUP` shows what a group waits for, or how it ended."
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows: weight updates did not reach their group."""
+    """Rows are older than the schedule allows: their worker group did not get newer weights."""
 
     advice = (
         "Check that each generating group follows the group that is trained: rollout.follows(actor)."
@@ -196,7 +197,7 @@ class WeightSyncError(RunError):
 
 
 class TakenOverError(RunError):
-    """Another driver has taken over the run, because this one appeared dead."""
+    """Another driver has taken over the run, because this driver appeared to be dead."""
 
     advice = (
         "If another driver has the run, there is nothing to do: it continues from the last checkpoint. If the run's folder was moved, "
@@ -220,7 +221,7 @@ class FormatError(RecoveryError):
 
 
 class DamagedSegment(RunError):
-    """A message can no longer be read: its file is missing, too short, or changed."""
+    """A segment can no longer be read, because its file is missing, too short or changed."""
 
     advice = "Continue with resume='latest': prompts with damaged rows are issued again."
 
@@ -234,13 +235,13 @@ class DamagedSegment(RunError):
 
 
 class LeaseError(RunError):
-    """A lease was used after its release, or for rows of another lease."""
+    """A lease was used after its release, or for rows that it does not hold."""
 
     advice = "A backend or a worker group handled rows that it did not own. `weft buffer check RUN` checks whether the log is sound."
 
 
 class DivergedError(RunError):
-    """Too many bad optimizer steps in a row. The state is from the last applied step."""
+    """Too many bad optimizer steps in a row. The model keeps the state of the last applied step."""
 
     advice = (
         "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
@@ -249,21 +250,21 @@ class DivergedError(RunError):
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.sample_ids = tuple(sample_ids)
-        """Samples of the last step on this rank with a loss that is not finite."""
+        """Ids of the samples on this rank whose loss was not finite in the last step."""
 
 
 class GenerationError(RunError):
-    """An inference engine failed. The message is plain text, for the driver."""
+    """An inference engine failed. Holds only text, so the driver can unpickle it without vLLM."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
 class WorkerError(RunError):
-    """A call on a worker failed. The message names worker, node and sample, with the traceback."""
+    """A call on a worker failed. The message has the worker, node, sample and traceback."""
 
 
 class WorkerDied(WorkerError):
-    """A worker's process is gone and cannot be replaced alone. Continue from a checkpoint."""
+    """A worker's process has died, and the run must restart from a checkpoint to replace it."""
 
     advice = "If the run makes checkpoints, continue from the last one with resume='latest'. The process's log is in the run's logs/."
 
@@ -278,7 +279,7 @@ class DeadlineError(WorkerDied, TimeoutError):
 
 
 class BrokenRule(WeftError):
-    """An event of a log breaks a rule. The checker ignores it; `weft buffer check` lists it."""
+    """An event of a log breaks a rule. `weft buffer check` reports the event and skips it."""
 
     def __init__(self, message: str, rule: enum.Enum | None = None) -> None:
         super().__init__(message)
@@ -286,7 +287,7 @@ class BrokenRule(WeftError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the tail of an error message that suggests the nearest right name, if any is near.
+    """Return a "did you mean" suffix for an error message; empty if no candidate is close.
 
     >>> nearest("advantage", ["advantages", "reward"])
     "; did you mean 'advantages'?"
@@ -296,6 +297,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     "; did you mean 'grpo'?"
     """
     close = difflib.get_close_matches(str(name), [str(c) for c in candidates], n=3, cutoff=0.6)
-    # Prefer candidates with the same letters: swapped letters are the most common typo.
+    # Prefer candidates with the same letters, because swapped letters are the most common typo.
     close.sort(key=lambda near: sorted(near) != sorted(str(name)))
     return f"; did you mean {close[0]!r}?" if close else ""

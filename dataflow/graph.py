@@ -1,8 +1,8 @@
 """Graph: the nodes of a run and their dependencies, as plain data.
 
-Edges are columns. A node depends on the nodes that wrote its columns, on the filters that its rows
-passed, and on the expansion that created them. A placement decides where nodes run, and a schedule
-when.
+A node depends on the nodes that wrote the columns that it reads, on the filters that its rows
+passed, and on the EXPAND node that created its rows. The placement decides where a node runs; the
+schedule decides when.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from .errors import GraphError, NoSuchNodeError, UserError, nearest
 from .operation import Declaration, Operation, Shape, declaration_of, takes_as_json, takes_from_json
 from .source import Source, TableSource, file_columns
 
-# Node: one operation of a graph and its dependencies. Plain data.
+# Node: one operation of a graph and its dependencies.
 
 SOURCE = 0
-"""Level of the rows of the source. Each EXPAND creates another level."""
+"""Level of the source's rows. The output rows of each EXPAND have a level of their own."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph, which reads and writes columns."""
+    """One operation of a graph and its dependencies."""
 
     name: str
     group: str | None
-    """Name of the worker group that runs it; None for a pure function."""
+    """Name of the worker group that runs the node; None for a pure function."""
     operation: Operation
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     reads: tuple[str, ...]
-    """Columns that it gets: all required ones, and optional ones that exist."""
+    """Columns that the node gets: all required columns, and the optional columns that exist."""
     missing: tuple[str, ...]
-    """Required columns that do not reach it (an error)."""
+    """Required columns that its rows lack; `Graph.validate` rejects such a graph."""
     writes: tuple[str, ...]
     level: int
     """Level of its input rows."""
     makes_level: int | None
     """Level of its output rows (EXPAND only)."""
     writers: Mapping[str, str]
-    """Column of `reads` -> the node that wrote it ("" for the source)."""
+    """Name of the node that wrote each column of `reads`, keyed by column; "" for the source."""
     after: tuple[str, ...]
-    """Nodes that must be done with a row (or its ancestor) before this node sees it."""
+    """Nodes that must finish a row (or its ancestor) before this node gets it."""
     path: tuple[str, ...] = ()
-    """Names of the nested graphs that contain it."""
+    """Names of the nested graphs that contain the node, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """Make folders of models and tokenizers absolute: a reward function may change the
-    directory."""
+    """Make paths of models and tokenizers absolute: reward functions may change the directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -83,45 +82,47 @@ def _from_here(config: Any) -> Any:
 
 
 class Handle:
-    """A worker group in a script: class, configuration and name.
+    """A worker group in a script: its worker class, configuration and name.
 
-    Inside a `@graph` function, calling one of its methods with rows records a node. `group` creates
-    it, typed as the worker class, so that an editor jumps from `rollout.generate` to the code.
+    Inside a `@graph` function, calling one of its methods with rows records a node. `weft.group`
+    returns a handle typed as the worker class, so that "go to definition" works on
+    `rollout.generate`.
     """
 
     def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
         self.worker_class = worker_class
         self.given = config
-        """Configuration as given by the user."""
+        """The configuration that the user gave."""
         self.config = _from_here(config)
-        """Configuration of the run, with absolute paths and the adapter of its leader."""
+        """The configuration that the run uses: with absolute paths, and with the LoRA adapter
+        settings of its leader."""
         self.name = name
         self.leader: Handle | None = None
-        """The group whose weights it loads."""
+        """The worker group whose weights this group loads."""
         self.follows_every = 1
-        """Number of updates of the leader between two loads of its weights."""
+        """Load the weights after every this many updates of the leader."""
 
     @property
     def called(self) -> str:
-        """Its name, or by default the name of its class: "actor" for `ActorWorker`."""
+        """The given name, or else a name derived from the class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     @property
     def transport(self) -> str:
-        """Transport of its weights to its followers; "auto" if its worker has no such setting."""
+        """How followers get this group's weights; "auto" if the worker has no such setting."""
         return getattr(self.given, "transport", "auto")
 
     @property
     def vllm_backend(self) -> str:
-        """vLLM backend that sends its weights; empty for none."""
+        """The vLLM backend that sends this group's weights; empty for none."""
         return getattr(self.given, "vllm_backend", "")
 
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update of `leader`. Raises a
-        UserError if `leader` cannot publish weights, or this group cannot receive them."""
+        """Make this group load the weights of `leader` after every `every`-th update. Raises a
+        `UserError` if `leader` cannot publish weights or this group cannot receive them."""
         if not isinstance(leader, Handle):
             raise UserError(
                 f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
@@ -142,7 +143,7 @@ class Handle:
         # Pickle and copy look up special methods on instances.
         if method.startswith("__"):
             raise AttributeError(method)
-        # `getattr_static`, so that no property or descriptor of the class runs.
+        # `getattr_static` does not run properties or descriptors of the class.
         function = inspect.getattr_static(self.worker_class, method, None)
         declaration = declared(self.worker_class, method)
         if declaration is None or not declaration.is_node:
@@ -163,7 +164,7 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """Return the declaration of a worker's method, possibly inherited; None if it is not remote."""
+    """Return the declaration, possibly inherited, of a worker's method; None if not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -172,8 +173,8 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """Create a handle on a worker group, with the settings of `worker_class.Config`. The name is by
-    default the parameter name of the first graph that gets it."""
+    """Create a handle for a worker group. `settings` are the fields of `worker_class.Config`. By
+    default, the group is named after the graph parameter that it is first passed to."""
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
@@ -184,7 +185,7 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
     return cast(W, Handle(worker_class, config, name))
 
 
-# Drawing: a graph as text, and as a Mermaid flowchart.
+# Drawing: a graph as text, or as a Mermaid flowchart.
 
 
 def _text(graph: Graph) -> str:
@@ -212,7 +213,7 @@ _BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shap
 
 
 def _mermaid(graph: Graph) -> str:
-    """Draw a flowchart: solid edges carry columns, dotted edges carry parameters."""
+    """Return a Mermaid flowchart. Solid edges carry columns, dotted edges carry weights."""
     ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(graph.nodes)}
     lines = ["flowchart LR", f"  source[({_quoted(graph.source.name)})]"]
     for path in dict.fromkeys(n.path for n in graph.nodes):
@@ -235,10 +236,10 @@ def _mermaid(graph: Graph) -> str:
 
 
 def _parameter_edges(ids: Mapping[str, str], graph: Graph) -> list[str]:
-    """Return the dotted edges, from the updating node to each node that uses the weights.
+    """Return the dotted edges, from the node that updates the weights to each node that uses them.
 
-    A group without such a node in this graph (another graph of the run may have one) gets a
-    separate box.
+    A group without such a node in this graph is drawn as a separate box; another graph of the run
+    may contain the node.
     """
     groups = dict.fromkeys(g for e in graph.follows for g in (e.leader, e.follower))
     alone = {g: f"g{i}" for i, g in enumerate(groups)}
@@ -265,12 +266,12 @@ def _every(every: int) -> str:
     return "every update" if every == 1 else f"every {every} updates"
 
 
-# Validation: each broken rule gives a line with the node, the column and the nearest right name.
+# Validation: one line per broken rule, with the node, the column and the closest valid name.
 
 
 def _column_problems(graph: Graph) -> Iterable[str]:
     source, identity = graph.source, {str(c) for c in IDENTITY}
-    # A node may replace a column of the user's file, but not one that Weft made.
+    # A node may replace a column of the user's file, but not a column that Weft wrote.
     made = [column for column in source.columns if column not in file_columns(source)]
     written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
     for position, node in enumerate(graph.nodes):
@@ -299,7 +300,7 @@ def _why_missing(column: str, position: int, graph: Graph) -> str:
         return f"which only {writer!r} writes, later"
     if writer:
         for node in nodes[at + 1 : position]:
-            # The node between replaced the tokens that the column describes.
+            # A node between writer and reader replaced the tokens that the column describes.
             if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
                 return (
                     f"which {writer!r} writes for other tokens: {node.name!r} makes rows with new tokens; let it write "
@@ -326,7 +327,7 @@ def _why_missing(column: str, position: int, graph: Graph) -> str:
 
 
 def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether a node created the rows of a level, directly or through further expansions."""
+    """Whether the rows of a level descend from the rows that a node created."""
     while level != SOURCE:
         if level == node.makes_level:
             return True
@@ -354,11 +355,11 @@ def _cycle_problems(graph: Graph) -> Iterable[str]:
 
 
 def _cycle(after: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Return the names along one cycle of a dependency relation, or none."""
+    """Return the names along one cycle of a dependency graph; empty if there is no cycle."""
     try:
         graphlib.TopologicalSorter(after).prepare()
     except graphlib.CycleError as error:
-        # graphlib names a predecessor before its successor; a waiting node comes first here.
+        # graphlib lists a predecessor before its successor; list the waiting node first.
         return tuple(reversed(error.args[1]))
     return ()
 
@@ -388,9 +389,9 @@ class Graph:
 
     @property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges that end at this graph's groups, and the edges that lead to these."""
+        """The parameter edges into this graph's worker groups and, recursively, their leaders."""
         edges: list[ParameterEdge] = []
-        # Leaders may follow other leaders, so walk up until no new handle appears.
+        # A leader may follow another leader, so walk up until no new handle appears.
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
             if handle.leader is not None and id(handle) not in seen:
@@ -401,26 +402,31 @@ class Graph:
 
     @property
     def levels(self) -> dict[int, str]:
-        """Level -> name of its rows: the source, or the node that created them."""
+        """Name of the source, or of the node that created the rows, keyed by level."""
         return {SOURCE: self.source.name} | {
             n.makes_level: n.name for n in self.nodes if n.makes_level is not None
         }
 
     def parent_level(self, level: int) -> int:
-        """Return the level whose rows were expanded into this one."""
+        """Return the level of the parent rows of a level."""
         return next(n.level for n in self.nodes if n.makes_level == level)
 
     def level_of(self, writer: str) -> int:
-        """Return the level of the rows that carry this node's columns ("" for the source)."""
+        """Return the level of the rows that a node writes its columns to ("" for the source)."""
         if not writer:
             return SOURCE
         node = self[writer]
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """Check the graph's rules, and return the graph. `also` has the run's other graphs, which
-        may update its leaders. Raises a GraphError with a line for each broken rule."""
-        # A leader may be updated in another graph of the run.
+        """Check the rules of the graph, and return the graph.
+
+        Args:
+            also: the other graphs of the run. They may update leaders of this graph's groups.
+
+        Raises:
+            GraphError: the graph breaks rules; the message has a line for each.
+        """
         updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
         followers = {e.follower for e in self.follows}
         some = ", ".join(dict.fromkeys(updated)) or "none"
@@ -432,7 +438,8 @@ class Graph:
         return self
 
     def refuse_problems(self, more: Iterable[str] = ()) -> None:
-        """Raise a `GraphError` for broken rules that do not depend on other graphs, or for more."""
+        """Raise a `GraphError` if the graph breaks rules that do not depend on other graphs, or if
+        there are `more` problems."""
         own = (*_column_problems(self), *_group_problems(self), *_cycle_problems(self))
         if problems := [*own, *more]:
             raise GraphError("\n".join(problems))
@@ -444,7 +451,7 @@ class Graph:
         return _mermaid(self)
 
     def structure(self) -> dict[str, Any]:
-        """Return the graph for display, as JSON values."""
+        """Return the graph as JSON values, for the dashboard."""
         shown = ("name", "group", "reads", "writes", "writers", "after", "path")
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
@@ -463,7 +470,7 @@ class Graph:
         }
 
     def outline(self) -> dict[str, Any]:
-        """Return what a ledger needs of the graph, as JSON values."""
+        """Return the parts of the graph that a ledger needs, as JSON values."""
         kept = ("reads", "writes", "level", "makes_level", "writers", "after")
         nodes: list[dict[str, Any]] = []
         for n in self.nodes:
@@ -477,8 +484,7 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph from an outline, for a ledger. It cannot run, and its source has no
-        rows."""
+        """Create a graph for a ledger from an outline. It cannot run, and its source is empty."""
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             # JSON has no tuples, so restore them.

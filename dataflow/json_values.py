@@ -1,9 +1,10 @@
-"""JsonType: an Arrow column of Python values that no plain Arrow type preserves exactly.
+"""JsonType: an Arrow type for columns of Python values that no plain Arrow type preserves exactly.
 
-Arrow has one type per column. It gives all objects of a column the same keys, turns integers into
-floats when a column has both, and rejects a mix of numbers and text. Reward functions must get the
-original values, so such columns are stored as JSON text of this type. `to_pylist` and `as_py`
-return the values. Readers that do not know the type, such as DuckDB, see the JSON text.
+An Arrow column has a single type. Arrow gives all objects in a column the same keys, turns integers
+into floats if a column has both, and rejects a mix of numbers and text. Reward functions must get
+the original values, so Weft stores such columns as JSON text with the type `JsonType`. `to_pylist`
+and `as_py` return the original values. Readers that do not know the type, such as DuckDB, see the
+JSON text.
 
 >>> exact_array([5, "five", {"a": 1}, {"b": None}, None]).to_pylist()
 [5, 'five', {'a': 1}, {'b': None}, None]
@@ -24,7 +25,7 @@ import pyarrow as pa
 _CHUNK = 8192
 
 CANNOT_HOLD = (pa.ArrowException, OverflowError, TypeError, ValueError)
-"""Errors of Arrow for values without a common type."""
+"""Errors that Arrow raises for values without a common type."""
 
 
 class _JsonScalar(pa.ExtensionScalar):
@@ -33,7 +34,7 @@ class _JsonScalar(pa.ExtensionScalar):
 
 
 class JsonType(pa.ExtensionType):
-    """JSON text that is read as its value."""
+    """Arrow extension type: JSON text that is read as the value it encodes."""
 
     def __init__(self, storage: pa.DataType = pa.string()) -> None:
         super().__init__(storage, "weft.json")
@@ -67,11 +68,11 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
 
     Returns:
         An array of a plain Arrow type if that preserves all values, otherwise of `JsonType`. Tuples
-        become lists. Objects and lists that JSON cannot hold either, such as dates in objects with
-        different keys, are converted by Arrow.
+        become lists. If neither preserves the values, Arrow converts objects and lists, for example
+        objects with dates and different keys.
 
     Raises:
-        ValueError or TypeError: neither Arrow nor JSON can hold the values.
+        ValueError or TypeError: neither Arrow nor JSON can represent the values.
     """
     try:
         array = pa.array(values)
@@ -83,14 +84,14 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
     try:
         return json_array(values)
     except (TypeError, ValueError):
-        # JSON failed as well; for nested values, Arrow's conversion is acceptable.
+        # JSON failed as well. For nested values, accept Arrow's conversion.
         if pa.types.is_nested(array.type):
             return array
         raise
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:
-    """Create an array of JSON text. Raises ValueError or TypeError if JSON cannot hold a value."""
+    """Create a `JsonType` array. Raises ValueError or TypeError if a value has no JSON form."""
     texts = [
         None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values
     ]
@@ -98,7 +99,7 @@ def json_array(values: Iterable[Any]) -> pa.Array:
 
 
 def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Convert a column to JSON text. Raises the same errors as `json_array`."""
+    """Convert a column to `JsonType`. Raises the errors of `json_array`."""
     if is_json(column.type):
         return column
     chunks = [
@@ -108,8 +109,8 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Concatenate columns, preserving all values. Raises ValueError or TypeError if neither an
-    Arrow type nor JSON can hold all values."""
+    """Concatenate columns, preserving all values. Raises a ValueError or TypeError if neither an
+    Arrow type nor JSON can represent all values."""
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
         return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())
@@ -124,7 +125,7 @@ def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def readable_by_arrow(table: pa.Table) -> pa.Table:
-    """Convert `JsonType` columns to plain Arrow types if possible, even if values change."""
+    """Convert `JsonType` columns to plain Arrow types where possible, even if values change."""
     for at, name in enumerate(table.column_names):
         if is_json(table.schema.field(name).type):
             with suppress(*CANNOT_HOLD):
@@ -133,7 +134,7 @@ def readable_by_arrow(table: pa.Table) -> pa.Table:
 
 
 def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the Arrow type that holds values of all these types unchanged, or None."""
+    """Return the Arrow type that represents values of all these types unchanged, or None."""
     if any(map(is_json, kinds)):
         return None
     schemas = [pa.schema([("x", kind)]) for kind in kinds]
@@ -145,7 +146,7 @@ def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
 
 
 def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
-    """Whether values of a type stay the same in the wider type."""
+    """Whether a cast to the wider type preserves all values."""
     if pa.types.is_null(kind) or kind == wider:
         return True
     if pa.types.is_dictionary(kind):
@@ -157,15 +158,15 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
         )
     if kind.num_fields and wider.num_fields:  # lists
         return _same_values(kind.field(0).type, wider.field(0).type)
-    # An integer would come back as a float.
+    # A cast from integer to another type is lossy: the integer would come back as a float.
     return not (pa.types.is_integer(kind) and not pa.types.is_integer(wider))
 
 
 def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
-    """Whether an array made of these values preserves all of them."""
+    """Whether `array`, which was created from `values`, preserves each of them."""
     kind, types = array.type, pa.types
     if any(of(kind) for of in (types.is_string, types.is_boolean, types.is_integer, types.is_null)):
-        return True  # Arrow mixes these types with no others
+        return True  # Arrow never converts other types to these
     present = [value for value in values if value is not None]
     if pa.types.is_floating(kind):
         return all(isinstance(value, float | np.floating) for value in present)
@@ -175,21 +176,21 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         names = [field.name for field in kind]
         if not all(isinstance(value, Mapping) and value.keys() == set(names) for value in present):
             return False
-        # `present` has no None, so the array must drop its nulls to stay aligned.
+        # `present` has no None, so drop the nulls of the array to keep both aligned.
         whole = array.drop_null()
         return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
-    # Arrow stores text among bytes as bytes.
+    # Arrow stores text as bytes if a column has both.
     if pa.types.is_binary(kind):
         return all(isinstance(value, bytes | bytearray | memoryview) for value in present)
     return array.to_pylist() == list(values)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types. Raises TypeError for other types."""
+    """Convert a value to JSON types. Raises a TypeError for values without a JSON type."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        # `json.dumps` would silently turn other keys into text.
+        # Reject keys that are not text, which `json.dumps` would silently convert.
         if foreign := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"the keys of an object must be text, not {foreign[0]!r}")
         return {key: _plain(inner) for key, inner in value.items()}

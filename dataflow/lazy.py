@@ -1,6 +1,7 @@
-"""torch, imported when it is first used, so that tracing and checking a graph takes milliseconds.
+"""Lazy import of torch. Tracing and checking a graph takes milliseconds, because it never imports
+torch. Modules import it with:
 
-from ..dataflow.lazy import torch
+    from ..dataflow.lazy import torch
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class _LazyModule:
-    """A module that is imported when one of its attributes is first used.
+    """Stand-in for a module, which imports the module when one of its attributes is first used.
 
     >>> _LazyModule("math").sqrt(9.0)
     3.0
@@ -23,7 +24,7 @@ class _LazyModule:
         return getattr(importlib.import_module(self._name), attribute)
 
     def __reduce__(self) -> tuple[type[_LazyModule], tuple[str]]:
-        # cloudpickle pickles users' functions together with their globals.
+        # cloudpickle pickles a user's function together with the globals that it uses.
         return _LazyModule, (self._name,)
 
 

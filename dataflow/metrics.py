@@ -1,4 +1,4 @@
-"""Metrics: values that merge over microbatches, ranks and replicas."""
+"""Metrics: values that can be merged across microbatches, ranks and replicas."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from typing import Any, Self, TypeAlias, cast
 from .errors import UserError
 
 Parts: TypeAlias = tuple[float, ...]
-"""An exact sum of floats as nonzero parts: the nearest float, then of the remainder, and so on."""
+"""An exact sum of floats, stored as several floats: the sum rounded to a float, then the remainder
+rounded to a float, and so on until the remainder is 0."""
 
 
 def exact_sum(numbers: Iterable[float]) -> Parts:
-    """Return the exact sum of floats, independent of order and grouping.
+    """Return the exact sum of floats. The result does not depend on order or grouping.
 
     >>> exact_sum([1e16, 1.0, 1.0]), exact_sum([0.5, -0.5]), exact_sum([1e300, 1.0])
     ((1.0000000000000002e+16,), (0.0,), (1e+300, 1.0))
     """
     numbers = [float(number) for number in numbers]
     try:
-        # `fsum` rounds once. Sum the remainder again until nothing is left.
+        # `fsum` rounds its result. Sum what remains until the remainder is 0.
         parts = [fsum(numbers)]
         while (
             isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)]))
         ):
             parts.append(rest)
         return tuple(parts)
-    except (OverflowError, ValueError):  # beyond the range of floats, or both infinities
+    except (OverflowError, ValueError):  # overflow, or infinities of both signs
         return (sum(numbers),)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean, stored as two sums so that merging is exact.
+    """A weighted mean, stored as the sum of values and the sum of weights, so that merging is
+    exact.
 
     >>> (Mean(6.0, 3.0) + Mean(0.0, 1.0)).value
     1.5
@@ -44,7 +46,7 @@ class Mean:
     total: float
     weight: float = 1.0
     rest: Parts = field(default=(), repr=False)
-    """Rounding error of `total`, so that a merged mean does not depend on order or grouping."""
+    """Rounding error of `total`. It makes the merged mean independent of order and grouping."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
@@ -63,12 +65,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value; NaN if any value was NaN."""
+    """The largest value; NaN if any value is NaN."""
 
     value: float
 
     def __add__(self, other: Max) -> Max:
-        # `max` keeps or loses a NaN depending on the order of its arguments.
+        # `max` may lose a NaN, depending on the order of its arguments.
         if isnan(self.value):
             return self
         return other if isnan(other.value) else Max(max(self.value, other.value))
@@ -76,7 +78,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Sum:
-    """A count or an amount."""
+    """A count or an amount, which merges by addition."""
 
     value: float
     rest: Parts = field(default=(), repr=False)
@@ -88,7 +90,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values, stored as exact sums: independent of merge order.
+    """The standard deviation of all values, stored as exact sums of the values and their squares.
+    The result does not depend on the order of merging.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
@@ -100,7 +103,7 @@ class Std:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Return the deviation of these values, each with weight 1."""
+        """Return the standard deviation of these values, each with weight 1."""
         values = [float(value) for value in values]
         squares = exact_sum(part for value in values for part in _square(value))
         return cls(float(len(values)), exact_sum(values), squares)
@@ -115,29 +118,29 @@ class Std:
 
     @property
     def value(self) -> float:
-        """Population deviation of the values; NaN if there are none."""
+        """Population standard deviation of the values; NaN if there are none."""
         if not self.number:
             return float("nan")
         if not all(map(isfinite, self.total + self.squares)):
             return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
-        # Exact arithmetic: the difference of two large sums would lose all digits as floats.
+        # Use exact arithmetic: with floats, the difference of two large sums would lose all digits.
         total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
         number = Fraction(self.number)
         return sqrt(max((squares - total * total / number) / number, 0))
 
 
 def _square(value: float) -> tuple[float, float]:
-    """Return the square of a value, and its rounding error."""
+    """Return the square of a value, and the rounding error of the square."""
     square = value * value
     if not isfinite(square):
         return square, 0.0
-    # The error of a float product is itself a float.
+    # The rounding error of a product of floats is a float itself.
     return square, float(Fraction(value) ** 2 - Fraction(square))
 
 
 @dataclass(frozen=True)
 class Estimate(Std):
-    """The mean of independent values, such as one per prompt, with a 95 % interval.
+    """The mean of independent values, such as one per prompt, with a 95 % confidence interval.
 
     >>> estimate = Estimate.of([0.0, 1.0]) + Estimate.of([1.0, 1.0])
     >>> estimate.value, estimate.number, round(estimate.std, 3)
@@ -160,7 +163,7 @@ Metrics: TypeAlias = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of all parts: means by weight, maxima, sums.
+    """Merge the metrics of several parts by name: weighted means, maxima, sums and so on.
 
     >>> merge([{"rows": Sum(2)}, {"rows": Sum(3), "gap": Max(0.5)}])
     {'rows': Sum(value=5.0), 'gap': Max(value=0.5)}
@@ -183,7 +186,7 @@ def _total(name: str, metrics: list[Metric]) -> Metric:
             raise UserError(f"metric {name!r} is a {kinds} in another")
     if len(metrics) == 1:
         return metrics[0]
-    if kind is Sum:  # sums and means are by far the most common
+    if kind is Sum:  # fast paths for the most common kinds, sums and means
         return _sum(cast(list[Sum], metrics))
     if kind is Mean:
         return _mean(cast(list[Mean], metrics))

@@ -1,4 +1,4 @@
-"""Find the files of a model or a tokenizer, in a folder or in the local Hugging Face cache."""
+"""Find the files of a model or tokenizer in a folder or in the local Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def find_model_folder(
     name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()
 ) -> Path:
-    """Return the folder of a model: `name`, or the cached snapshot of that Hugging Face id.
+    """Return the folder of a model: `name` itself, or the cached snapshot of a Hugging Face model.
 
     Args:
         name: a folder, or the id of a model on the Hugging Face hub.
-        file: a file that such folders contain. A snapshot without it does not count; a folder
-            without it is returned.
+        file: a file that a cached snapshot must contain; snapshots without it are ignored. A folder
+            is returned even without the file.
         kind: "model" or "tokenizer", for messages.
-        download: patterns of the files to download if the cache lacks the model; empty to download
-            none.
+        download: patterns of files to download if the cache lacks the model. If empty, nothing is
+            downloaded.
 
     Raises:
-        UserError: no such folder or model exists. The message suggests the nearest folder.
+        UserError: there is no such folder or model. The message suggests the closest folder.
 
     >>> find_model_folder("/no/such/folder", "config.json")
     Traceback (most recent call last):
@@ -43,12 +43,12 @@ def find_model_folder(
     if cached is not None:
         return cached.parent
     said = f"{kind} {str(name)!r}: no such folder"
-    # If a folder `models` exists, `models/qwne` is a mistyped path: do not ask the hub for it.
+    # If a folder `models` exists, `models/qwne` is a mistyped path, not a Hugging Face id.
     if _is_hub_id(name) and not ("/" in str(name) and path.parent.is_dir()):
         said += ", and no model of that name in the local Hugging Face cache; "
         if not download:
             raise UserError(f"{said}`hf download {name}` puts it there{folders_near(name, file)}")
-        # Imported here, because the import is slow.
+        # Import here, because the import is slow.
         import huggingface_hub
 
         try:
@@ -59,21 +59,21 @@ def find_model_folder(
 
 
 def find_cached(name: str | Path, file: str) -> Path | None:
-    """Return the path of a model's file in the local Hugging Face cache, or None."""
+    """Return the path of a model's file in the local Hugging Face cache; None if not cached."""
     if not _is_hub_id(name):
         return None
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(str(name), file)
-    except ValueError:  # the hub allows fewer names than the pattern above
+    except ValueError:  # not a valid id: `_is_hub_id` accepts some names that the hub rejects
         return None
-    # The hub's cache returns a special object for a file that is known to be missing.
+    # For a file known to be missing on the hub, the result is a marker object, not a path.
     return Path(found) if isinstance(found, str) else None
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """Return the tail of an error message: the nearest folder with such a file, or all of them."""
+    """Return a suffix for an error message: the closest folder with such a file, or all of them."""
     path = Path(name).expanduser()
     near = [folder for folder in (path, path.parent) if folder.is_dir()]
     if not near and not _is_hub_id(name):
@@ -84,8 +84,8 @@ def folders_near(name: str | Path, file: str) -> str:
         folders = sorted(str(each.parent) for each in found)
     except OSError:
         return ""
-    # Compare last names only: `Qwen2-tiny` matches `models/qwen2-tiny`.
-    # Reversed, so that the first of several folders with the same last name wins.
+    # Compare only the last part of each path: `Qwen2-tiny` matches `models/qwen2-tiny`. The list is
+    # reversed, so that the first of several folders with the same last part wins.
     by_last = {Path(folder).name: folder for folder in reversed(folders)}
     close = difflib.get_close_matches(path.name, by_last, n=1, cutoff=0.6)
     if close:
@@ -95,5 +95,5 @@ def folders_near(name: str | Path, file: str) -> str:
 
 
 def _is_hub_id(name: str | Path) -> bool:
-    """Whether this could be a Hugging Face id: NAME or OWNER/NAME."""
+    """Whether a name has the form of a Hugging Face id: NAME or OWNER/NAME."""
     return _HUB_ID.fullmatch(str(name)) is not None

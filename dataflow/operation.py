@@ -1,4 +1,7 @@
-"""Operation: the work of a node. A call in a graph turns a declaration into an operation."""
+"""Operation: what a node reads, writes and takes as input.
+
+`@remote` and `@node` attach a declaration to a method or function. Each call in a graph turns the
+declaration into an operation."""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from .errors import UserError, nearest
 from .metrics import Metrics
 from .peer_names import peer_hint
 
-# Arguments: bound by name to a signature, with suggestions for wrong names.
+# Arguments: bind them to a signature, and suggest a name for a misspelled one.
 
 
 T = TypeVar("T")
 
 
 def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
-    """Return the names of the parameters after the first `skip`, without `*args` and `**kwargs`.
+    """Return the parameter names of a function, without the first `skip` parameters, `*args` and
+    `**kwargs`.
 
     >>> parameter_names(lambda rows, n, *rest, by="reward", **more: None, skip=1)
     ['n', 'by']
@@ -33,8 +37,8 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a traced call by name, with defaults. Raises like
-    `bind_signature`."""
+    """Return the arguments of a traced call, including defaults, keyed by parameter name. Raises
+    the errors of `bind_signature`."""
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -59,12 +63,13 @@ def bind_signature(
     name: str | None = None,
     others: str = "",
 ) -> inspect.BoundArguments:
-    """Bind arguments like `inspect.Signature.bind`, with defaults and better errors.
+    """Bind arguments like `inspect.Signature.bind`, apply defaults, and raise a `UserError` with
+    suggestions for wrong arguments.
 
     Args:
         skip: number of leading parameters to leave out (self, the rows).
-        name: the function's name in messages; by default its own name.
-        others: end of the message about an unknown argument without a near match.
+        name: name of the function in error messages. Default: its qualified name.
+        others: text appended to the error about an unknown argument if no name is close.
     """
     who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -76,7 +81,7 @@ def bind_signature(
             raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    except TypeError as error:  # too many, a missing one, or one given twice
+    except TypeError as error:  # too many arguments, a missing one, or one given twice
         raise UserError(f"{who}: {error}; it takes {takes}") from None
     bound.apply_defaults()
     return bound
@@ -86,7 +91,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_parameters(name: str, others: str = "", *, skip: int = 0) -> Callable[[F], F]:
-    """Make a function check its arguments with `bind_signature`, whose arguments these are.
+    """Decorator: check the arguments of each call with `bind_signature`, which gets `name`,
+    `others` and `skip`.
 
     >>> @names_parameters("measure")
     ... def measure(*, height: int) -> int:
@@ -108,7 +114,7 @@ def names_parameters(name: str, others: str = "", *, skip: int = 0) -> Callable[
 
 
 def names_arguments(cls: type[T]) -> type[T]:
-    """Make a class check the arguments of its constructor with `bind_signature`.
+    """Class decorator: check the arguments of the constructor with `bind_signature`.
 
     >>> @names_arguments
     ... class Point:
@@ -122,18 +128,18 @@ def names_arguments(cls: type[T]) -> type[T]:
     return cls
 
 
-# The input of one call: rows, groups, a quorum of a group, or a training batch.
+# Input of one call: rows, groups, a quorum of a group, or a training batch.
 
 
 class Unit(enum.Enum):
-    """Input of an operation, for inputs without parameters."""
+    """Kinds of input without parameters."""
 
     ROWS = "rows"
-    """Rows as they become ready, of any number of groups."""
+    """Rows as they become ready. One call may get rows of several groups."""
     GROUPS = "groups"
     """All rows of a group together."""
     FINISHED_GROUPS = "finished groups"
-    """Groups that all other nodes are done with. No step waits for this node."""
+    """Groups that all other nodes have finished. No step waits for a node with this input."""
 
 
 ROWS, GROUPS, FINISHED_GROUPS = Unit
@@ -141,22 +147,22 @@ ROWS, GROUPS, FINISHED_GROUPS = Unit
 
 @dataclass(frozen=True)
 class Quorum:
-    """The first rows of a group that are ready; the others are canceled. For filters."""
+    """The first `n` ready rows of a group; the other rows are canceled. For filters."""
 
     n: int
-    """Number of rows of a group that suffice."""
+    """Number of ready rows to wait for."""
     deadline_s: float | None = None
-    """[s] Longest wait after the first ready row; None to wait for `n` rows."""
+    """[s] Maximum wait after the first ready row. None waits until `n` rows are ready."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The groups of one update, which creates a new version of the worker group's parameters."""
+    """The groups of one update. The update creates a new version of the worker group's weights."""
 
     whole_groups: bool = False
-    """Keep the rows of a group together on one rank."""
+    """Whether to keep all rows of a group on one rank."""
     accumulates: bool = False
-    """Allow the rows to come in several calls; each gets `last=...`."""
+    """Whether an update may get its rows in several calls, the last of them with `last=True`."""
 
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
@@ -168,7 +174,7 @@ _RECORDS: Mapping[str, type[Quorum | TrainingBatch]] = {
 
 
 def takes_as_json(takes: Takes) -> dict[str, Any]:
-    """Return the value as JSON, for `takes_from_json`.
+    """Convert an input to JSON values; `takes_from_json` is the inverse.
 
     >>> takes_as_json(Quorum(2))
     {'kind': 'quorum', 'n': 2, 'deadline_s': None}
@@ -180,7 +186,7 @@ def takes_as_json(takes: Takes) -> dict[str, Any]:
 
 
 def takes_from_json(fields: Mapping[str, Any]) -> Takes:
-    """Parse the output of `takes_as_json`.
+    """Create an input from the output of `takes_as_json`.
 
     >>> takes_from_json({"kind": "rows"}) is ROWS
     True
@@ -195,72 +201,73 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
-"""Columns of a declaration: a tuple, or a function of the call's arguments that returns them.
+"""Columns of a declaration: a tuple, or a function that computes them from the call's arguments.
 
-A `Column` is written by Weft's nodes or its data reader, and never matches a column of the user's
-file with the same name. A string matches any column of that name."""
+A `Column` only matches a column that Weft's nodes or data reader wrote, never a column of the
+user's file with the same name. A string matches any column with that name."""
 
 ALL_COLUMNS = "*"
-"""In `may_read`: every column that the rows have."""
+"""In `may_read`: all columns of the rows."""
 CONFIG = "config"
-"""Parameter by which a function in a declaration gets the configuration of the worker group."""
+"""Name of the parameter by which a declaration's function gets the worker group's configuration."""
 
 
 class Shape(enum.Enum):
-    """The relation of a node's output rows to its input rows."""
+    """How a node's output rows relate to its input rows."""
 
     MAP = "map"
-    """The same rows, with more columns."""
+    """The input rows with added columns."""
     GROUP = "group"
     """Like MAP, but the node sees all rows of a group together."""
     FILTER = "filter"
-    """Some of the rows; the others are dropped, with a reason."""
+    """A subset of the input rows. The other rows are dropped, with a reason."""
     EXPAND = "expand"
-    """New rows with a parent: samples of a prompt, pairs of samples, turns of a dialogue."""
+    """New rows, each with a parent row: samples of a prompt, pairs of samples, turns of a
+    dialogue."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The work of a node in one call, as plain data for the log and the ranks."""
+    """What a node reads, writes and takes, as plain data that the log and the ranks can store."""
 
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
-    """Optional columns, used if they exist; "*" for all."""
+    """Optional columns, read if the rows have them. "*" stands for all columns."""
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
-    """Whether other calls on the worker may run at each yield of the method."""
+    """Whether other calls on the worker may run whenever the method yields."""
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it claims groups instead of single rows."""
+        """Whether the node claims groups instead of single rows."""
         return self.takes is not ROWS
 
     @property
     def whole_groups(self) -> bool:
-        """Whether all rows of a group are in one call, on one rank."""
+        """Whether one call, on one rank, gets all rows of a group."""
         return self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes_groups
 
     @property
     def updates(self) -> bool:
-        """Whether it creates a new version of its worker group's parameters."""
+        """Whether the node creates a new version of its worker group's weights."""
         return isinstance(self.takes, TrainingBatch)
 
     @property
     def accumulates(self) -> bool:
-        """Whether it is an update whose rows may come in several calls."""
+        """Whether the node is an update that may get its rows in several calls."""
         return isinstance(self.takes, TrainingBatch) and self.takes.accumulates
 
     @property
     def behind(self) -> bool:
-        """Whether the run never waits for it."""
+        """Whether the run continues without waiting for the node."""
         return self.takes is FINISHED_GROUPS
 
     @property
     def quorum(self) -> Quorum | None:
-        """The quorum that it takes, or None."""
+        """The quorum that the node takes, or None."""
         return self.takes if isinstance(self.takes, Quorum) else None
 
 
@@ -268,8 +275,8 @@ class Operation:
 class Declaration:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
-    Fields may be functions of arguments of a call, which their parameters name; `config` is the
-    configuration of the worker group.
+    A field may be a function, which computes the field for each call. Its parameters name the
+    arguments of the call that it needs; `config` stands for the worker group's configuration.
 
     >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
     >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
@@ -282,18 +289,19 @@ class Declaration:
     may_read: Columns = ()
     writes: Columns = ()
     takes: Takes | Callable[..., Takes] | None = None
-    """None means groups for a GROUP, and rows for all others."""
+    """Input of one call. Default: groups for the shape GROUP, rows for all other shapes."""
     interruptible: bool = False
 
     @property
     def is_node(self) -> bool:
-        """Whether it takes rows. Other remote methods are called outside the graph."""
-        # A method that neither reads, writes nor takes rows is no node.
+        """Whether the method takes rows. Other remote methods are called outside the graph."""
+        # A method that declares no input, no output and no shape is not a node.
         declared = (self.reads, self.may_read, self.writes, self.takes)
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """Return the operation of one call. Raises a `UserError` if a rule is broken."""
+        """Return the operation for a call with these arguments. Raises a `UserError` if a field
+        computed from the arguments is invalid."""
         return Operation(
             self.name,
             self.shape,
@@ -305,13 +313,14 @@ class Declaration:
         )
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the columns that one call reads and that are a `Column`."""
+        """Return the names of the columns declared as a `Column` that such a call reads."""
         parts = (self._value(p, getattr(self, p), arguments) for p in ("reads", "may_read"))
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """Check the rules and return self. `skip` counts the parameters before the arguments."""
-        # Only methods of workers have a configuration; pure functions have none.
+        """Check the declaration of `function`, and return it. `skip` is the number of parameters
+        before the arguments of a call (self, the rows)."""
+        # Only worker methods have a configuration.
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
             value = getattr(self, part)
@@ -325,7 +334,7 @@ class Declaration:
 
     def _columns(self, part: str, columns: Columns, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         names = self._value(part, columns, arguments)
-        # A string is iterable, but its letters are not columns.
+        # Reject a string: it is iterable, but its letters are not columns.
         if isinstance(names, str | Column) or not isinstance(names, Iterable):
             raise UserError(
                 f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}"
@@ -385,25 +394,28 @@ def node(
     takes: Takes | Callable[..., Takes] | None = None,
     measure: Callable[..., Metrics] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a pure function `Batch -> Batch` usable as a node of a graph.
+    """Decorator: make a pure function `Batch -> Batch` usable as a node of a graph.
 
-    Called with a `Batch`, it computes. Called with the rows of a graph during tracing, it adds a
-    node. A map or group returns the rows in the given order with the columns of `writes` added. A
-    filter returns the rows that it keeps. An expand returns new rows with a `parent_id` column.
+    Called with a `Batch`, the function computes its result. Called with symbolic rows while a graph
+    is traced, it adds a node to the graph. It must return the rows that its shape requires:
+
+    - MAP and GROUP: the input rows in the given order, with the columns of `writes` added.
+    - FILTER: the input rows to keep.
+    - EXPAND: new rows with a `parent_id` column.
 
     Args:
-        shape: relation of the output rows to the input rows.
-        reads: required columns, or a function of the call's arguments that returns them: `lambda
-            by: (by,)`.
-        may_read: optional columns, used if they exist.
-        writes: columns that it adds.
-        takes: input of one call; None means groups for a GROUP, and rows for all others.
-        measure: called with the rows and arguments of each call in a run; returns metrics of the
-            step. A function whose metrics need its intermediate results returns them itself, as a
-            pair with the rows.
+        shape: how the output rows relate to the input rows.
+        reads: required columns, or a function that computes them from the call's arguments:
+            `lambda by: (by,)`.
+        may_read: optional columns, read if the rows have them.
+        writes: columns that the function adds.
+        takes: input of one call. Default: groups for GROUP, rows for all other shapes.
+        measure: a function that gets the rows and arguments of each call in a run, and returns
+            metrics of the step. If the metrics depend on intermediate results, return a pair of
+            rows and metrics from the node instead.
 
     Raises:
-        UserError: the declaration breaks a rule.
+        UserError: the declaration is invalid.
 
     >>> @node(reads=lambda of: (of,), writes=("doubled",))
     ... def double(batch, *, of="reward"):
@@ -419,7 +431,8 @@ def node(
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
-            # Only symbolic rows have it. (Not `isinstance`, because `tracing` imports this module.)
+            # Only symbolic rows have `__trace__`. `isinstance` is not possible, because `tracing`
+            # imports this module.
             add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Settings of TRL, verl, OpenRLHF, slime and AReaL, and their names in Weft."""
+"""The names of Weft's settings in TRL, verl, OpenRLHF, slime and AReaL."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "AReaL")
 
 
 class _PeerName(NamedTuple):
-    """A setting: its name in Weft, and its names in other libraries."""
+    """A setting's name in Weft and its names in other libraries."""
 
     weft: str
-    """Setting of `weft.train`, or of a class as `Class(setting=...)`."""
+    """Name of a setting of `weft.train`, or `Class(setting=...)` for a setting of a class."""
     names: Sequence[str]
-    """In the order of `LIBRARIES`. Spaces separate several names in one library."""
+    """Names in each library, in the order of `LIBRARIES`. Spaces separate several names."""
     note: str
-    """Differences between the libraries."""
+    """How the setting differs between the libraries."""
 
     @property
     def setting(self) -> str:
-        """Name of the setting alone, such as `low` for `Clipped(low=..., high=...)`."""
+        """The bare name of the setting, such as `low` for `Clipped(low=..., high=...)`."""
         return (
             self.weft if self.weft.isidentifier() else re.findall(r'(\w+)(?:=|": )\.\.\.', self.weft)[0]
         )
@@ -37,7 +37,7 @@ def _rows(table: str) -> tuple[_PeerName, ...]:
     return tuple(_PeerName(weft, others[:5], "".join(others[5:])) for weft, *others in cells)
 
 
-# Name in Weft | names in each library, `-` for none | note. Further lines of a row are indented.
+# Name in Weft | names in each library, `-` for none | note. Continuation lines are indented.
 PEER_NAMES = _rows("""
 model | model_name_or_path | actor_rollout_ref.model.path | pretrain | hf_checkpoint | actor.path
 data | train_dataset dataset_name | data.train_files | prompt_data | prompt_data |
@@ -115,7 +115,7 @@ trackers | report_to | trainer.logger trainer.project_name | use_wandb use_tenso
 
 @cache
 def _known() -> dict[str, list[tuple[str, _PeerName]]]:
-    """Map the last part of a peer's name to the libraries that use it, and to the setting."""
+    """Return pairs of a library's full name and the setting, keyed by the last part of the name."""
     found: dict[str, list[tuple[str, _PeerName]]] = {}
     for row in PEER_NAMES:
         for library in LIBRARIES:
@@ -125,7 +125,8 @@ def _known() -> dict[str, list[tuple[str, _PeerName]]]:
 
 
 def peer_hint(name: str, known: Collection[str]) -> str:
-    """Return the tail of an error about a setting of another library: its name in Weft.
+    """Return a suffix for an error about an unknown setting: Weft's name for it if it is a setting
+    of another library, else empty.
 
     >>> peer_hint("num_generations", ["n", "steps"])
     "; num_generations is TRL's name: Weft's is 'n'"
@@ -138,15 +139,15 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     """
     name = name.lstrip("+-").replace("-", "_")
     parts = name.split(".")
-    # It is a setting of Weft, in another spelling.
+    # A setting of Weft in another spelling.
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])
-    # Several settings may share the last part, so prefer the longest common ending.
+    # Several names may share the last part, so prefer the longest common ending.
     best = max(
         candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None
     )
-    # A bare `n` is too common to attribute to one library.
+    # A bare `n` is too common to attribute to a library.
     if best is None or (parts[-1] == "n" and len(parts) == 1):
         return ""
     library, row = best[0].split(" ")[0], best[1]
@@ -156,7 +157,7 @@ def peer_hint(name: str, known: Collection[str]) -> str:
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the number of equal parts at the end.
+    """Return how many parts are equal, counted from the end.
 
     >>> _common_end(["actor", "lr"], ["actor", "optim", "lr"])
     1
@@ -170,7 +171,7 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def markdown_table() -> str:
-    """Return the table of docs/coming_from.md."""
+    """Return the Markdown table for docs/coming_from.md."""
     lines = ["| Weft | " + " | ".join(LIBRARIES) + " |", "|---" * (len(LIBRARIES) + 1) + "|"]
     for row in PEER_NAMES:
         names = [", ".join(f"`{name}`" for name in row.names_of(library)) for library in LIBRARIES]

@@ -1,8 +1,8 @@
 """Read files that may have been replaced or damaged. Reads never hang, and errors name the file.
 
-open_file   requires a regular file: opening a pipe or a device could block
-read_file   also limits the size
-read_json   also requires a JSON object of limited depth
+open_file   opens regular files only, because opening a pipe or device could block
+read_file   also limits the size of the file
+read_json   also requires a JSON object with limited nesting
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from .errors import UserError
 
 MAX_BYTES = 64 << 20
-"""[bytes] Largest file that is read whole."""
+"""[bytes] Maximum size of a file that is read whole."""
 MAX_DEPTH = 64
-"""Deepest nesting of JSON. Files written by Weft stay below 20."""
+"""Maximum nesting depth of JSON. Files written by Weft stay below 20."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -27,9 +27,9 @@ _KINDS = (
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError if it cannot be opened or is a folder,
-    UserError for example for a named pipe."""
-    mode = path.stat().st_mode  # before opening, because opening a pipe waits for its writer
+    """Open a regular file for reading. Raises an OSError if the path cannot be opened or is a
+    folder, and a UserError if it is something else, such as a named pipe."""
+    mode = path.stat().st_mode  # check before opening: opening a pipe waits for its writer
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise UserError(f"{path} is {kind}, not a file")
@@ -37,25 +37,25 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a regular file. Raises OSError if it cannot be read, UserError if it is
-    too large or not a regular file."""
+    """Return the content of a regular file. Raises an OSError if the file cannot be read, and a
+    UserError if it is too large or not a regular file."""
     with open_file(path) as file:
-        data = file.read(max_bytes + 1)  # one more byte shows whether the file is too large
+        data = file.read(max_bytes + 1)  # the extra byte shows whether the file is too large
     if len(data) > max_bytes:
         raise UserError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
     return data
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """Parse JSON. `of` names the text in messages, such as the path of its file. Raises a UserError
-    if the text is not JSON, or nested too deep."""
+    """Parse JSON. Error messages use `of` as the name of the text, such as the path of its file.
+    Raises a UserError if the text is not JSON or is nested too deep."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise UserError(f"{of} is damaged: its JSON is nested too deep") from None
     except ValueError as error:
         raise UserError(f"{of} is damaged: it is not JSON ({error})") from None
-    # Level by level instead of recursively, which could overflow the stack.
+    # Measure the depth level by level, because recursion could overflow the stack.
     level, depth = [value] if isinstance(value, dict | list) else [], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
@@ -66,7 +66,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
 
 
 def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
-    """Parse a JSON object, like `parse_json`."""
+    """Parse JSON like `parse_json`, and raise a UserError if it is not an object."""
     value = parse_json(text, of)
     if not isinstance(value, dict):
         raise UserError(f"{of} is damaged: it holds a {type(value).__name__}, not an object")

@@ -13,7 +13,7 @@ import xxhash
 
 
 class Source(Protocol):
-    """A name, the columns of each row, and the rows."""
+    """The input of a graph: a name, column names, and a table with the rows."""
 
     @property
     def name(self) -> str: ...
@@ -26,15 +26,16 @@ class Source(Protocol):
 def file_columns(source: Source) -> frozenset[str]:
     """Return the columns that a source copied unchanged from the user's file.
 
-    A node gets them if it names them or asks for all columns, but never instead of a Weft column
-    with the same name (`Declaration.weft_columns`).
+    A node gets such a column if it names it or asks for all columns. The column never takes the
+    place of a Weft column with the same name (`Declaration.weft_columns`).
     """
     return getattr(source, "file_columns", frozenset())
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of any Arrow table, in Weft's columns. For files, see `dataflow/prompts/prompts.py`.
+    """A source with the rows of an Arrow table, which must have Weft's column names. For files, see
+    `dataflow/prompts/prompts.py`.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)
@@ -43,7 +44,7 @@ class TableSource:
     name: str
     table: pa.Table
     file_columns: frozenset[str] = frozenset()
-    """Columns that belong to the user (see the function `file_columns`)."""
+    """Columns copied from the user's file (see the function `file_columns`)."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -51,14 +52,14 @@ class TableSource:
 
 
 def fingerprint(source: Source) -> str:
-    """Return a checksum of a source's rows, in hexadecimal, for any chunking of the table.
+    """Return a hexadecimal checksum of a source's rows. It does not depend on the table's chunks.
 
     >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]], [[[1]], [[2]]]))
     >>> fingerprint(TableSource("one", one)) == fingerprint(TableSource("two", two))
     True
     """
     sums = xxhash.xxh3_64()
-    # Chunks are visible in the stream, so combine them first.
+    # Combine the chunks first, because the stream contains their boundaries.
     table = source.table.combine_chunks()
     with pa.PythonFile(_Hashing(sums), "w") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -66,7 +67,7 @@ def fingerprint(source: Source) -> str:
 
 
 class _Hashing:
-    """A file that computes a checksum of the bytes written to it."""
+    """A file-like object that hashes the bytes written to it."""
 
     closed = False
 
@@ -85,12 +86,12 @@ class _Hashing:
 
 
 CURSOR = "cursor"
-"""Key of a note in the log: where the log begins, if not at the first row of the data."""
+"""Key of the log note with the cursor where the log starts, if it is not the start of the data."""
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
-    """Yield the `size` rows of a source in issue order, without end. Each epoch draws another order
-    from `seed`, or keeps the order of the source without `shuffle`."""
+    """Yield the indices of a source's `size` rows in issue order, epoch after epoch, without end.
+    With `shuffle`, each epoch has a different order, drawn from `seed`."""
     for epoch in itertools.count():
         drawn = np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else None
         yield from drawn or range(size)
@@ -98,19 +99,20 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the data for a run that continues without its rows in flight."""
+    """Position in the data at which a run resumes without its rows in flight."""
 
     issued: int = 0
-    """Rows of the source that were issued, in the order of the run."""
+    """Number of source rows issued so far, in issue order."""
     again: tuple[int, ...] = ()
-    """Issued rows that must be issued again first, because no update used their responses."""
+    """Rows to issue again before all others, because no update used their responses."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """Return the rows that remain after `issued` rows were issued from this cursor."""
+        """Return the rows that remain after `issued` rows have been issued from this cursor.
+        `order` is the result of `positions`."""
         rest = itertools.chain(self.again, itertools.islice(order, self.issued, None))
         return itertools.islice(rest, issued, None)
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """Return the cursor after `issued` more rows; the `untrained` ones will be issued again."""
-        # Rows of `again` are issued first, and do not advance the position in the source.
+        """Return the cursor after `issued` more rows. The `untrained` rows will be issued again."""
+        # The rows of `again` are issued first and do not advance the position in the source.
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

@@ -1,4 +1,4 @@
-"""Tracing: runs a `@graph` function once with symbolic rows, which record nodes."""
+"""Tracing: run a `@graph` function once with symbolic rows that record the nodes it calls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _NODES_OF_PARTS = {
     "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
     "loss": "a loss is part of an update: actor.update(rows, loss=...)",
 }
-"""Module or folder of functions that are parts of nodes -> how to use them."""
+"""How to use functions that are arguments of nodes, keyed by their module or folder."""
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for a function called on symbolic rows."""
+    """Return the error message for symbolic rows passed to a function that is not a node."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
 def refusing_rows(part: type) -> None:
-    """Make instances of a class reject symbolic rows: they are arguments of nodes."""
+    """Make instances of `part` raise a UserError if they are called with symbolic rows. Such
+    instances are arguments of nodes, not nodes."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return
@@ -39,7 +40,7 @@ def refusing_rows(part: type) -> None:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, _SymbolicRows) for arg in args):
-            # A user's subclass is in the user's module, so search the modules of its bases as well.
+            # A user's subclass is in the user's module, so also search the modules of its bases.
             kind = type(args[0])
             raise UserError(_no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
         return call(*args, **kwargs)
@@ -49,27 +50,27 @@ def refusing_rows(part: type) -> None:
 
 @dataclass(frozen=True)
 class _SymbolicRows:
-    """The rows between nodes during tracing. They have no values."""
+    """The rows that pass between nodes during tracing. They have columns, but no values."""
 
     trace: _Trace
     level: int
     writers: Mapping[str, str]
-    """Column -> the node that wrote it ("" for the source)."""
+    """Name of the node that wrote each column, keyed by column; "" for the source."""
     filters: tuple[str, ...] = ()
-    """Names of the filters that these rows passed."""
+    """Names of the filters that the rows passed."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.writers)
 
     def __contains__(self, column: str | Column) -> bool:
-        """Whether the rows have a column. For a `Column`, it must come from Weft."""
+        """Whether the rows have a column. A `Column` does not match a column of the user's file."""
         return str(column) in self.writers and not (
             isinstance(column, Column) and self.is_of_file(str(column))
         )
 
     def is_of_file(self, column: str) -> bool:
-        """Whether a column comes from the user's file and no node has written it."""
+        """Whether a column comes unchanged from the user's file: no node has written it."""
         return not self.writers[column] and column in self.trace.file_columns
 
     def __trace__(
@@ -83,7 +84,7 @@ class _SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: _SymbolicRows) -> _SymbolicRows:
-        """Join two branches over the same rows. Columns of nodes replace the source's."""
+        """Join two branches over the same rows. A node's column replaces one of the source."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
@@ -107,14 +108,14 @@ class _SymbolicRows:
         raise UserError(f"{self._reader()} asks for the number of rows, but {_NO_VALUES}")
 
     def _reader(self) -> str:
-        """Describe the function that asks for values, and how to use it if it is part of a node."""
-        # Skip this method and its caller in this class.
+        """Start an error message: name the function that needs values, and say how to use it."""
+        # Skip this method and the method of this class that called it.
         frame = sys._getframe(2)
         module = frame.f_globals.get("__name__", "")
         while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "") == module:
             if frame.f_code.co_name in (self.trace.name, *self.trace.path):
                 break
-            frame = frame.f_back  # a helper in the same module
+            frame = frame.f_back  # skip helpers in the same module
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if name in (self.trace.name, *self.trace.path):
             return f"graph {name!r}"
@@ -133,7 +134,7 @@ class _SymbolicRows:
 
 
 class _Trace:
-    """The graph under construction while its function runs."""
+    """The graph that is built while its function runs."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -145,7 +146,7 @@ class _Trace:
         self.num_levels = 1
 
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
-        """Return the group's name. A handle without a name gets the name of its parameter."""
+        """Return a worker group's name. A handle without a name is named after its parameter."""
         if handle.name is None:
             handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
@@ -164,7 +165,7 @@ class _Trace:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _SymbolicRows:
-        """Add the node of one call, and return its output rows. A pure function has no handle."""
+        """Add the node of a call and return its output rows. Pure functions have no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
@@ -172,13 +173,13 @@ class _Trace:
         arguments = bind(function, 2 if handle else 1, args, kwargs)
         given = {**arguments, CONFIG: handle.config} if handle else arguments
         operation = declaration.called_with(given)
-        # A user's column with the name of a Weft column must not reach the node.
+        # Hide a column of the user's file if the node reads the Weft column with the same name.
         own = declaration.weft_columns(given)
         reached = [c for c in rows.writers if not (c in own and rows.is_of_file(c))]
         optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
         reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in reached))
         expands = operation.shape is Shape.EXPAND
-        # Only an EXPAND gets a draw path, because the path seeds its new rows.
+        # Only an EXPAND gets a draw path, which seeds its new rows.
         identity = {str(c) for c in IDENTITY if expands or c is not DRAW_PATH}
         node = Node(
             name=name,
@@ -211,8 +212,8 @@ class _Trace:
     def _after(
         self, rows: _SymbolicRows, reads: tuple[str, ...], updated: str | None
     ) -> tuple[str, ...]:
-        # A node that updates a group also waits for the other calls on the group, which use the
-        # weights before the update.
+        # An update also waits for other nodes of its worker group, because they must use the
+        # weights from before the update.
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name
@@ -227,9 +228,10 @@ class _Trace:
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
-    """Turn a function of rows and handles into one that returns a `Graph` for a source and handles.
+    """Decorator: turn a function of rows and handles into a function that traces it for a source
+    and handles, and returns a `Graph`.
 
-    Called with the rows of another graph during tracing, it adds its nodes to that graph.
+    Called with the symbolic rows of another graph, the function adds its nodes to that graph.
 
     Raises:
         UserError: the function has no parameter for rows, or is called with wrong arguments.
@@ -246,7 +248,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         source = bound.arguments[first]
         outer = source.trace if isinstance(source, _SymbolicRows) else None
         inner = outer or _Trace(function.__name__, _checked_source(function.__name__, source))
-        # Name the groups first: a node would name an unnamed group after its class.
+        # Name the groups first. Otherwise, a node would name them after their class.
         for name, handle in _handles(bound.arguments):
             inner.name_handle(handle, name)
         if outer is not None:
@@ -258,7 +260,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         bound.arguments[first] = _SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
         function(*bound.args, **bound.kwargs)
         finished = inner.graph()
-        # Another graph of the run may update the leader of a group, so the driver checks that.
+        # The driver checks whether leaders are updated, because another graph may do so.
         finished.refuse_problems()
         return finished
 
@@ -266,7 +268,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
-    """Yield the handles among the arguments of a graph, with their names. Lists are numbered."""
+    """Yield (name, handle) for the handles in a graph's arguments. Those in lists are numbered."""
     for name, value in arguments.items():
         if isinstance(value, Handle):
             yield name, value

@@ -1,4 +1,5 @@
-"""Print untrusted text: without secrets, terminal escapes, or characters that the stream lacks."""
+"""Print untrusted text safely: hide secrets, and escape terminal control characters and characters
+that the output stream cannot encode."""
 
 from __future__ import annotations
 
@@ -11,24 +12,25 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
-# Redaction: hides secrets in all messages and files of a run. Secrets are values of secret
-# environment variables, settings with the name of a secret, and texts that look like one: passwords
-# in URLs, bearer tokens, `password=...`, and keys of known services.
+# Redaction: hide secrets in all messages and files of a run. Secrets are:
+# - values of environment variables and settings with the name of a secret
+# - text that looks like a secret: passwords in URLs, bearer tokens, `password=...`, and keys of
+#   known services
 
 
 _SECRET_WORD = re.compile("token|secrets?|passwords?|passwd|passphrase|credentials?")
-"""Words in the name of a secret. `key` and `auth` only count as last words."""
+"""Words that mark the name of a secret. `key` and `auth` also do so as the last word."""
 _PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
-"""Last words of names that refer to the location of a secret rather than the secret."""
+"""Last words of names that say where a secret is, such as `token_path`, and do not hold it."""
 _SHORTEST = 8
-"""Characters of the shortest secret. Shorter values occur in ordinary text."""
+"""Minimum number of characters of a secret. Shorter values occur in ordinary text."""
 _HIDDEN = "[hidden]"
 _LONGEST = 1000
-"""Characters of the longest secret that a cut may fall into."""
+"""Maximum length of a secret that is still hidden if the text is cut inside it, in characters."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or settings field with this name holds a secret.
+    """Whether a variable or setting with this name holds a secret.
 
     >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY", "api_keys", "PROXY_AUTH")))
     True
@@ -47,14 +49,14 @@ _KEY_FORMATS = (
     r"|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"
     r"|[rs]k_(?:live|test)_\w{10,}|(?:r8|npm|gsk|nvapi|tgp|lsv2)[_-](?=[\w-]*\d)[\w-]{16,}|pypi-[\w-]{20,}|SG\.[\w-]{10,}\.[\w-]{10,}|dapi[0-9a-f]{20,}"
 )
-# Values that are hidden already do not match, so that a second pass changes nothing.
+# Hidden values do not match, so that a second pass changes nothing.
 _ASSIGNED = (
     r"(?P<name>[\w-]*(?:passwords?|passwd|pwd|passphrase|secrets?|secret[_-]?key|api[_-]?keys?|access[_-]?key(?:[_-]id)?|private[_-]?key"
     r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
 VIEW = "weft-view-"
-"""Prefix of a dashboard's token. It stays visible, because the user opens its address."""
+"""Prefix of a dashboard's access token. It is not hidden, because it is part of the address."""
 _PATTERNS = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -62,7 +64,7 @@ _PATTERNS = tuple(
             r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
             "[hidden]",
         ),
-        (  # must not match a port
+        (  # a password in a URL, but not a port
             r"(?i)(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )"
             r"(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
             r"\g<scheme>[hidden]@",
@@ -81,7 +83,7 @@ _PATTERNS = tuple(
         (rf"(?i)(?<![\w-]){_ASSIGNED}", r"\g<name>\g<sign>[hidden]"),
     )
 )
-"""Pattern of a secret -> its replacement."""
+"""Patterns of secrets, each with its replacement."""
 _SUSPICIOUS = (
     *("@", "?", "&", "begin", "bearer", "authorization", "pass", "pwd", "secret", "key"),
     *("signature", "credential", "token", "sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
@@ -89,12 +91,13 @@ _SUSPICIOUS = (
     *("r8_", "r8-", "npm_", "npm-", "gsk_", "gsk-", "nvapi", "tgp_", "tgp-", "lsv2", "pypi-"),
     *("sg.", "dapi"),
 )
-"""Lower-case texts, one of which is in every secret: searching for them first is faster."""
+"""Each match of `_PATTERNS`, in lower case, contains one of these. Checked first, for speed."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Replace the secrets in a text: values of environment variables, by default of this process,
-    by the variable's name, and texts that look like a secret by `[hidden]`.
+    """Hide the secrets in a text. The value of a secret environment variable is replaced by the
+    name of the variable; other text that looks like a secret is replaced by `[hidden]`. By default,
+    `environment` is the environment of this process.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
@@ -106,11 +109,11 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         value: name for name, value in found.items() if len(value) >= _SHORTEST and is_secret_name(name)
     }
     for value in sorted(values, key=len, reverse=True):  # one value may contain another
-        # Secrets in URLs are percent-encoded.
+        # Also replace the percent-encoded form, which occurs in URLs.
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
-    # The patterns are slow, and most texts contain nothing suspicious.
-    folded = text.casefold()  # as the patterns, which ignore case
+    # Skip the slow patterns for most texts, which contain nothing suspicious.
+    folded = text.casefold()  # the patterns ignore case as well
     if any(sign in folded for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
             text = pattern.sub(
@@ -120,7 +123,8 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """Return the beginning of a text. Secrets are hidden before the cut, which could split them.
+    """Return at most `most` characters from the beginning of a text. Secrets are hidden before the
+    text is cut, so that no part of a secret remains.
 
     >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
     'postgres://ann:[hidde...'
@@ -130,22 +134,25 @@ def beginning(text: str, most: int) -> str:
 
 
 def both_ends(text: str, most: int) -> str:
-    """Return the beginning and the end of a text, without secrets.
+    """Return the beginning and the end of a text, together at most `most` characters. Secrets are
+    hidden.
 
     >>> both_ends("a" * 20 + "b" * 20, 20)
     'aaaaaaaa ... bbbbbbbb'
     """
     kept = most + _LONGEST
-    # Only redact what may be shown, plus the longest secret that the cut may fall into.
+    # For speed, redact only the text that may be shown, plus the rest of a secret at the cut.
     text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
-    """Hide the secrets in JSON settings: fields named like a secret, and secrets in texts.
+    """Hide the secrets in settings, given as JSON values: all text in fields with the name of a
+    secret, and secrets inside other text.
 
-    Turn `by_name` off for data with fixed names, such as `token` in pages of samples.
+    `by_name=False` does not consider the names of fields. Use it for data with fixed field names,
+    such as `token` in pages of samples.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
@@ -167,13 +174,14 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
 # Untrusted text
 
 _JOINERS = "\u200c\u200d"
-"""Zero-width characters inside words and emoji, which are harmless."""
+"""Zero-width characters that are part of words and emoji. They are harmless."""
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories: controls, formats (which reverse or hide text), surrogates, separators."""
+"""Unicode categories of characters to escape: control characters, format characters (which reverse
+or hide text), surrogates, and line and paragraph separators."""
 
 
 def readable(text: str) -> str:
-    r"""Escape all characters that would affect a terminal, except newlines.
+    r"""Escape all characters that would affect a terminal. Newlines stay, and tabs become spaces.
 
     >>> print(readable("\x1b[31mred\r\u202etxt.exe"))
     \x1b[31mred\r\u202etxt.exe
@@ -193,7 +201,7 @@ def readable(text: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text of others (prompts, paths, errors), by default to standard error."""
+    """Print untrusted text (prompts, paths, errors) safely, by default to standard error."""
     stream = sys.stderr if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)
@@ -207,7 +215,7 @@ def show_json(value: Any, stream: TextIO | None = None) -> None:
 
 
 def one_line(text: str) -> str:
-    r"""Return the text in one readable line.
+    r"""Return a text as one line, with newlines and terminal control characters escaped.
 
     >>> print(one_line("\x1b[2Jtwo\nlines"))
     \x1b[2Jtwo\nlines
@@ -216,7 +224,7 @@ def one_line(text: str) -> str:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """Escape the characters that an encoding lacks.
+    """Escape the characters of a text that an encoding lacks.
 
     >>> print(encodable("0.5 ±0.1 \u732b", "ascii"))
     0.5 +/-0.1 \u732b
@@ -237,7 +245,7 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def cut(text: str, characters: int) -> str:
-    """Shorten a text to its beginning and end.
+    """Shorten a text to about this many characters from its beginning and end.
 
     >>> cut("0123456789", 4)
     '01 ... (6 characters) ... 89'
@@ -249,7 +257,7 @@ def cut(text: str, characters: int) -> str:
 
 
 def cut_lines(text: str, lines: int) -> str:
-    r"""Shorten a text to its first and last lines.
+    r"""Shorten a text to about this many of its first and last lines.
 
     >>> cut_lines("1\n2\n3\n4\n5\n6", 4)
     '1\n2\n... (2 lines) ...\n5\n6'

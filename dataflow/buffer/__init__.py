@@ -1,6 +1,6 @@
-"""The sample buffer: a ledger of all rows, segments with their columns, and a log for crash
+"""The sample buffer: a ledger of all rows, segments that store their columns, and a log for crash
 recovery.
 
-It is pure Python and Arrow, without Ray or workers, so that tests can check its rules exhaustively
-in milliseconds.
+The buffer is pure Python and Arrow, without Ray or workers. Tests can therefore check its rules
+exhaustively in milliseconds.
 """

@@ -1,7 +1,7 @@
-"""Check a run's log against the rules for rows (`log_rules.py`), and compare checkpoints and samples
-with it.
+"""`weft buffer check`: check a run's log against the rules for rows (`log_rules.py`), and compare
+the run's checkpoints and samples with the log.
 
-This is `weft buffer check`. It changes nothing, and also works during the run.
+The check changes nothing. It also works while the run is active.
 """
 
 from __future__ import annotations
@@ -25,34 +25,40 @@ from .logged_rows import GraphCounts
 from .recovery import ledger_checkpoints, read_checkpoint
 
 MAX_VIOLATIONS = 1000
-"""Stop after this many violations, because later ones follow from earlier ones."""
+"""Stop after this many violations, because later ones are mostly consequences of earlier ones."""
 
 _FOREIGN = "of another log, or from after the point to which the run went back; recovery skips it"
 
 
 @dataclass
 class Report:
-    """Result of a check. The log is valid if there are no `violations`."""
+    """Result of a check. The log is valid if `violations` is empty."""
 
     graphs: dict[str, GraphCounts]
     records: int
     num_bytes: int
     leases: dict[str, int]
-    """Number of leases granted, finished, released and open."""
+    """Number of granted, finished, released and open leases, keyed by these words."""
     restarts: int
-    """Epochs except the first; in a log without epochs, the restarts that found leases."""
+    """Number of epochs after the first; in old logs, of restarts that released leases."""
     segments: int
     checkpoints: int
-    """Number of valid checkpoints, each at a position between two records."""
+    """Number of valid checkpoints."""
     damage: list[str]
-    """A torn end of the log, unreadable checkpoints, and ends that were cut off by a rollback."""
+    """Damage that breaks no rule: an incomplete last record, unreadable checkpoints, and parts of
+    the log that a rollback cut off."""
     violations: list[Violation]
 
 
 def check_log(folder: Path) -> Report:
-    """Check a run's log, given by its folder, against the rules, its checkpoints and its samples.
-    Raises UserError without a log, FormatError for a log of another version of Weft."""
-    measured = last_step(folder.parent)  # read before the log, which may grow
+    """Check the log in a folder against the rules, and the run's checkpoints and samples against
+    the log.
+
+    Raises:
+        UserError: the folder has no log.
+        FormatError: another version of Weft wrote the log.
+    """
+    measured = last_step(folder.parent)  # read it before the log, which may grow
     samples = _RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
     saved = _SavedStates(folder, checker)
@@ -60,15 +66,15 @@ def check_log(folder: Path) -> Report:
     saved.compare(end)
     for end, found in check_records(folder, checker, damage):
         violations += found
-        # Checkpoints are between records, so compare after each one.
+        # A checkpoint's position is between two records, so compare after each record.
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
             break
     cuts = sorted(folder.glob(f"{LOG}.cut-*"))
     saved.note_rest(end, went_back=bool(cuts))
-    # The log is written before the metrics. A run that was resumed without its log has a new one,
-    # which has no step before the next one ends.
+    # Each step is logged before its metrics are written. A run resumed without its log starts a new
+    # one, which has no step until the first step ends.
     noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
     if measured is not None and isinstance(noted, int) and noted < measured:
         said = (
@@ -93,8 +99,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed a log to a checker, for its rows only. `notes` gets a line for each gap. Raises the
-    errors of `check_log`."""
+    """Feed a log to a checker, to get its rows and not its violations. A line for each gap in the
+    log is added to `notes`. Raises the errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
@@ -102,8 +108,8 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
 def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
-    """Feed a log to a checker. Yield the end of each record and the rules that it breaks. `damage`
-    gets a line for a last record that a kill cut off. Raises the errors of `check_log`."""
+    """Feed a log to a checker, and yield the end of each record with its violations. If a crash cut
+    off the last record, a line is added to `damage`. Raises the errors of `check_log`."""
     log = folder / LOG
     if not log.exists():
         raise UserError(f"{folder} holds no log of a run ({LOG})")
@@ -124,7 +130,7 @@ def check_records(
 
 
 class _SavedStates:
-    """Checkpoints of the ledgers, to compare with the log."""
+    """Checkpoints of the ledgers, compared with the log."""
 
     def __init__(self, folder: Path, checker: Checker) -> None:
         self._checker = checker
@@ -136,11 +142,11 @@ class _SavedStates:
             try:
                 self._paths[read_checkpoint(path)[0].offset] = path
             except (ValueError, OSError, KeyError) as error:
-                if path.exists():  # the run deletes old ones
+                if path.exists():  # not if the run has just deleted an old checkpoint
                     self.damage.append(str(error))
 
     def compare(self, end: Position) -> None:
-        """Compare the checkpoint at this position, if any, with the log."""
+        """Compare the checkpoint at this position of the log with the log, if there is one."""
         path = self._paths.pop(end.offset, None) if self._paths else None
         if path is None:
             return
@@ -148,7 +154,7 @@ class _SavedStates:
             place, records = read_checkpoint(path)
         except (ValueError, OSError):
             return
-        # The offset matches, but the log continued differently from there.
+        # The offset is right, but the log up to there is a different one.
         if place.checksum != end.checksum:
             self.damage.append(f"{path.name}: {_FOREIGN}")
             return
@@ -159,7 +165,7 @@ class _SavedStates:
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
             self._complain(f"{path.name}: row {id} is in flight, which {where}")
-        # Same rows: their states at each node must agree as well.
+        # The checkpoint has the right rows, so compare their states at each node.
         for id in saved.keys() & rows.keys():
             nodes = rows[id].group.graph.nodes
             done = sum(1 << i for i, node in enumerate(nodes) if id in node.done)
@@ -168,10 +174,10 @@ class _SavedStates:
                 self._complain(f"{path.name}: row {id} has other done or leased nodes than in the log")
 
     def note_rest(self, end: Position, *, went_back: bool) -> None:
-        """Report the checkpoints whose position is not in the log, which ends at `end`.
+        """Report checkpoints whose position is not in the log, which ends at `end`.
 
-        If no rollback cut the log, a checkpoint beyond the end shows that the log has lost its end,
-        because the log is synced before a checkpoint is written.
+        The log is synced before a checkpoint is written. A checkpoint beyond the end of the log is
+        therefore a violation, unless a rollback has cut the log (`went_back`).
         """
         for offset, path in self._paths.items():
             beyond = f"{path.name}: at byte {offset} of the log; only {end.offset} bytes can be read"
@@ -187,7 +193,7 @@ class _SavedStates:
 
 
 def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (sample id, (mask of done nodes, mask of leasing nodes)) of each saved row."""
+    """Yield (sample id, (mask of nodes done, mask of nodes leasing)) for each saved row."""
     masks = [(i, int(done, 16), int(leased, 16)) for i, done, _, leased, *_ in level["states"]]
     for place, id in enumerate(level["ids"]):
         done = sum((of >> place & 1) << i for i, of, _ in masks)
@@ -196,7 +202,7 @@ def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, in
 
 
 class _RecordedSamples:
-    """Samples of a run, to compare with the log, lease by lease."""
+    """Recorded samples of a run, compared with the log lease by lease."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -206,7 +212,8 @@ class _RecordedSamples:
         self.violations: list[Violation] = []
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
-        """Leases with rows that were missing when the files were listed."""
+        """For leases with rows that were missing when the files were listed: sample id to step,
+        keyed by (graph, lease)."""
         self._is_late = False
 
     def compare_late(self) -> None:
@@ -219,8 +226,8 @@ class _RecordedSamples:
             self.compare(graph, lease, steps)
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """Check that the files of a lease have these rows (sample id -> step), each under its
-        step."""
+        """Check that the files of a lease contain exactly these rows, each under its step. `steps`
+        maps sample id to step."""
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)
@@ -234,7 +241,7 @@ class _RecordedSamples:
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
         if missing := sorted(steps.keys() - times.keys()):
-            # A live run may have added files since they were listed.
+            # An active run may have added files since they were listed.
             if not self._is_late:
                 self._late[graph, lease] = dict(steps)
                 return
@@ -248,7 +255,7 @@ class _RecordedSamples:
             id, step = wrong[0]
             those = f"is filed under step {step}; it belongs to step {steps[id]}"
             self._complain(f"{who}: sample {id} {those}")
-        # Do not report a changed file twice.
+        # If rows are wrong, the file has changed. Do not report it a second time.
         for path in [part.path for part in found] if len(self.violations) == before else ():
             noted = self._checksums.get(path.name)
             if noted is None:
@@ -267,10 +274,10 @@ class _RecordedSamples:
             self.violations.append(Violation(Rule.SAMPLES, f"samples: {text}"))
 
     def notes(self) -> list[str]:
-        """Return lines about files that readers skip, and rows that could not be compared."""
+        """Return lines about files that readers skip, and about data that was not compared."""
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
-        if self._checksums and self._without_checksum:  # earlier versions of Weft note none
+        if self._checksums and self._without_checksum:  # earlier versions of Weft log no checksums
             found.append(
                 f"{self._run / SAMPLES}: {self._without_checksum} files have no checksum to be compared with"
             )

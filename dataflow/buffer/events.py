@@ -1,20 +1,22 @@
-"""Events of the rows of a graph, as JSON records of the log. A ledger logs each event before
-applying it; `replay` (`recovery.py`) applies them again.
+"""Events that change the rows of a graph, as JSON records of the log. A ledger logs each event
+before applying it. `replay` (`recovery.py`) applies the logged events again.
 
-    issue   first, group, step, positions, tokens    rows of the source get ids from `first` on
-    source  segment                                  where the rows of the source are
-    claim   lease, node, ids, ...                    a node leases rows; the other fields are its request
-    publish lease, ids, tokens, ...                  rows are done, or children of `parents` exist
-    finish  lease, step                              a lease ends
-    release lease, why, ids                          a lease gives back `ids`, or all rows and is void
-    drop    node, ids, why                           a node drops rows that it repeatedly failed on
-    lose    group, why, again                        a group is lost; unless `again` is false, issued again
-    offer   node, group                              a group is offered to a quorum after its deadline
+    issue   first, group, step, positions, tokens    issue rows of the source; ids begin at `first`
+    source  segment                                  the segment that stores the rows of the source
+    claim   lease, node, ids, ...                    lease rows to a node; other fields: its request
+    publish lease, ids, tokens, ...                  mark rows as done, or add children of `parents`
+    finish  lease, step                              end a lease
+    release lease, why, ids                          requeue `ids`; without `ids`, requeue all rows
+                                                     and void the lease
+    drop    node, ids, why                           drop rows that a node repeatedly failed on
+    lose    group, why, again                        give up a group; issue it again unless `again`
+                                                     is false
+    offer   node, group                              offer a group to a quorum after its deadline
 
-`rows`, `groups`, `stale` (version, bound and fate of a `Staleness`), `version` and `holder` are the
-request of a claim. `too_old` has the groups that it set aside; logs of format 5 and earlier lack
-it. Published columns are in one `segment`, or in `segments`: [number of rows, *segment] for each
-rank, in row order. Fields without a value are left out.
+The request of a claim has the fields `rows`, `groups`, `stale` (version, bound and fate of a
+`Staleness`), `version` and `holder`. `too_old` lists the groups that the claim set aside; logs of
+format 5 and earlier lack it. Published columns are in one `segment`, or in `segments`: a list of
+[number of rows, *segment] for each rank, in row order. Fields without a value are left out.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ import numpy as np
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 RESTARTED = "the run was started again"
-"""Why recovery releases the leases of lost workers."""
+"""Reason in the log when recovery releases the leases of lost workers."""
 FEW = 8
-"""Lists up to this length are written in full, without looking for a shorter form."""
+"""Lists up to this length are written without compression."""
 
 
 def to_json(do: str, graph: str, **fields: Any) -> str:
@@ -66,11 +68,10 @@ def publish_json(
     finished: list[int] | None = None,
     segments: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """Return the log record of a publish, which is written for each generated row and must be
-    fast."""
+    """Return the log record of a publish. Must be fast, because each generated row writes one."""
     head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{lease},"ids":'
     where = "" if segment is None else f',"segment":{_located(segment)}'
-    # The most frequent record: one sample of a generation.
+    # Fast path for the most frequent record: one generated sample.
     if len(ids) == 1 and parents and versions and finished == []:
         one = f'[{ids[0]}],"tokens":[{tokens[0]}]{where}'
         return f'{head}{one},"versions":[{versions[0]}],"parents":[{parents[0]}],"finished":[]}}'
@@ -87,12 +88,12 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`)."""
-    # A cheap test of the first ids rejects most lists without runs.
+    """Format ids as JSON. Consecutive ids become [first, number] (see `unpacked` in `log.py`)."""
+    # Looking at the first ids is a cheap way to reject most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
-    # Runs this short would not make the record shorter.
+    # Such short runs would not make the record shorter.
     if len(begins) > len(ids) // 2:
         return _numbers(ids)
     ends = [*begins[1:], len(ids)]
@@ -104,19 +105,19 @@ def _ids(ids: list[int]) -> str:
 
 
 def _values(values: list[int]) -> str:
-    # A single int instead of a list; `unpacked` repeats it.
+    # Write equal values as a single integer, which `unpacked` repeats.
     same = len(values) > FEW and values.count(values[0]) == len(values)
     return str(values[0]) if same else _numbers(values)
 
 
 def _located(segment: Sequence[Any]) -> str:
-    """Write a segment, or a number of rows and their segment."""
+    """Format a segment as JSON; it may follow a number of rows."""
     *rows, node, file, offset, num_bytes, checksum = segment
     start = f"{rows[0]}," if rows else ""
     return f"[{start}{_names(node, file)},{offset},{num_bytes},{checksum}]"
 
 
-# A run publishes many segments in few files.
+# Cached, because a run publishes many segments in few files.
 @lru_cache(maxsize=1 << 14)
 def _names(node: str, file: str) -> str:
     return f"{_quoted(node)},{_quoted(file)}"

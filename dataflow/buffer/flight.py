@@ -1,10 +1,10 @@
-"""Segment transfer between nodes, over Arrow Flight: `SegmentServer` serves a node's segments,
+"""Segment transfer between nodes over Arrow Flight. `SegmentServer` serves a node's segments, and
 `_SegmentClient` fetches them.
 
-A message is sent as opaque bytes, in pieces, after its schema. Tickets and actions are JSON. Every
-call has the token of the run, and a server only gives access to segment files of one folder.
-Between hosts, everything including the token is encrypted (TLS). Each server makes its own
-certificate, and clients trust only that.
+A server sends the schema of a message, then the message in pieces of opaque bytes. Tickets and
+actions are JSON. Every call must carry the run's token, and a server only gives access to the
+segment files of one folder. Between hosts, TLS encrypts everything, including the token. Each
+server creates its own certificate, the only one that its clients trust.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .segments import (
 # Certificate
 
 NAME = "weft"
-"""Name in every certificate. Clients trust the certificate itself, not the name."""
+"""Host name in every certificate. Clients trust the certificate itself, not the name."""
 VALID = datetime.timedelta(days=3650)
 EARLIER = datetime.timedelta(days=1)
-"""Start of validity before the certificate was made, because clocks of nodes may differ."""
+"""Backdating of the start of validity, because the clocks of nodes may differ."""
 
 
 @dataclass(frozen=True)
 class _Certificate:
-    """A server's certificate and private key (PEM). The key never leaves the process."""
+    """A server's certificate and private key, as PEM. The key never leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -61,7 +61,7 @@ class _Certificate:
 
 
 def make_certificate() -> _Certificate:
-    """Make a P-256 key and a self-signed certificate."""
+    """Create a P-256 key and a self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -98,12 +98,14 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder, node: the node's folder and name. It has copies of other nodes' messages.
-        host: the address to listen on, by default only reachable from this machine.
+        folder: the node's folder. It also contains copies of other nodes' messages.
+        node: name of the node.
+        host: address to listen on. The default is only reachable from this machine.
         token: the secret that every caller must send.
-        certificate: None disables encryption, for use on a single machine.
+        certificate: certificate for TLS. None disables encryption, for use on a single machine.
 
-    Raises a ValueError if the token is empty.
+    Raises:
+        ValueError: the token is empty.
     """
 
     location: str
@@ -137,7 +139,7 @@ class SegmentServer(pf.FlightServerBase):
             message, schema = self._reader.message(segment)
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
-        # Pieces bound the size of each gRPC message.
+        # Send pieces to limit the size of each gRPC message.
         starts = range(0, message.size, PIECE_BYTES)
         pieces = [schema.serialize()]
         pieces += [message.slice(i, min(PIECE_BYTES, message.size - i)) for i in starts]
@@ -164,20 +166,20 @@ class SegmentServer(pf.FlightServerBase):
         return b""
 
     def _delete(self, files: Sequence[tuple[str, str]]) -> None:
-        # Check all names first, so that a bad request deletes nothing.
+        # Check all names first, so that an invalid request deletes nothing.
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
         for node, file in files:
             try:
                 delete_local(self.folder, self.node, node, file)
-            except OSError as error:  # still delete the others
+            except OSError as error:  # still delete the other files
                 failed = error
         if failed is not None:
             raise failed
 
     def close(self) -> None:
-        """Stop listening once the current calls have finished."""
+        """Wait for the current calls to finish, then stop listening."""
         self.shutdown()
         self._reader.close()
 
@@ -186,10 +188,11 @@ class _SegmentClient:
     """A channel to the segment server of one node.
 
     Args:
-        location, token: of the server.
+        location: address of the server.
+        token: token of the run.
         certificate: the server's certificate as PEM, the only one that the client trusts. None
             disables encryption.
-        timeout_s: time limit of a call. Afterwards, it raises TimeoutError.
+        timeout_s: [s] time limit of each call. A call that exceeds it raises a TimeoutError.
     """
 
     def __init__(
@@ -207,12 +210,12 @@ class _SegmentClient:
         self.close()
 
     def fetch(self, segment: Segment) -> pa.Buffer:
-        """Fetch a message of the server's node, with its schema, as an Arrow IPC stream.
+        """Fetch a message of the server's node. Return an Arrow IPC stream with its schema.
 
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
-            DamagedSegment: the server found the message damaged.
-            FlightUnauthenticatedError: the server has another token.
+            DamagedSegment: the server reports that the message is damaged.
+            FlightUnauthenticatedError: the server has a different token.
         """
         ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
         what = f"fetching file {segment.file} of node {segment.node!r} from {self._location}"
@@ -235,13 +238,13 @@ class _SegmentClient:
         """Delete (node, file) pairs, at least one, and the server's copies of their messages."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
-            # Read the results, because the server's errors come with them.
+            # Read the results, because that raises the server's errors.
             list(
                 self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options())
             )
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Let the server verify its messages, at least one. Return the problem of each, or ""."""
+        """Let the server verify its messages (at least one). Return the problem of each, or ""."""
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
         what = f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
         with self._deadline(what):
@@ -256,7 +259,7 @@ class _SegmentClient:
 
     @contextmanager
     def _deadline(self, what: str) -> Iterator[None]:
-        """Convert Flight's timeouts to TimeoutErrors that name the operation."""
+        """Convert Flight's timeout and connection errors to a TimeoutError that names `what`."""
         try:
             yield
         except (pf.FlightTimedOutError, pf.FlightUnavailableError) as error:
@@ -275,13 +278,13 @@ class _TokenGate(pf.ServerMiddlewareFactory):
             (v for name, values in headers.items() if name.lower() == "authorization" for v in values),
             b"",
         )
-        # Constant time, so that the token cannot be guessed byte by byte.
+        # Compare in constant time, so that timing does not reveal the token byte by byte.
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
 
 def _check(node: object, file: object) -> None:
-    # Names become parts of paths, so a request must not name other folders.
+    # The names become parts of paths, so reject names that lead to other folders.
     if not isinstance(file, str) or not FILE.fullmatch(file):
         raise pf.FlightServerError(
             f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"
@@ -291,7 +294,7 @@ def _check(node: object, file: object) -> None:
 
 
 def _row(piece: pa.Buffer) -> pa.RecordBatch:
-    """Return a one-row batch with these bytes, without a copy."""
+    """Return a one-row batch with these bytes, without copying them."""
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)
@@ -300,7 +303,7 @@ def _row(piece: pa.Buffer) -> pa.RecordBatch:
 # Peers
 
 VERIFIED_AT_ONCE = 64
-"""Most segments to verify in one call."""
+"""Maximum number of segments to verify in one call."""
 
 
 @dataclass(frozen=True)
@@ -308,18 +311,18 @@ class Peers:
     """The segment servers of a run. Pass `Peers.fetch` as the `fetch` of a `SegmentReader`."""
 
     locations: Mapping[str, str]
-    """Node name -> address of its server."""
+    """Address of each node's server, keyed by node name."""
     token: str
     certificates: Mapping[str, bytes] = field(default_factory=dict)
-    """Address -> the server's certificate, as PEM. Connections to other addresses are not
-    encrypted."""
+    """Certificate of each server (PEM), keyed by address. Without one, there is no encryption."""
     timeout_s: float = 60.0
 
     def client(self, location: str, timeout_s: float) -> _SegmentClient:
         return _SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
-        """Return the segments that their nodes cannot read, with the reason. Only asks peers."""
+        """Return the reason for each segment that its node cannot read, keyed by segment. Segments
+        of nodes that are not peers are not checked."""
         by_node: dict[str, list[Segment]] = {}
         for segment in sorted(segments, key=lambda one: (one.file, one.offset)):
             by_node.setdefault(segment.node, []).append(segment)
@@ -332,20 +335,21 @@ class Peers:
                     some = own[k : k + VERIFIED_AT_ONCE]
                     try:
                         problems = client.verify(some)
-                    except TimeoutError as error:  # give up: each further call may take as long
+                    except TimeoutError as error:  # give up: each further call may time out as well
                         found |= dict.fromkeys(own[k:], str(error))
                         break
                     found |= {s: problem for s, problem in zip(some, problems, strict=True) if problem}
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message of another node to a file, as an Arrow IPC stream, unless the file
-        exists. A lock lets one process of the node fetch it for all.
+        """Fetch a message of another node, and write it to `path` as an Arrow IPC stream. Does
+        nothing if the file exists. A lock ensures that only one process of this node fetches the
+        message.
 
         Raises:
-            UserError: the node is not a peer.
+            UserError: the other node is not a peer.
             TimeoutError: the message did not arrive in time.
-            DamagedSegment: the other node found the message damaged.
+            DamagedSegment: the other node reports that the message is damaged.
         """
         if (location := self.locations.get(segment.node)) is None:
             hint = nearest(segment.node, self.locations) or f"; there are {', '.join(self.locations)}"
@@ -356,12 +360,12 @@ class Peers:
         what = f"fetching file {segment.file} of node {segment.node!r} from {location}"
         with open(f"{path}.lock", "wb") as lock:
             self._wait_for(lock, deadline, what)
-            # Another process fetched it while this one waited for the lock.
+            # Another process fetched the message while this one waited for the lock.
             if path.exists():
                 return
             with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
                 stream = client.fetch(segment)
-            # Write under another name, so that readers only see complete copies.
+            # Write to a temporary name, so that readers only see complete copies.
             part = path.with_name(f"{path.name}.part")
             who = f"the copy of a message of node {segment.node!r}"
             with full_disk_named(path.parent, who, len(stream)), open(part, "wb") as file:
@@ -384,23 +388,24 @@ class Peers:
 # Deletions
 
 MAX_FILES = 10_000
-"""Most files to remember for a peer that does not answer; the oldest are forgotten first."""
+"""Maximum number of files to remember for an unresponsive peer. Forgets the oldest first."""
 MAX_PAUSE_S = 60.0
-"""[s] Longest pause between two attempts after failures."""
+"""[s] Maximum pause between two attempts after failures."""
 
 logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and copies of their messages, on all peers (`delete_remote` of a
-    `SegmentStore`).
+    """Deletes files, and copies of their messages, on all peers. Serves as `delete_remote` of a
+    `SegmentStore`.
 
-    Calls return at once. A thread sends each peer its gathered files, and retries peers that do not
-    answer with growing pauses. Files that remain there only cost disk space.
+    A call returns at once. A thread collects the files and sends them to each peer. After a
+    failure, it retries with growing pauses. Files that are never deleted only cost disk space.
 
     Args:
-        timeout_s: time limit of a call to a peer.
-        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`.
+        timeout_s: [s] time limit of a call to a peer.
+        pause_s: [s] time to collect files before a call. After each failure, the pause doubles, up
+            to `MAX_PAUSE_S`.
     """
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
@@ -420,7 +425,7 @@ class Deletions:
             self._changed.notify()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send the remaining files to peers that answer, within this time limit."""
+        """Try for at most `timeout_s` to send the remaining files to all peers."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -433,7 +438,7 @@ class Deletions:
                 files, self._files, closing = self._files, [], self._closing
             for peer in self._peers:
                 peer.files += files
-                # Forgotten files only cost disk space on the peer.
+                # Forgotten files only cost the peer disk space.
                 del peer.files[:-MAX_FILES]
                 if peer.files and (closing or peer.next_attempt <= time.monotonic()):
                     peer.tell()

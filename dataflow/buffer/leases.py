@@ -1,8 +1,8 @@
-"""Leases: the rows that nodes hold, and the results that they publish.
+"""Leases: rows that a node has claimed, and the results that it publishes for them.
 
 claim ──> open ──finish──> finished
-           └──release, or its deadline passes──> void: its rows are ready again, and its holder is
-           refused
+           └──release, or its deadline passes──> void: its rows are ready again, and the ledger
+           rejects its holder
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from .rows import Group, LevelRows, Row, StoredPart, places_in
 from .segments import Segment
 
 Fate = Literal["wait", "mask", "requeue", "drop"]
-"""How to handle a group that is too old when an update claims it: keep it waiting for a larger
-bound; train on it with every token masked (it still counts in group statistics); drop it and issue
-its prompt again; or drop it. `Ledger._set_aside` does so, and `logged_rows.py` checks it."""
+"""How to handle a group that is too old when an update claims it. `Ledger._set_aside` implements
+this, and `logged_rows.py` checks it.
+
+- wait: keep the group until the bound is larger.
+- mask: train on it with all tokens masked, so that it only counts in group statistics.
+- requeue: drop it and issue its prompt again.
+- drop: drop it.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,12 @@ class Staleness:
     version: int
     """Policy version of the weights to train."""
     bound: int
-    """Largest allowed `version` minus the version of a row's oldest token."""
+    """Maximum allowed difference between `version` and the version of a row's oldest token."""
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of rows that are too old. Rows that no policy made never are."""
+        """Return the places of the rows in `mask` that are too old. Rows that no policy generated
+        never become too old."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
             place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
@@ -52,30 +58,30 @@ NONE = np.empty(0, np.int64)
 PublishedLists: TypeAlias = tuple[
     list[int], list[int], list[int] | None, list[int] | None, list[int] | None
 ]
-"""Columns of `Published` as lists of Python numbers: ids, num_tokens, versions, parents,
+"""Columns of `Published` as lists of Python integers: ids, num_tokens, versions, parents,
 finished."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """Rows that a lease holder has written, as reported to the ledger.
+    """Report of a lease holder to the ledger about rows that it has written.
 
-    In a map, group or filter, `ids` are rows of the lease that are done. In an EXPAND, they are new
+    For MAP, GROUP and FILTER, `ids` are rows of the lease that are done. For EXPAND, they are new
     rows.
     """
 
     ids: np.ndarray
     """[rows] int64 sample ids."""
     num_tokens: np.ndarray
-    """[rows] int64 tokens that these columns add to each row."""
+    """[rows] int64 number of tokens that the written columns add to each row."""
     versions: np.ndarray | None = None
-    """[rows] int64 oldest policy version in each row, if the node generated it."""
+    """[rows] int64 oldest policy version in each row, if the node generated the rows."""
     parents: np.ndarray | None = None
     """[rows] int64 sample ids of the parents of these rows (EXPAND only)."""
     finished: np.ndarray | None = None
-    """int64 sample ids of the parents that get no more rows (EXPAND only)."""
+    """int64 sample ids of the parents that get no more children (EXPAND only)."""
     newest: int = -1
-    """Newest policy version of any token, if the node generated them. It is not logged."""
+    """Newest policy version of any token, if the node generated the rows. Not logged."""
 
     @property
     def _columns(self) -> tuple[np.ndarray | None, ...]:
@@ -97,7 +103,7 @@ class Published:
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """Concatenate the reports of several ranks, all of the same kind, under one lease."""
+        """Concatenate the reports of several ranks for one lease. All have the same columns."""
         if len(parts) == 1:
             return parts[0]
         columns: list[Any] = []
@@ -107,7 +113,7 @@ class Published:
         return cls(*columns, newest=max(part.newest for part in parts))
 
     def not_of(self, parents: Container[int]) -> np.ndarray:
-        """[rows] bool: the row has none of these parents."""
+        """Return which rows have none of these parents, as [rows] bool."""
         assert self.parents is not None
         return np.array([parent not in parents for parent in self.parents.tolist()], bool)
 
@@ -120,19 +126,19 @@ class Published:
 
 
 class Spread(NamedTuple):
-    """Segments of rows that several ranks wrote."""
+    """Segments with the columns of rows that several ranks wrote."""
 
     segments: Sequence[Segment]
     counts: Sequence[int]
-    """Rows in each segment, in the order of the rows."""
+    """Number of rows in each segment. Segments are in row order."""
 
     def only(self, kept: np.ndarray) -> Spread:
-        """Return the segments of a subset of the rows, given as [rows] bool."""
+        """Return the segments of the rows where `kept`, [rows] bool, is true."""
         parts = np.split(kept, np.cumsum(self.counts)[:-1])
         return Spread(self.segments, [int(part.sum()) for part in parts])
 
     def to_json(self) -> list[list[Any]]:
-        """Return a list of [number of rows, *segment], as in the log."""
+        """Return a list of [number of rows, *segment], the form used in the log."""
         pairs = zip(self.counts, self.segments, strict=True)
         return [[rows, *segment.to_json()] for rows, segment in pairs]
 
@@ -148,42 +154,41 @@ Written: TypeAlias = Segment | Spread | None
 # Leases
 
 Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
-"""Rows of one group in a lease: the group, their level, their mask, and their places in the order
-of their sample ids."""
+"""Rows of one group in a lease: the group, the level of the rows, their mask, and their places in
+order of sample id."""
 
 
 @dataclass
 class Lease:
     """Rows claimed by one node, in order of group and sample id.
 
-    `token` is a fence: the ledger refuses holders of an old token.
+    `token` is a fencing token: the ledger rejects calls with the token of a lease that has ended.
     """
 
     token: int
     node: Node
     taken: Sequence[Taken]
-    """The rows, by their groups."""
+    """The rows of each group."""
     ids: np.ndarray
     """[rows] int64 sample ids."""
     num_tokens: np.ndarray
-    """[rows] int64 tokens of each row when it was claimed."""
+    """[rows] int64 number of tokens of each row when it was claimed."""
     holder: str = ""
     deadline: float | None = None
-    """Time when the rows are requeued, in seconds of the ledger's clock."""
+    """[s] Time on the ledger's clock when the rows are requeued."""
     masked: frozenset[int] = frozenset()
-    """Rows that are too old to train on and must be masked."""
+    """Sample ids of rows that are too old to train on, so that all their tokens must be masked."""
     open: dict[int, None] = field(default_factory=dict)
-    """Sample ids of rows that are not published yet; for an EXPAND, parents that are not
-    finished."""
+    """Sample ids of rows that are not published yet (for EXPAND: parents not finished)."""
     given_up: set[int] = field(default_factory=set)
-    """Parents that a quorum finished early. New rows of them are discarded."""
+    """Sample ids of parents that a quorum finished early. Their new children are discarded."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
-    """Published results of a node that takes groups: rows (parents of an EXPAND) and data. They
-    count once the lease is finished."""
+    """Results published by a node that takes groups: ids of the input rows, report, and segment.
+    They take effect when the lease is finished."""
 
     @classmethod
     def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
-        """Make a lease of rows, given by their groups and masks. All of them are open."""
+        """Create a lease of rows, given by their groups and masks. All rows are open."""
         level, own = node.level, list[Taken]()
         ids: list[int] = []
         tokens: list[int] = []
@@ -208,7 +213,7 @@ class Lease:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows as objects, for inspection; `ids` and the other columns are faster."""
+        """The rows as objects, for inspection. `ids` and the other columns are faster."""
         return [Row(group, level, place) for group, level, _, places in self.taken for place in places]
 
     @cached_property
@@ -221,7 +226,7 @@ class Lease:
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first sample id reserved for the children of each row (EXPAND only)."""
+        """[rows] int64 first sample id reserved for each row's children (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -231,13 +236,13 @@ class Lease:
 
     @property
     def versions(self) -> list[int | None]:
-        """Oldest policy version in each row; None if no policy made it."""
+        """Oldest policy version in each row; None for a row that no policy generated."""
         rows = [(group.levels[level].versions, places) for group, level, _, places in self.taken]
         return [versions[place] for versions, places in rows for place in places]
 
     @property
     def step(self) -> int:
-        """Step that its first row was issued for."""
+        """Step for which the first row was issued."""
         return self.taken[0][0].issued_in
 
     @property
@@ -246,7 +251,7 @@ class Lease:
 
     @cached_property
     def group_ids(self) -> np.ndarray:
-        """[rows] int64 group of each row."""
+        """[rows] int64 group id of each row."""
         return self.of_groups([group.id for group in self.groups])
 
     @cached_property
@@ -254,12 +259,12 @@ class Lease:
         return [len(places) for _, _, _, places in self.taken]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
-        """Repeat a value of each group for all of its rows, as [rows] int64."""
+        """Repeat each group's value for all rows of the group. Return [rows] int64."""
         return np.repeat(np.array(values, np.int64), self._rows_of_groups)
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
-        """[rows] int64 parent of each row; a row of the source is its own parent."""
+        """[rows] int64 sample id of each row's parent. A row of the source is its own parent."""
         if self.node.level == SOURCE:
             return self.ids
         above = self.taken[0][0].levels[self.node.level].above if self.taken else SOURCE
@@ -272,15 +277,16 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Return whether these are all rows of the lease, in order and none of them published."""
+        """Return whether a report has all rows of the lease, in order, none published before."""
         ids = published.ids
-        # Checks lengths first, because this runs for every publish.
+        # Compare lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
         return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
-        """Refuse rows that may not be published under this lease. `rows` has all rows in flight.
-        Raises a LeaseError for foreign or published rows, and for columns of different lengths."""
+        """Check that rows may be published under this lease. `rows` maps the sample ids of all rows
+        in flight to their groups. Raises a LeaseError if a row is not in the lease or was published
+        before, or if columns differ in length."""
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
         finished = finished or []
@@ -306,26 +312,29 @@ class Lease:
 
 
 class Leases:
-    """Open leases of one graph, oldest first, and the most recent released ones."""
+    """Open leases of one graph, oldest first, and the most recently released ones."""
 
     REMEMBERED = 1000
-    """Number of void leases to remember, so that a late holder gets the reason."""
+    """Number of void leases to remember, so that errors for late holders can name the reason."""
 
     def __init__(self, makers: Collection[str] = ()) -> None:
-        """`makers` are the names of nodes whose work a quorum may end (see `give_up_parent`)."""
+        """
+        Args:
+            makers: names of the nodes whose work a quorum may end early (see `give_up_parent`).
+        """
         self._makers = makers
         self._holders: dict[tuple[str, int], Lease] = {}
-        """(maker, sample id of a row) -> the open lease with the row."""
+        """Open lease that holds a row, keyed by (maker, sample id)."""
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """Heap of (when, token). Leases that ended earlier stay in it."""
+        """Heap of (deadline, token). Leases that ended early stay in it until their deadline."""
         self._num_groups: dict[str, int] = {}
         self._given_up: list[tuple[int, int]] = []
         self.next_token = 1
 
     def __iter__(self) -> Iterator[Lease]:
-        # A copy, because callers release leases while they iterate.
+        # Iterate over a copy, because callers release leases in the loop.
         return iter(list(self._open.values()))
 
     def __len__(self) -> int:
@@ -338,8 +347,7 @@ class Leases:
         return self._open.get(lease.token) is lease
 
     def is_void(self, token: int) -> bool:
-        """Return whether a lease with this token was released, or never granted after a
-        rollback."""
+        """Return whether the lease with this token was released, or a rollback undid its grant."""
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:
@@ -350,7 +358,7 @@ class Leases:
             raise LeaseError(f"{who} was released or finished before{f' ({why})' if why else ''}")
 
     def num_groups(self, node: Node) -> int:
-        """Return how many groups a node that takes groups or batches has leased."""
+        """Return the number of groups leased to a node that takes groups or batches."""
         return self._num_groups.get(node.name, 0)
 
     def grant(self, lease: Lease) -> None:
@@ -367,19 +375,19 @@ class Leases:
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] -= lease.num_groups
         for id in lease.ids.tolist() if lease.node.name in self._makers else ():
-            # Another lease may hold a row that this one gave back.
+            # Another lease may hold a row that this lease gave back.
             if self._holders.get((lease.node.name, id)) is lease:
                 del self._holders[lease.node.name, id]
 
     def void(self, lease: Lease, why: str) -> None:
-        """Close a lease. Its holder is refused from here on, with this reason."""
+        """Close a lease. From then on, calls of its holder fail with this reason."""
         self.close(lease)
         self._void[lease.token] = why
         if len(self._void) > self.REMEMBERED:
             del self._void[next(iter(self._void))]
 
     def take_overdue(self, now: float) -> list[Lease]:
-        """Return open leases whose deadline has passed, each once."""
+        """Return open leases whose deadline has passed. Each lease is returned only once."""
         overdue: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, token = heapq.heappop(self._deadlines)
@@ -389,18 +397,18 @@ class Leases:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time of the next deadline; None if no lease has one."""
+        """Time of the next deadline; None if no lease has a deadline."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def give_up_parent(self, node: Node, id: int) -> None:
-        """Stop waiting for more children of a parent, although its holder is still making them."""
+        """Finish a parent early, although the lease's holder is still generating its children."""
         lease = self._holders[node.name, id]
         del lease.open[id]
         lease.given_up.add(id)
         self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
-        """Return, once, (lease token, parent) of rows in work that no node needs."""
+        """Return (lease token, parent id) of each parent given up since the last call."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -410,10 +418,10 @@ class Leases:
 
 @dataclass(frozen=True)
 class ColumnPiece:
-    """Columns of a consumer's rows that one node wrote, or that the source has.
+    """Columns of a consumer's rows that come from one node, or from the source.
 
-    `keys` select the rows in the segments. They are sample ids, or row numbers of the source's
-    segment if `by_position`.
+    `keys` select the rows in the segments. They are sample ids or, if `by_position`, row numbers in
+    the source's segment.
     """
 
     columns: tuple[str, ...]
@@ -422,7 +430,7 @@ class ColumnPiece:
     segments: tuple[Segment, ...]
     by_position: bool = False
     of_file: bool = False
-    """Whether the columns come from the user's file, and so keep their types."""
+    """Whether the columns come from the user's file and therefore keep their types."""
 
 
 def column_pieces(
@@ -432,9 +440,15 @@ def column_pieces(
     shares: Sequence[Sequence[int]],
     index: np.ndarray,
 ) -> list[list[ColumnPiece]]:
-    """Locate the columns that the node of a lease reads. Return the pieces of each share: one per
-    node that wrote columns, and one or two for the source. `shares` has the indexes of the rows of
-    each share; `index` is all shares concatenated."""
+    """Locate the columns that the node of a lease reads.
+
+    Args:
+        shares: the rows of each share, as indices into the lease's rows.
+        index: all shares, concatenated.
+
+    Returns:
+        The pieces of each share: one per node that wrote columns, and one or two for the source.
+    """
     node, user_columns = lease.node, file_columns(graph.source)
     by_writer: dict[tuple[str, bool], list[str]] = {}
     for column in node.reads:
@@ -451,7 +465,7 @@ def column_pieces(
         for share, own in zip(shares, pieces, strict=True):
             end = begin + len(share)
             if writer:
-                # An empty share still needs a segment, for the types of its columns.
+                # An empty share still needs a segment, which defines the types of its columns.
                 of = dict.fromkeys([parts[k] for k in share or (0,)])
                 segments = tuple([part.segment for part in of])
                 own.append(ColumnPiece(names, ordered[begin:end], segments))
@@ -463,7 +477,7 @@ def column_pieces(
 
 
 def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray, list[StoredPart]]:
-    """Return the sample ids of the rows that a node wrote columns for, and the part of each."""
+    """Return the sample ids of the rows for which a node wrote columns, and their stored parts."""
     level = graph.level_of(writer)
     i = next(i for i, node in enumerate(graph.nodes) if node.name == writer)
     parts: list[StoredPart | None] = []
@@ -475,7 +489,7 @@ def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray,
             parts.append(rows.parts[i][own[0]])
         else:
             parts += map(rows.parts[i].__getitem__, own)
-        # The node reads columns of an ancestor, so keys are the ancestor's ids.
+        # The columns belong to ancestors of the lease's rows, so the keys are the ancestors' ids.
         if level != lease.node.level:
             owners += map(rows.ids.__getitem__, own)
     ids = lease.ids if level == lease.node.level else np.array(owners, np.int64)
@@ -483,7 +497,7 @@ def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray,
 
 
 def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:
-    """Map rows of level `at` to the places of their ancestors on `level`."""
+    """Return the places on `level` of the ancestors of rows on level `at`."""
     while at != level:
         rows = group.levels[at]
         places = [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]

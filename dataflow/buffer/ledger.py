@@ -1,25 +1,27 @@
 """Ledger: the control plane of the sample buffer.
 
-It knows which columns of each row exist, where they are, and which nodes have processed the row. It
-never holds tokens. Every event costs O(1) per row and updates which rows are ready.
+The ledger knows which columns of each row exist, where they are stored, and which nodes have
+processed the row. It never holds tokens. Each event costs O(1) per row, and updates which rows are
+ready.
 
 Invariants:
 
 - Each row is exactly one of waiting, leased, done or dropped, and each node consumes it at most
   once (`LevelRows`, in `rows.py`).
-- A row is ready for a node when all nodes in `after` are done with it. A node that takes groups
-  gets a group when all its rows exist and are ready, or when its quorum is reached.
+- A row is ready for a node when all nodes in the node's `after` are done with it. A node that takes
+  groups gets a group when all rows of the group exist and are ready, or when its quorum is reached.
 - Children arrive one by one. A parent is finished by a separate event, by the end of its lease, or
   by a quorum that does not need more children. A requeued parent keeps its children and their ids.
-- An update sets a group aside if it is too old: `_set_aside` requeues or drops its rows.
-- A claim is a lease, and only the holder of its token may publish. Results of a node that takes
-  groups count when its lease is finished; a release before that gives complete groups back.
+- An update sets aside groups that are too old. `_set_aside` keeps, requeues or drops their rows.
+- A claim creates a lease, and only the holder of its token may publish. Results of a node that
+  takes groups take effect when the lease is finished. If the lease is released before, whole groups
+  are requeued.
 
-Each event (`events.py`) is logged before it takes effect, and the events determine the ledger's
-state. `recovery.py` replays them, and saves and loads the state, so that recovery need not read the
-whole log.
+Each event (`events.py`) is logged before it takes effect. The events alone determine the ledger's
+state, so `recovery.py` can replay them. It also saves and loads the state, so that recovery need
+not read the whole log.
 
-The parts own the state: rows, groups and readiness (`live`), column locations (`parts`), and leases
+The state is split into rows, groups and readiness (`live`), column locations (`parts`), and leases
 (`leases`).
 """
 
@@ -42,20 +44,20 @@ from .rows import MAX_CHILDREN, Group, GroupState, Ids, LevelRows, StoredPart, p
 from .segments import Segment
 
 REQUEST = ("rows", "groups", "stale", "version")
-"""Fields of a claim's record that the node asked for."""
+"""Fields of a claim's record that describe the node's request."""
 
 
 class _Choice(NamedTuple):
     """The rows that a claim takes, and the groups that it sets aside."""
 
     taken: list[tuple[Group, int]]
-    """Groups, each with the mask of its rows."""
+    """Pairs of a group and the mask of its taken rows."""
     masked: frozenset[int] = frozenset()
-    """Ids of the taken rows to mask because they are too old."""
+    """Sample ids of taken rows whose tokens must be masked, because they are too old."""
     too_old: list[int] | None = None
-    """Ids of groups that were set aside as too old. None without a staleness bound."""
+    """Ids of groups that were set aside as too old; None without a staleness bound."""
     offered: bool = False
-    """Whether groups that were set aside earlier are ready again."""
+    """Whether the claim made groups ready again that were set aside earlier."""
 
 
 class Ledger:
@@ -82,25 +84,25 @@ class Ledger:
     ) -> None:
         """
         Args:
-            ids: shared by all graphs of a run.
+            ids: id counters, shared by all graphs of a run.
             source: segment with the rows of the graph's source.
-            name: name of the graph in the log.
-            log: where to log every event before it takes effect; None keeps no log.
-            clock: seconds, for deadlines.
+            name: name of the graph in the log. Default: the graph's own name.
+            log: log that gets each event before it takes effect. None keeps no log.
+            clock: returns the time in seconds, for deadlines.
         """
         self.graph = graph
         self.name = name or graph.name
         self.source = source
         self.log = log
         self.prompts_issued = 0
-        """Rows of the source issued so far, which is the position in the source."""
+        """Number of source rows issued so far, which is also the position in the source."""
         self.ids = ids or Ids()
         self.live = LiveRows(graph, self.ids, clock)
         self.parts = self.live.parts
         makers = {graph.nodes[i].name for i in self.live.wiring.makes_for if i is not None}
         self.leases = Leases(makers)
         self.stale: Counter[str] = Counter()
-        """Fate -> groups that were too old when an update claimed them."""
+        """Number of groups that were too old when an update claimed them, keyed by fate."""
         self._index = self.live.wiring.index
         self._takes_groups = self.live.wiring.takes_groups
         self._clock = clock
@@ -120,7 +122,7 @@ class Ledger:
         self.source = segment
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, step: int) -> None:
-        """Issue rows of the source, given by their positions, for a step. Each starts a group."""
+        """Issue the source rows at these positions for a step. Each row starts a group."""
         positions, tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
         if len(positions) != len(tokens):
             raise ValueError(
@@ -145,19 +147,20 @@ class Ledger:
         staleness: Staleness | None = None,
         version: int | None = None,
     ) -> Lease | None:
-        """Lease ready rows to a node, in order of group and sample id; return None if there are
-        none. If `max_groups` excludes some ready groups, an update gets the oldest ones.
+        """Lease ready rows to a node, in order of group and sample id. Return None if no row is
+        ready. If more than `max_groups` groups are ready, an update gets the oldest ones.
 
         Args:
-            max_rows, max_groups: most rows, for a node that takes rows; most groups, for a node
-                that takes groups. With 0 groups, only set aside groups that are too old.
+            max_rows: maximum number of rows, for a node that takes rows.
+            max_groups: maximum number of groups, for a node that takes groups. 0 takes nothing and
+                only sets aside groups that are too old.
             holder: name of the worker, for messages.
-            deadline_s: seconds from now until the rows are requeued (see `expire`).
-            staleness: for an update: the staleness bound, and the fate of older groups.
-            version: for a node that generates: its policy version, noted for new groups.
+            deadline_s: [s] time until the rows are requeued (see `expire`).
+            staleness: for an update, the staleness bound and the fate of older groups.
+            version: for a node that generates, its policy version, which is noted for new groups.
         """
         choice = self._choose(self._index[node.name], max_rows, max_groups, staleness)
-        # Setting groups aside or offering them again changes the state, so it must be logged as well.
+        # Setting groups aside or offering them again changes the state, so log such a claim too.
         if not (choice.taken or choice.too_old or choice.offered):
             return None
         deadline = None if deadline_s is None else self._clock() + deadline_s
@@ -167,7 +170,7 @@ class Ledger:
         return self._grant(node, self.leases.next_token - 1, choice, asked, holder, deadline)
 
     def claim_again(self, record: Record) -> None:
-        """Replay a claim. Raises ValueError if the ready rows differ from the record."""
+        """Replay a claim from its log record. Raises a ValueError if it would take other rows."""
         node, token, ids = self.graph[record["node"]], record["lease"], record["ids"]
         i, asked = self._index[node.name], {name: record.get(name) for name in REQUEST}
         self.leases.next_token = token + 1
@@ -182,7 +185,7 @@ class Ledger:
             raise ValueError(f"lease {token} of node {node.name!r} {what}")
 
     def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
-        """Set the ready groups aside that are too old for an update, and return their number."""
+        """Set aside the ready groups that are too old for an update. Return their number."""
         before = self.stale.total()
         self.claim(node, max_groups=0, staleness=staleness)
         return self.stale.total() - before
@@ -212,7 +215,7 @@ class Ledger:
         return lease
 
     def _reserve_ids(self, lease: Lease, level: int) -> None:
-        """Reserve sample ids for children. Rows with children keep their earlier ids."""
+        """Reserve sample ids for children of a lease's rows. Rows with children keep theirs."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in lease.taken:
             made = set(group.levels[level].parents)
@@ -225,9 +228,9 @@ class Ledger:
     # Choose rows for a claim
     #
     # An update first sets aside all groups that are too old, then takes the groups with the oldest
-    # tokens. A quorum is chosen when its group is first claimed: the first n ready rows win. The
-    # others are cancelled, with all work that only they need. Their parent is finished without more
-    # children.
+    # tokens. The rows of a quorum are chosen when its group is first claimed: the first n ready
+    # rows. All other rows are cancelled, with all work that only they need, and their parent is
+    # finished without more children.
 
     def _choose(
         self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None
@@ -238,7 +241,7 @@ class Ledger:
         offered = staleness is not None and self._offer_again(i, staleness)
         too_old: list[int] = []
         while staleness is not None and (group := readiness.first_group(i, groups)) is not None:
-            # The oldest groups come first, so the first one within the bound ends the search.
+            # The oldest groups come first, so stop at the first group within the bound.
             if staleness.fate == "mask" or not self._is_too_old(group, i, staleness):
                 break
             too_old.append(group.id)
@@ -261,9 +264,9 @@ class Ledger:
         staleness: Staleness | None,
         too_old: Sequence[int] | None,
     ) -> _Choice:
-        """Take the groups of the rows in a log record, for node i, which takes groups. `too_old` is
-        None in logs of format 5 and earlier, which checked groups in order of ids. Raises
-        ValueError or LookupError if a group is not ready, or not in flight."""
+        """Replay the choice of a claim by node i, which takes groups: take the groups of the rows
+        `ids`. `too_old` is None in logs of format 5 and earlier, which checked groups in order of
+        ids. Raises a ValueError or LookupError if a group is not ready or not in flight."""
         groups = list(dict.fromkeys(self.live.group_of[id] for id in ids))
         if staleness is not None:
             self._offer_again(i, staleness, wait=too_old is None)
@@ -286,7 +289,7 @@ class Ledger:
     def _too_old_by_id(
         self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
     ) -> list[int]:
-        """Return the groups that a claim of format 5 or earlier set aside."""
+        """Return the ids of the groups that a claim set aside in a log of format 5 or earlier."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
@@ -295,8 +298,8 @@ class Ledger:
         return [id for id in ready if self._is_too_old(groups[id], i, staleness)]
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer groups again that waited for a larger bound. Return whether there are any. With
-        `wait`, as in format 5 and earlier, groups that are still too old wait in any case."""
+        """Offer groups again that waited for a larger bound. Return whether there are any. `wait`
+        keeps groups that are still too old waiting for all fates, as format 5 and earlier did."""
         readiness, waits = self.readiness, wait or staleness.fate == "wait"
         held = [self.live.groups[id] for id in sorted(readiness.too_old_groups[i])]
         again = [group for group in held if not (waits and self._is_too_old(group, i, staleness))]
@@ -342,12 +345,12 @@ class Ledger:
         maker = wiring.makes_for[i]
         if maker is None:
             return
-        # The chosen quorum does not need more children, so finish their parents.
+        # The quorum needs no more children, so finish the parents.
         rows = group.levels[wiring.level[maker]]
         left = rows.awaiting(maker)
         for place in places_in(left & rows.leased[maker]):
             self.leases.give_up_parent(nodes[maker], rows.ids[place])
-        # No claim takes the maker's ready rows from their count, so do it here.
+        # The maker's ready rows are finished without a claim, so subtract them from its count here.
         self.readiness.num_rows[maker] -= rows.ready(maker).bit_count()
         if left:
             self.live.finish_rows({group: left}, maker)
@@ -355,14 +358,14 @@ class Ledger:
     # Publish rows
 
     def publish(self, lease: Lease, published: Published, written: Written) -> None:
-        """Report rows of a lease that the node has finished, with the columns that it wrote.
+        """Report rows that the node of a lease has finished, and where it wrote their columns.
 
-        For an EXPAND, these are new rows, and `finished` parents get no more. New rows of a parent
-        that a quorum finished are discarded.
+        For EXPAND, the rows are new, and the parents in `finished` get no more children. New rows
+        of a parent that a quorum finished are discarded.
 
         Raises:
-            LeaseError: rows (or parents) are not in the lease, or were published before. Nothing
-                changes then.
+            LeaseError: rows (or parents) are not in the lease, or were published before. The ledger
+                is unchanged.
         """
         self.leases.check(lease)
         if lease.given_up and published.parents is not None:
@@ -371,7 +374,7 @@ class Ledger:
             published = published.without(lease.given_up)
         lists = published.lists
         ids, tokens, versions, parents, finished = lists
-        # The common case, all rows of the lease at once, needs no check of each row.
+        # In the common case, all rows of the lease at once, rows need no individual check.
         if not (lease.is_whole(published) and len(tokens) == lease.num_rows and versions is None):
             lease.check(lists, self.live.group_of)
         if parents is not None and finished is None:
@@ -403,20 +406,20 @@ class Ledger:
         *,
         at_once: bool,
     ) -> None:
-        """Add new rows, and mark the rows `through` as done; `at_once` if they are all of the
-        lease."""
+        """Add new rows, and mark the rows `through` as done. `at_once` says that these are all rows
+        of the lease."""
         node, i = lease.node, self._index[lease.node.name]
         ids, tokens, versions, parents, _ = published
         parts = self._parts_of(node, written, len(ids))
         if parents is not None:
             self.live.add_children(i, ids, parents, tokens, versions, parts)
-            # They belong to the children. The rows below are the parents.
+            # Tokens and parts belong to the children. The rows below are the parents.
             tokens, parts = [], []
         elif not any(tokens):
             tokens = []
         ordered = self.live.wiring.ends_in_quorum(i)
         if at_once and not tokens and not ordered:
-            # The common case: whole masks instead of one row at a time.
+            # Common case: update whole masks instead of one row at a time.
             if len(parts) == 1:
                 for group, level, mask, _ in lease.taken:
                     group.levels[level].put(parts[0], i, mask)
@@ -446,11 +449,12 @@ class Ledger:
         self.live.finish_rows(masks, i, order if ordered else None)
 
     def _parts_of(self, node: Node, written: Written, rows: int) -> list[StoredPart]:
-        """Return the parts of published rows: one per row, or one for all, or none if unread."""
+        """Return the stored parts of published rows: one per row, one for all rows, or none if no
+        node can read the columns."""
         if written is None:
             return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
-        if not node.writes:  # no node reads columns that this one does not declare
+        if not node.writes:  # no node can read undeclared columns
             for segment in spread.segments:
                 self.parts.discard(segment)
             return []
@@ -462,9 +466,9 @@ class Ledger:
     # End leases
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
-        """Finish a lease; for an update, as part of a step. A FILTER drops the rows that it did not
-        publish; an EXPAND makes no children for parents that it did not mention. Raises a
-        LeaseError if a map or group left rows out."""
+        """Finish a lease. A FILTER drops the rows that it did not publish. An EXPAND finishes the
+        parents that it did not mention, without children. Raises a LeaseError if a MAP or GROUP did
+        not publish all rows. `step` is the step that an update belongs to."""
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
         i = self._index[node.name]
@@ -490,12 +494,13 @@ class Ledger:
     def release(
         self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None
     ) -> None:
-        """Requeue the unpublished rows of a lease, and void the lease. A node that takes groups
-        gives back all of its rows.
+        """Requeue the unpublished rows of a lease, and void the lease. If the node takes groups,
+        all rows of the lease are requeued.
 
         Args:
-            ids: unpublished rows to give back, for a node that takes rows; the lease keeps the
-                others. None gives back all of them.
+            why: reason, for the log and for errors of the holder.
+            ids: for a node that takes rows, the unpublished rows to requeue; the lease stays open
+                and keeps the others. None requeues all unpublished rows.
 
         Raises:
             LeaseError: the lease is void, or some of these rows are not in it.
@@ -534,16 +539,16 @@ class Ledger:
             rows.leased[i] &= ~mask
             if node.makes_level is not None and node.level == SOURCE and not any(group.levels[1:]):
                 self.readiness.set_version(group, None)  # its generation begins again
-            # Also rows that are skipped below: `skip` subtracts them again.
+            # Include the rows that are skipped below, because `skip` subtracts them again.
             self.readiness.offer_rows(group, mask.bit_count(), i)
             self.live.note_if_whole(group, i)
-            # Rows that a quorum cancelled while they were leased.
+            # Skip rows that a quorum cancelled while they were leased.
             if given_up := union([rows.cancelled[j] for j in wiring.served[i]]) & mask:
                 self.live.skip(group, given_up, i)
                 self.live.retire_if_finished(group)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """Return group -> mask of these rows of a node's level."""
+        """Return the mask of these rows, which are on the node's level, keyed by group."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:
@@ -554,9 +559,10 @@ class Ledger:
     # Drop rows
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
-        """Drop ready rows that a node fails on, and return their number. Later nodes continue with
-        the rest of their groups. A node that takes groups drops all rows of these groups. Raises a
-        LeaseError, without a change, if a row is claimed or not ready."""
+        """Drop ready rows on which a node failed, and return their number. If the node takes
+        groups, all rows of their groups are dropped; otherwise, later nodes continue with the
+        remaining rows. Raises a LeaseError, and changes nothing, if a row is claimed or not
+        ready."""
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
@@ -583,11 +589,11 @@ class Ledger:
         return len(dropped)
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
-        """Drop the rows of a group whose columns are lost, or that is not needed. Issue its prompt
-        again, unless only recording was left to do, and return whether it was. Raises a LeaseError
-        if some of its rows are leased."""
+        """Drop the rows of a group whose columns are lost, or that is not needed. With
+        `issue_again`, issue its prompt again, unless only recording was left to do. Return whether
+        the prompt was issued again. Raises a LeaseError if rows of the group are leased."""
         group = self.live.groups[group_id]
-        issue_again = issue_again and not group.rested  # it was trained on already
+        issue_again = issue_again and not group.rested  # a rested group was already trained on
         if group.num_leased:
             raise LeaseError(
                 f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased"
@@ -602,14 +608,15 @@ class Ledger:
     # Deadlines
 
     def offer(self, node: Node, group: Group) -> None:
-        """Offer the rows of a group whose quorum missed its deadline."""
+        """Offer the rows of a group to a quorum that missed its deadline."""
         i = self._index[node.name]
         if group.state(i) is GroupState.GATHERING:
             self._note("offer", node=node.name, group=group.id)
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """Release and return overdue leases, and offer the groups of late quorums."""
+        """Release leases past their deadline, and offer groups to quorums past their deadline.
+        Return the released leases."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)
@@ -623,7 +630,7 @@ class Ledger:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time when to call `expire` next, in seconds of the clock."""
+        """[s] Time on the clock at which `expire` is due next; None if nothing has a deadline."""
         quorums, due = self.live.quorum_deadlines, self.leases.next_deadline
         times = [quorums[0][0]] if quorums else []
         return min(times if due is None else [*times, due], default=None)

@@ -1,5 +1,5 @@
-"""Rows in flight: which rows and groups each node can claim, and what follows when a node finishes,
-skips or drops rows.
+"""Rows in flight: tracks which rows and groups each node can claim, and updates this when a node
+finishes, skips or drops rows.
 
     a row at a node that takes rows        blocked ──offer_rows─> ready ──take_rows──> leased ──> done
     a group at a node that takes groups    gathering ──offer_group──> ready ──claim_group──> claimed
@@ -21,42 +21,42 @@ from .segments import Segment
 # Readiness
 
 YOUNGEST = 1 << 62
-"""Sort key for rows that no policy generated: after all others, because they never become too
-old."""
+"""Sort key of rows that no policy generated. They sort last, because they never become too old."""
 
 
 class Readiness:
-    """Counts and queues by node, updated at each event.
+    """Counts and queues for each node, updated by each event. Lists are indexed by node.
 
-    Stale entries stay in a queue until they reach its head, and are not counted.
+    Queues may contain stale entries, which are removed when they reach the head. Counts do not
+    include them.
 
-    Invariant: the state kept event by event equals what `of` computes from the groups in flight.
+    Invariant: the state after each event equals the state that `of` computes from the groups in
+    flight.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
         self.row_queues: list[list[int]] = [[] for _ in range(number)]
-        """Heaps of ids of groups that may have ready rows. A node claims rows of the oldest group
-        first."""
+        """Heaps of ids of groups that may have ready rows. A node claims from the oldest first."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
         """Heaps of (age, group id). An update takes the groups with the oldest tokens first,
-        because they become too old first. Ids do not tell the age, because a group may be generated
-        again."""
+        because they become too old first. The order of ids is not enough, because a group may be
+        generated again."""
         self.num_rows = [0] * number
-        """Ready rows; for a node that takes groups, rows of ready groups."""
+        """Number of ready rows. For a node that takes groups: of rows in ready groups."""
         self.num_groups = [0] * number
         self.num_unclaimed = [0] * number
-        """Groups in flight that a node which takes groups has not claimed."""
+        """For nodes that take groups: number of groups in flight that the node has not claimed."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """For an update: version when generation began -> unclaimed groups."""
+        """For updates: number of unclaimed groups, keyed by the version that began them."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """The part of `unclaimed_of` that was offered."""
+        """Like `unclaimed_of`, but only groups that were offered to the node."""
         self.todo = [0] * number
         self.unfinished_levels = [0] * wiring.num_levels
-        """Number of groups that can get more rows on a level."""
+        """Number of groups that may get more rows on each level."""
 
     @classmethod
     def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
@@ -97,13 +97,13 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """Set the policy version when a group's generation began; None if it has not begun."""
+        """Set the policy version with which a group's generation began; None if not begun."""
         self._tally(group, -1)
         group.version = version
         self._tally(group, 1)
 
     def _tally(self, group: Group, by: int) -> None:
-        """Remove a group from the counts by version (-1), or add it again (1)."""
+        """Remove a group from the counts by version (`by=-1`), or add it (`by=1`)."""
         if group.version is None:
             return
         for i in self._wiring.updates:
@@ -124,11 +124,11 @@ class Readiness:
     def take_rows(
         self, i: int, number: int | None, known: Mapping[int, Group]
     ) -> list[tuple[Group, int]]:
-        """Take up to `number` ready rows for node i, in order of group and id, as masks by
-        group."""
+        """Take up to `number` ready rows for node i, in order of group and id. Return pairs of a
+        group and the mask of its rows."""
         queue, queued, level = self.row_queues[i], self.in_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
-        # Taking everything needs no heap.
+        # Taking all rows does not need the heap.
         if number is None or number >= self.num_rows[i]:
             for id in sorted(queue):
                 group = known.get(id)
@@ -142,7 +142,7 @@ class Readiness:
         while number:
             group = known.get(queue[0])
             mask = group.levels[level].ready(i) if group is not None else 0
-            if mask.bit_count() > number and group is not None:  # the others of the group stay
+            if mask.bit_count() > number and group is not None:  # the group stays in the queue
                 mask = mask_of(group.levels[level].in_order(mask)[:number])
             else:
                 queued.remove(heapq.heappop(queue))
@@ -154,7 +154,7 @@ class Readiness:
     # Groups
 
     def offered_rows(self, group: Group, i: int) -> int:
-        """Return the rows of a group that node i gets when it claims the group."""
+        """Return the mask of the rows that node i gets when it claims a group."""
         quorum = self._wiring.quorum[i]
         if quorum:
             return mask_of((group.order or {})[i][:quorum])
@@ -178,7 +178,8 @@ class Readiness:
         self.num_rows[i] += self._num_offered(group, i)
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Return the oldest version that a group offers to node i; YOUNGEST without a policy."""
+        """Return the oldest policy version among the rows that a group offers to node i; YOUNGEST
+        if no policy generated them."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min(
@@ -191,7 +192,7 @@ class Readiness:
             group = known.get(queue[0][1])
             if group is not None and group.state(i) is GroupState.READY:
                 return group
-            # A stale entry: the group was claimed, dropped or set aside.
+            # Remove a stale entry: the group was claimed, dropped or set aside.
             heapq.heappop(queue)
         return None
 
@@ -201,7 +202,7 @@ class Readiness:
         return sorted(id for id in queued if id in known and known[id].state(i) is GroupState.READY)
 
     def withdraw_group(self, group: Group, i: int) -> None:
-        """Mark a group as no longer ready for node i. Its queue entry becomes stale."""
+        """Stop counting a group as ready for node i. Its queue entry becomes stale."""
         self.num_rows[i] -= self._num_offered(group, i)
         self.num_groups[i] -= 1
 
@@ -231,22 +232,23 @@ class Readiness:
     # Queries
 
     def ready(self, node: Node) -> int:
-        """Return how many rows a claim on this node could get."""
+        """Return the number of rows that a claim by this node could get."""
         return self.num_rows[self._wiring.index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
         return self.num_groups[self._wiring.index[node.name]]
 
     def unclaimed(self, node: Node) -> int:
-        """Return how many groups in flight this node, which takes groups, has not claimed."""
+        """Return how many groups in flight a node that takes groups has not claimed."""
         return self.num_unclaimed[self._wiring.index[node.name]]
 
     def too_old(self, node: Node) -> int:
-        """Return how many groups are too old for this node and wait for a larger bound."""
+        """Return how many groups wait for a larger bound because they are too old for this node."""
         return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
-        """Return whether all issued rows for this node are ready there, and none is leased."""
+        """Return whether all remaining rows of this node are ready and none is leased, so that
+        waiting would bring no more rows."""
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
@@ -254,12 +256,13 @@ class Readiness:
         return complete and self.num_rows[i] == self.todo[i] > 0
 
     def exhausted(self, node: Node) -> bool:
-        """Return whether this node has no work left for the rows issued so far."""
+        """Return whether this node has finished all rows issued so far."""
         return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
     def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
-        """Return, for each version of an unclaimed group, ascending, how many groups that began at
-        this version or before were not yet offered to an update."""
+        """Return cumulative counts of the groups that an update still waits for, as pairs (version,
+        number of groups not offered yet whose generation began with this version or an earlier
+        one). There is a pair for each version of an unclaimed group, in ascending order."""
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)
@@ -271,7 +274,7 @@ class Readiness:
 
 
 class _StoredParts:
-    """The segments that rows in flight need, with counts. A segment is freed with its last row."""
+    """Counts references of rows in flight to segments. Frees a segment with its last reference."""
 
     def __init__(self) -> None:
         self._parts: dict[StoredPart, None] = {}
@@ -279,8 +282,8 @@ class _StoredParts:
         self.num_bytes = 0
         self.published_bytes = 0
         self.finished_bytes = 0.0
-        """Published bytes of finished groups. Groups that share a segment have their share by
-        rows."""
+        """[bytes] Published bytes of finished groups. A segment shared by several groups is divided
+        in proportion to their rows."""
         self.largest_group_bytes = 0
 
     @property
@@ -288,11 +291,11 @@ class _StoredParts:
         return [part.segment for part in self._parts]
 
     def add_segment(self, segment: Segment, rows: int) -> StoredPart:
-        """Add a segment that a call wrote, with its number of rows."""
+        """Add a segment with this number of rows, which a call of a node wrote."""
         self.published_bytes += segment.num_bytes
         part = StoredPart(segment, rows, rows)
         self.restore(part)
-        if not rows:  # no row will ever need it
+        if not rows:  # no row will ever need the segment
             self.finished_bytes += segment.num_bytes
             self._free(part)
         return part
@@ -305,10 +308,10 @@ class _StoredParts:
         self._freed.append(segment)
 
     def finish_group(self, group: Group) -> None:
-        """Count a finished group, and free the segments that only it needed."""
+        """Count the bytes of a finished group, and free the segments that no other group needs."""
         num_bytes = 0.0
         columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
-        for column in columns:  # in a fixed order, so that a replayed ledger frees in the same order
+        for column in columns:  # in a fixed order, so that a replay frees in the same order
             first = column[0]
             whole = first is not None and column.count(first) == len(column)
             for part, rows in ((first, len(column)),) if whole else Counter(column).items():
@@ -326,7 +329,7 @@ class _StoredParts:
         self._freed.append(part.segment)
 
     def take_freed(self) -> list[Segment]:
-        """Return segments that no row in flight refers to, each once."""
+        """Return the segments freed since the last call. No row in flight refers to them."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -337,7 +340,7 @@ Orders: TypeAlias = Mapping[Group, Sequence[int]]
 
 
 class _RowsById(Mapping[int, Row]):
-    """View of the rows in flight by sample id, in order of arrival."""
+    """View of the rows in flight, keyed by sample id, in order of arrival."""
 
     def __init__(self, group_of: Mapping[int, Group]) -> None:
         self._group_of = group_of
@@ -355,42 +358,48 @@ class _RowsById(Mapping[int, Row]):
 
 
 class LiveRows:
-    """Unfinished rows and groups of a graph. Methods take the rows of one group at a time, as a
-    mask.
+    """Unfinished rows and groups of a graph. Most methods take rows of one group, as a mask.
 
-    - A row is ready for a node when all nodes in `after` are done with it and its ancestors.
-    - A level of a group is complete when its maker is done with all rows of the level above.
-    - A group retires when no work on it is left: its rows are counted as done or dropped, and
+    - A row is ready for a node when all nodes in the node's `after` are done with the row or its
+      ancestor.
+    - A level of a group is complete when the node that creates its rows is done with all rows of
+      the level above.
+    - A group retires when all work on it is finished: its rows are counted as done or dropped, then
       forgotten.
     """
 
     def __init__(self, graph: Graph, ids: Ids, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds, for the deadlines of quorums."""
+        """
+        Args:
+            ids: id counters, shared by all graphs of a run.
+            clock: returns the time in seconds, for the deadlines of quorums.
+        """
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
-        """Sample id -> group."""
+        """Group of each row in flight, keyed by sample id."""
         self.rows = _RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
-        """Groups in flight by id, oldest first."""
+        """Groups in flight, keyed by id, oldest first."""
         self.readiness = Readiness(self.wiring)
         self.parts = _StoredParts()
         self.groups_of_step: Counter[int] = Counter()
-        """Step of issue -> groups with work left, other than recording."""
+        """Number of groups with work left other than recording, keyed by the step for which they
+        were issued."""
         self.groups_behind = 0
-        """Groups with only background nodes (recorders) left to run."""
+        """Number of groups that only background nodes (recorders) still have to process."""
         self.largest_group = 0
         self._whole: list[set[int]] = [set() for _ in graph.nodes]
-        """Node that takes rows -> groups that may have ready rows and get no more. Some may have
-        none."""
+        """For each node that takes rows: ids of groups whose rows have all reached the node. Groups
+        without ready rows are removed later, by `lacks_siblings`."""
         self.quorum_deadlines: list[tuple[float, int, int]] = []
-        """Heap of (time, node, group) of quorums that are not reached yet."""
+        """Heap of (deadline, node, group id) of quorums that are not reached yet."""
         self.issued = 0
         self.done = 0
-        """Retired rows that were not dropped."""
+        """Number of retired rows that were not dropped."""
         self.dropped: Counter[str] = Counter()
-        """Reason -> rows dropped so far. Reasons are the name of a filter, or "over-issued at",
-        "late at" or "stale at" a node."""
+        """Number of rows dropped so far, keyed by reason: the name of a filter, or "over-issued
+        at", "late at" or "stale at" a node."""
         self.finished = [0] * len(graph.nodes)
         self._ids = ids
         self._clock = clock
@@ -414,7 +423,7 @@ class LiveRows:
         self.issue(group.position, group.tokens, group.issued_in)
 
     def restore(self, group: Group) -> None:
-        """Add a saved group. Its quorums get their full deadlines again."""
+        """Add a group from a checkpoint. The deadlines of its quorums start again."""
         self.groups[group.id] = group
         self.groups_behind += group.rested
         for i in range(len(self.graph.nodes)):
@@ -434,12 +443,12 @@ class LiveRows:
         versions: Sequence[int] | None,
         parts: Sequence[StoredPart],
     ) -> None:
-        """Add rows that node i made, and offer them to the next nodes.
+        """Add rows that node i created, and offer them to the next nodes.
 
         Args:
-            tokens: tokens that each row has beyond its parent's.
-            versions: oldest policy version in each row; None takes the parents' versions.
-            parts: parts that the node wrote: one per row, a single one for all rows, or none.
+            tokens: number of tokens that each row has in addition to its parent's tokens.
+            versions: oldest policy version in each row; None takes the versions of the parents.
+            parts: stored parts that the node wrote: one per row, one for all rows, or none.
         """
         group_of, above, level = self.group_of, self.wiring.level[i], self.graph.nodes[i].makes_level
         assert level is not None
@@ -448,7 +457,7 @@ class LiveRows:
         for k, id in enumerate(ids):
             group = group_of[parents[k]]
             source, rows = group.levels[above], group.levels[level]
-            # A group has a single row of the source.
+            # A group has a single row on the source's level.
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
             bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
@@ -472,7 +481,7 @@ class LiveRows:
         for group, mask in new.items():
             for i in nodes if group.closed else ():
                 if group.closed >> i & 1 and (late := mask & group.levels[level].awaiting(i)):
-                    # a later quorum must not see rows that are late at an earlier one
+                    # A later quorum must not get rows that were too late for an earlier one.
                     self.cancel_rows(group, late, i, f"late at {self.graph.nodes[i].name}")
             if wiring.may_be_cut_off[level]:
                 self._skip_what_is_cut_off(group, level, mask)
@@ -480,7 +489,7 @@ class LiveRows:
             self._offer_if_ready(new, i)
 
     def _skip_what_is_cut_off(self, group: Group, level: int, new: int) -> None:
-        """Skip nodes that wait for an ancestor that was dropped before these rows came."""
+        """Skip new rows at nodes that wait for an ancestor that was dropped earlier."""
         rows = group.levels[level]
         for i in self.wiring.on_level[level]:
             cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
@@ -493,8 +502,8 @@ class LiveRows:
     # Offer rows
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Offer rows to node i if all earlier nodes are done with them. `order` has the places of
-        each group's rows in order of becoming ready; None means in order of arrival."""
+        """Offer rows to node i if all earlier nodes are done with them. `order` lists the places of
+        each group's rows in the order in which they became ready. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = (
             wiring.needs_of_row[i],
@@ -522,7 +531,7 @@ class LiveRows:
                 if group.complete[level]:
                     self._offer_group_if_ready(group, i)
                 continue
-            # As `Readiness.offer_rows`, without a call for each group.
+            # Inlined `Readiness.offer_rows`, to avoid a call for each group.
             if group.id not in queued:
                 queued.add(group.id)
                 heapq.heappush(queue, group.id)
@@ -538,7 +547,7 @@ class LiveRows:
         ready = group.num_ready(i)
         if ready == 1:
             self._set_quorum_deadline(group, i)
-        # A quorum takes at most its number of rows; later ones do not count.
+        # A quorum takes at most `quorum` rows, so later rows do not count.
         self.readiness.num_rows[i] += group.offered >> i & 1 and ready <= self.wiring.quorum[i]
         self._offer_group_if_ready(group, i)
 
@@ -550,7 +559,7 @@ class LiveRows:
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self.wiring.takes_groups[i] or group.offered >> i & 1:
             return
-        # A recorder only gets groups that all other nodes are done with.
+        # A recorder only gets groups that all other nodes have finished.
         if self.wiring.behind[i] and not group.rested:
             return
         level = self.wiring.level[i]
@@ -562,7 +571,7 @@ class LiveRows:
             self.readiness.offer_group(group, i)
 
     def note_if_whole(self, group: Group, i: int) -> None:
-        """Note a group if all its rows have reached node i, which takes rows."""
+        """Note a group if all its rows have reached node i. Does nothing if node i takes groups."""
         if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
         rows = group.levels[self.wiring.level[i]]
@@ -572,8 +581,8 @@ class LiveRows:
     # Finish rows
 
     def finish_rows(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Mark rows as done at node i, and offer them to the next nodes. `order` has the places in
-        order of finishing; None means in order of arrival."""
+        """Mark rows as done at node i, and offer them to the next nodes. `order` lists the places
+        of each group's rows in the order in which they finished. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
         for group, mask in masks.items():
@@ -593,12 +602,13 @@ class LiveRows:
                 self._offer_if_ready(below, j)
         for group in masks:
             self._finish_level_made_by(group, i)
-            # Only recording is left, or nothing.
+            # At most recording is left to do.
             if group.open == group.behind:
                 self.retire_if_finished(group)
 
     def _finish_level_made_by(self, group: Group, i: int) -> None:
-        """Complete the level that node i makes, and the levels below, if no work is left."""
+        """Mark the level that node i creates as complete if it can get no more rows, and then the
+        levels below it."""
         level, above = self.graph.nodes[i].makes_level, self.wiring.level[i]
         if level is None or group.complete[level]:
             return
@@ -614,7 +624,8 @@ class LiveRows:
     # Drop rows
 
     def cancel_rows(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Drop rows that a quorum does not need, with pending work that only the quorum needs."""
+        """Drop rows that the quorum at node i does not need, and skip pending work on them that
+        only this quorum needs."""
         self.drop(group, mask, i, reason)
         rows = group.levels[self.wiring.level[i]]
         rows.cancelled[i] |= mask
@@ -622,13 +633,13 @@ class LiveRows:
             self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
 
     def drop(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Take rows away from node i, which has not seen them, and from all downstream nodes."""
+        """Drop rows at node i, which has not processed them, and at all downstream nodes."""
         self.skip(group, mask, i)
         self._finish_level_made_by(group, i)
         self.drop_downstream(group, mask, i, reason)
 
     def drop_downstream(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Take rows and their descendants away from all nodes downstream of node i."""
+        """Drop rows and their descendants at all nodes downstream of node i."""
         self.dropped[reason] += mask.bit_count()
         level = self.wiring.level[i]
         for j in self.wiring.downstream[i]:
@@ -651,16 +662,16 @@ class LiveRows:
         self.note_if_whole(group, j)
 
     def lose(self, group: Group, reason: str) -> None:
-        """Give up a group: all its rows count as dropped."""
+        """Give up a group. All its rows count as dropped."""
         readiness = self.readiness
-        readiness.set_version(group, None)  # the changes below must not count by version
+        readiness.set_version(group, None)  # keep the changes below out of the counts by version
         for i, node in enumerate(self.graph.nodes):
             if self.wiring.takes_groups[i]:
                 if group.state(i) is GroupState.TOO_OLD:
                     readiness.clear_too_old(group, i)
                 elif group.state(i) is GroupState.READY:
                     readiness.withdraw_group(group, i)
-            group.offered |= 1 << i  # so that it is never offered again
+            group.offered |= 1 << i  # prevents offering the group again
             self.skip(group, group.levels[node.level].awaiting(i), i)
         for level, complete in enumerate(group.complete):
             readiness.unfinished_levels[level] -= not complete
@@ -702,7 +713,7 @@ class LiveRows:
 
     @property
     def groups_at_work(self) -> int:
-        """Number of groups with work left, other than recording."""
+        """Number of groups with work left other than recording."""
         return len(self.groups) - self.groups_behind
 
     @property
@@ -710,7 +721,7 @@ class LiveRows:
         return [id for id, group in self.groups.items() if not group.rested]
 
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
-        """Return the source rows of groups that none of these nodes has claimed, oldest first."""
+        """Return source positions of groups that none of these nodes has claimed, oldest first."""
         mask = mask_of(self.wiring.index[node.name] for node in nodes)
         return [group.position for group in self.groups.values() if not group.claimed & mask]
 
@@ -718,23 +729,24 @@ class LiveRows:
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Return whether all ready rows of a node (which takes rows) should wait for siblings: more
-        rows of each group may come to the node, and no quorum waits for it."""
+        """Return whether a node that takes rows should wait before it claims: its ready rows belong
+        to groups of which more rows may arrive, and no quorum waits for the node."""
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
         whole = self._whole[i]
-        # Entries may be stale: drop those without ready rows.
+        # Remove stale entries: groups without ready rows.
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)
             if group is not None and group.levels[node.level].ready(i):
                 return False
-            whole.discard(id)  # noted again if a row is given back
+            whole.discard(id)  # it is noted again if one of its rows is requeued
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """Return the step of the first ready row or group, and how many of that step are ready."""
+        """Return the step of a node's first ready row or group, and how many ready rows or groups
+        belong to that step."""
         i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
@@ -749,14 +761,14 @@ class LiveRows:
         return step, number
 
     def oldest_too_old(self, node: Node) -> int | None:
-        """Return the oldest version among the groups that are too old for a node, or None."""
+        """Return the oldest policy version among groups too old for a node; None if no group is."""
         i = self.wiring.index[node.name]
         waiting = (self.groups[id] for id in self.readiness.too_old_groups[i])
         oldest = min((self.readiness.oldest_version(group, i) for group in waiting), default=YOUNGEST)
         return None if oldest == YOUNGEST else oldest
 
     def groups_in(self, segments: Collection[Segment]) -> list[tuple[int, Segment]]:
-        """Return the groups with columns in these segments, each with the first such segment."""
+        """Return (group id, first such segment) for each group with columns in these segments."""
         found: list[tuple[int, Segment]] = []
         for group in self.groups.values() if segments else ():
             columns = (column for rows in group.levels for column in rows.parts.values())
@@ -767,12 +779,13 @@ class LiveRows:
         return found
 
     def is_in_training(self, group_id: int) -> bool:
-        """Return whether an update claimed a group that has more left to do than recording."""
+        """Return whether an update has claimed a group, and work other than recording is left."""
         group = self.groups[group_id]
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """Return counts of rows. Each is exactly one of waiting, leased, done or dropped."""
+        """Return the number of issued rows, and how many of them are waiting, leased, done and
+        dropped. Each row is in exactly one of these states."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])
@@ -786,7 +799,7 @@ class LiveRows:
         }
 
     def waits_for(self, group_id: int) -> str:
-        """Return what a group waits for, one line per node that has not finished it."""
+        """Describe what a group waits for, with one line per node that has not finished it."""
         group = self.groups.get(group_id)
         if group is None:
             return f"group {group_id} is not in flight: it is finished, or it was never issued"

@@ -1,5 +1,5 @@
-"""Rules for rows, and the checker that finds the events of a log which break them. It shares only
-the record format with the ledger.
+"""Rules for rows, and the checker that finds the events of a log that break them. The checker
+shares only the record format with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
@@ -7,14 +7,13 @@ the record format with the ledger.
             print(violation, violation.rule.value)
     violations = checker.end_log()
 
-`check_log` (`check.py`) does this for the log of a run, for `weft buffer check`. To add a rule:
+`weft buffer check` does this for the log of a run (`check_log` in `check.py`). `logged_rows.py`
+keeps the rows in flight. To add a rule:
 
-1. name it in `Rule`;
-2. compare the event that can break it with the rows in flight, in the method of that event here
-   (`_claim`, `_publish`, ...);
-3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_log_rules.py`.
-
-Events change sets of rows (`logged_rows.py`).
+1. Name it in `Rule`.
+2. Find the method of the event that can break the rule (`_claim`, `_publish`, ...). There, compare
+   the event with the rows in flight.
+3. Add a log that breaks the rule to `WRONG` in `tests/dataflow/buffer/test_log_rules.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .logged_rows import (
 
 
 class Rule(enum.Enum):
-    """The rules for rows. `weft buffer check` names each rule that a log breaks."""
+    """The rules for rows. `weft buffer check` prints each rule that a log breaks."""
 
     KNOWN_RECORD = (
         "a record is of a known kind, has all its fields, and names graphs and nodes that exist"
@@ -73,12 +72,12 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule, and where the log breaks it."""
+    """A broken rule, and the place in the log that breaks it."""
 
     rule: Rule
     text: str
     at: int | None = None
-    """Byte offset of the record in the log; None if no single record breaks the rule."""
+    """Byte offset of the record that breaks the rule; None if it is not a single record."""
 
     def __str__(self) -> str:
         return self.text if self.at is None else f"byte {self.at}: {self.text}"
@@ -88,7 +87,7 @@ class Violation:
 
 
 class Checker:
-    """Checks each event of a log against the rows in flight of all graphs of a run."""
+    """Checks each event of a log against the rows in flight, for all graphs of a run."""
 
     def __init__(
         self,
@@ -99,10 +98,11 @@ class Checker:
     ) -> None:
         """
         Args:
-            on_finished: called with each finished group and the rows in flight by sample id.
-            on_recorded: called for each finished lease of a recorder, with its graph, its number,
-                and sample id -> step of the rows that must be among the samples.
-            keep_parts: keep the segments of rows in flight.
+            on_finished: called for each finished group, with the group and a mapping from sample id
+                to row in flight.
+            on_recorded: called for each finished lease of a recorder, with the graph, the lease's
+                number, and a mapping from sample id to step for the rows that must be recorded.
+            keep_parts: whether to keep the segments of rows in flight.
         """
         self._handlers: Mapping[str, Callable[[Record], None]] = {
             "claim": self._claim,
@@ -135,10 +135,10 @@ class Checker:
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Process an event at this byte of the log, and return the rules that it breaks."""
+        """Process the event at byte `at` of the log, and return its violations."""
         self.at, self._violations = at, []
         try:
-            # A restart writes its epoch, releases leases and loses groups; other records end it.
+            # A restart logs its epoch, released leases and lost groups. Any other record ends it.
             released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED
             if self._restarting and not released:
                 self._end_restart()
@@ -151,16 +151,16 @@ class Checker:
         except BrokenRule as broken:
             assert isinstance(broken.rule, Rule)
             self._break(broken.rule, f"{record['do']}: {broken}")
-        # A record of another version must not end the check.
+        # A record written by another version must not end the check.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
-        # After all checks of this event, which may refer to finished groups.
+        # Forget groups last, because the checks of this event may refer to finished groups.
         self.rows.forget_finished_groups()
         return self._violations
 
     def end_log(self) -> list[Violation]:
-        """Return the violations that no single event causes."""
+        """Return the violations that are not due to a single event."""
         self._violations = []
         if self._restarting:
             self._end_restart()
@@ -191,7 +191,7 @@ class Checker:
             who = f"host {record['host']!r}, process {record['pid']}, since {record['since']}"
             said = f"epoch {epoch} ({who}) begins after epoch {self._epoch}: two drivers wrote this log"
             self._break(Rule.ONE_WRITER, said)
-        # The first epoch is the start of the run, not a restart.
+        # The first epoch starts the run and is not a restart.
         if self._epoch:
             self.restarts += not self._restarting
             self._restarting = True
@@ -292,7 +292,7 @@ class Checker:
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
-        # Continue after the gap, so that it is reported once.
+        # Continue after the gap, so that it is reported only once.
         rows.next_id, rows.next_group = max(rows.next_id, first), max(rows.next_group, group)
         for position, number in zip(positions, tokens, strict=True):
             rows.issue_row(graph, record["step"], position, number)
@@ -303,7 +303,7 @@ class Checker:
         graph, node = self._graph_of(record), self._node_of(record)
         number, ids, stale = record["lease"], record["ids"], record.get("stale")
         who = node.describe_lease(number)
-        # Tokens only grow, so a smaller one was granted before.
+        # Tokens increase, so a smaller one was granted before.
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
         graph.last_lease = number
@@ -317,7 +317,7 @@ class Checker:
                 self.rows.reject(group, node, stale[2])
         if node.node.operation.updates:
             self._check_order(graph, node, taken, who)
-        # A claim may take nothing and only set groups aside.
+        # A claim may take no rows and only set groups aside.
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
@@ -326,7 +326,7 @@ class Checker:
         self.lease_counts["granted"] += 1
 
     def _ready(self, graph: LoggedGraph, node: LoggedNode, ids: Sequence[int], what: str) -> set[int]:
-        """Return the rows that a node may take. Report each other row as a violation."""
+        """Return the rows that a node may take. Report all other rows as violations."""
         taken = set(ids)
         if (
             len(taken) == len(ids)
@@ -395,9 +395,9 @@ class Checker:
         held_back = node.held_back if waits else ()
         node.held_back = {id for id in held_back if is_too_old(self.rows.groups[id])}
         if fate == "mask":
-            return []  # the claim treats old groups like others
+            return []  # the claim takes old groups like all others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
-        # Format 5: groups were checked in order of ids, until the claim was full.
+        # Format 5 and earlier checked groups in order of ids, until the claim was full.
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
         found: dict[int, LoggedGroup] = {}
@@ -435,7 +435,7 @@ class Checker:
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return the oldest version of a group at a node; infinity if no policy made it."""
+        """Return a group's oldest policy version at a node; infinity if no policy generated it."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)
@@ -471,12 +471,12 @@ class Checker:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
         verb = "publishes" if parents is None else "finishes"
-        # `foreign` rows are reported above.
+        # `foreign` rows have been reported above.
         self._check_own(finished - lease.open - foreign, f"publish: {who} {verb}")
-        # Continue with the valid rows only, after reporting the others.
+        # Continue with the valid rows only.
         finished &= lease.open
         lease.open -= finished
-        # Count segments for the report.
+        # Collect segments for the report.
         if "segment" in record:
             self._refer(record["segment"])
         for _, *segment in record.get("segments", ()):
@@ -535,7 +535,7 @@ class Checker:
         self._end_lease(record, "finished", "was finished")
 
     def _recorded(self, lease: LoggedLease, every: int) -> dict[int, int]:
-        """Return sample id -> step of the rows of a lease that must be among the samples."""
+        """Return the rows of a lease that must be recorded, as a mapping from sample id to step."""
         kept: dict[int, int] = {}
         for id in lease.ids:
             group = self.rows.in_flight[id].group
@@ -548,7 +548,7 @@ class Checker:
         lease, why = self._lease_of(record), record["why"]
         node, who = lease.node, lease.node.describe_lease(record["lease"])
         if "ids" not in record:
-            # A log without epochs shows a restart only by its releases.
+            # In a log without epochs, only these releases show a restart.
             if why == RESTARTED:
                 self.restarts += not self._restarting
                 self._restarting = True
@@ -603,7 +603,7 @@ class Checker:
 
 
 def _incomplete(group: LoggedGroup, node: LoggedNode, taken: set[int]) -> str:
-    """Return why these rows are not a complete group; empty if they are."""
+    """Return why these rows are not a complete group; empty if they are one."""
     if left_out := group.levels[node.level] - taken - node.dropped:
         return f"row {min(left_out)} of the group is left out"
     if not group.graph.is_complete(group, node):

@@ -1,14 +1,12 @@
-"""Rows in flight according to the log: apply its events, without the ledger's code and without
-checking rules.
+"""Rows in flight, rebuilt from the events of a log. This module shares no code with the ledger, so
+that a bug in one does not hide in the other, and it checks no rules: the checker (`log_rules.py`)
+compares events with these rows.
 
-Each row in flight is in exactly one of four sets at every node of its level:
+At each node of its level, a row in flight is in exactly one of four sets:
 
     waiting ──claim──▶ leased ──publish, finish──▶ done
        │  ◀──release──   │
        └──a filter, a quorum, a loss──▶ dropped
-
-The checker (`check.py`) compares events with these sets. The ledger shares none of this code, so
-that a bug in one does not hide in the other.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ class LoggedRow:
     level: int
     tokens: int
     version: int | None
-    """Oldest policy version in it; None if no policy made it."""
+    """Oldest policy version in the row; None if no policy generated it."""
     reason: str = ""
-    """Why some node never sees it."""
+    """Why the row was dropped at a node; empty if it was not."""
     children: list[LoggedRow] = field(default_factory=list)
     parts: dict[str, Sequence[Any]] | None = None
-    """Node -> the segment with the columns that it wrote for this row."""
+    """Segment with the columns that each node wrote for this row, keyed by node."""
 
     def ancestor(self, level: int) -> LoggedRow:
-        """Return the row of a level that this one was made from, or the row itself."""
+        """Return the ancestor of this row on a level, or the row itself if that is its level."""
         row = self
         while row.level != level:
             assert row.parent is not None, f"row {self.id} has no ancestor on level {level}"
@@ -49,19 +47,19 @@ class LoggedRow:
         return row
 
     def below(self, level: int) -> list[LoggedRow]:
-        """Return the rows of a level that were made from this one, or the row itself."""
+        """Return the descendants of this row on a level, or the row itself if that is its level."""
         if self.level == level:
             return [self]
         return [row for child in self.children for row in child.below(level)]
 
     def age(self, version: int) -> int:
-        """Return how many policy versions the row is behind this one; -1 if no policy made it."""
+        """Return how many versions the row is behind `version`; -1 if no policy generated it."""
         return version - self.version if self.version is not None and self.version >= 0 else -1
 
 
 @dataclass(slots=True, eq=False)
 class LoggedGroup:
-    """All rows that come from one issued row."""
+    """All rows that descend from one issued row."""
 
     id: int
     graph: LoggedGraph
@@ -69,15 +67,15 @@ class LoggedGroup:
     position: int
     tokens: int
     levels: list[set[int]]
-    """The ids of its rows, level by level."""
+    """Sample ids of the group's rows on each level."""
     trained_in: int | None = None
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
-    """(row, level) -> sample ids reserved for its children on that level."""
+    """Sample ids reserved for a row's children on a level, keyed by (sample id, level)."""
     arrived: dict[LoggedNode, dict[int, int]] = field(default_factory=dict)
-    """Quorum -> row id -> number of the record that made the row ready."""
+    """For nodes with a quorum: number of the record that made a row ready, keyed by sample id."""
     chosen: dict[LoggedNode, set[int]] = field(default_factory=dict)
     offered_short: set[LoggedNode] = field(default_factory=set)
-    """Quorums that may take fewer rows than they ask for."""
+    """Nodes whose quorum missed its deadline, so that they may take fewer rows."""
     lost: str = ""
     """Why the group was lost; empty if it is intact."""
 
@@ -89,30 +87,30 @@ class LoggedNode:
         self.node, self.name, self.level = node, node.name, node.level
         self.takes_groups = node.operation.takes_groups
         self.quorum = node.operation.quorum.n if node.operation.quorum else 0
-        """Rows of a group that its quorum takes; 0 without a quorum."""
+        """Number of rows of a group in the node's quorum; 0 without a quorum."""
         self.waiting: set[int] = set()
-        """Rows that the node still has to process, ready or not, without the leased ones."""
+        """Rows that the node still has to process, ready or not, except for leased rows."""
         self.leased: set[int] = set()
         self.done: set[int] = set()
         self.dropped: set[int] = set()
         self.cancelled: set[int] = set()
-        """Dropped rows that were too late for its quorum."""
+        """Dropped rows that the node's quorum did not need."""
         self.held_back: set[int] = set()
-        """Groups that are too old for it and wait for a larger bound."""
+        """Ids of groups that are too old for the node and wait for a larger bound."""
         self.needs: list[tuple[int, list[LoggedNode]]] = []
-        """Level -> nodes that must be done with a row, or with its ancestor on that level, before
-        it is ready."""
+        """Pairs of a level and the nodes that must be done with a row, or its ancestor on that
+        level, before the row is ready."""
         self.needs_above: list[tuple[int, list[LoggedNode]]] = []
-        """The part of `needs` on other levels."""
+        """The pairs of `needs` for levels other than the node's own."""
         self.downstream: list[LoggedNode] = []
         self.quorums_after: list[LoggedNode] = []
         self.upstream_only: list[LoggedNode] = []
-        """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
+        """For a quorum: nodes whose results only this node and its downstream nodes use."""
         self.serves: list[LoggedNode] = []
-        """Quorums that this node is upstream-only of."""
+        """Nodes with a quorum whose `upstream_only` contains this node."""
         self.own_maker: LoggedNode | None = None
-        """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes
-        and its downstream nodes use them."""
+        """For a node with a quorum: the node that creates its rows, if only this node, its
+        `upstream_only` nodes and its downstream nodes use them."""
 
     def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
         """Return whether all nodes before this one are done with these rows or their ancestors."""
@@ -130,7 +128,7 @@ class LoggedNode:
 
 
 class LoggedGraph:
-    """The nodes of one graph of the run, with their rows."""
+    """The nodes of one graph, with the states of their rows."""
 
     def __init__(self, name: str, graph: Graph) -> None:
         self.name = name
@@ -146,7 +144,7 @@ class LoggedGraph:
             line = self.line(node.level)
             needs: dict[int, list[LoggedNode]] = {}
             for before in (self.by_name[name] for name in node.node.after):
-                if before.node.makes_level not in line:  # else the row exists because that node is done
+                if before.node.makes_level not in line:  # else `before` is done if the row exists
                     needs.setdefault(before.level, []).append(before)
             node.needs = sorted(needs.items(), key=lambda need: need[0])
             node.needs_above = [need for need in node.needs if need[0] != node.level]
@@ -166,15 +164,15 @@ class LoggedGraph:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return the nodes, except `maker`, that can keep a row of `maker` from a node."""
-        # Rows that `maker` has made continue, even if it makes no more.
+        """Return the names of nodes, except `maker`, that can keep `maker`'s rows from a node."""
+        # Rows that `maker` has created continue, even if it creates no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
 
     def _find_upstream_only(self, quorum: LoggedNode) -> None:
         served = {quorum, *quorum.downstream}
-        for node in reversed(self.nodes):  # a branch may also come after the quorum
+        for node in reversed(self.nodes):  # a branch may also be traced after the quorum
             users = self._users(node)
             alike = (
                 node.level == quorum.level and node.node.makes_level is None and not node.takes_groups
@@ -188,7 +186,7 @@ class LoggedGraph:
             quorum.own_maker = maker
 
     def is_complete(self, group: LoggedGroup, node: LoggedNode) -> bool:
-        """Return whether no more rows of a group can come to a node."""
+        """Return whether a node can get no more rows of a group."""
         if node.level == SOURCE:
             return True
         maker = self.makers[node.level]
@@ -236,28 +234,28 @@ class GraphCounts:
     leased: int = 0
     done: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> rows. A row counts under the first reason for dropping it."""
+    """Number of dropped rows, keyed by the first reason for dropping the row."""
     consumed: Counter[str] = field(default_factory=Counter)
-    """Node -> rows that it has processed."""
+    """Number of rows that each node has processed, keyed by node."""
     stale: Counter[str] = field(default_factory=Counter)
-    """Fate -> groups that were too old when an update claimed them."""
+    """Number of groups that were too old when an update claimed them, keyed by fate."""
 
 
 @dataclass(slots=True)
 class LoggedLease:
     node: LoggedNode
     ids: set[int]
-    """Rows that were granted and not given back one by one."""
+    """Leased rows, without those that were requeued one by one."""
     open: set[int]
     at: int
     made: set[int] = field(default_factory=set)
     staged: list[tuple[Record, set[int]]] = field(default_factory=list)
-    """Published records and finished rows of a node that takes groups; they count when the lease is
-    finished."""
+    """Publish records and finished rows of a node that takes groups. They take effect when the
+    lease is finished."""
 
 
 class LoggedRows:
-    """Unfinished rows and groups, and the open leases."""
+    """Unfinished rows and groups, and open leases."""
 
     def __init__(
         self,
@@ -267,13 +265,13 @@ class LoggedRows:
     ) -> None:
         self.in_flight: dict[int, LoggedRow] = {}
         self.groups: dict[int, LoggedGroup] = {}
-        """Oldest first."""
+        """Groups in flight, keyed by id, oldest first."""
         self.leases: dict[tuple[str, int], LoggedLease] = {}
         self.next_id = self.next_group = 0
         self.events = 0
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
-        """`waiting` and `leased` are filled in by `counts`."""
+        """Row counts, keyed by graph. `counts` fills in `waiting` and `leased`."""
         self._touched: set[LoggedGroup] = set()
 
     def add_graph(self, graph: LoggedGraph) -> None:
@@ -309,7 +307,7 @@ class LoggedRows:
         self._counts[graph.name].issued += len(rows)
         for node in nodes:
             node.waiting |= new.keys()
-        # An ancestor may have been dropped before these rows came.
+        # An ancestor may have been dropped before these rows arrived.
         above = [node for node in nodes if node.needs_above]
         for row in rows:
             group = row.group
@@ -331,7 +329,7 @@ class LoggedRows:
         return found
 
     def accept(self, node: LoggedNode, record: Record, finished: set[int]) -> None:
-        """Apply a publish record: add new rows, count tokens, note segments."""
+        """Apply a publish record: add new rows, count tokens, and note segments."""
         if node.node.makes_level is None:
             for id, tokens in zip(record["ids"], record["tokens"], strict=True):
                 if tokens and id in self.in_flight:
@@ -339,7 +337,7 @@ class LoggedRows:
         elif made := self._children(record, node.node.makes_level):
             self._add(made)
         if self._keep_parts and node.node.writes:
-            # Not strict: nodes may write nothing.
+            # Not strict, because a node may write no columns.
             for id, segment in zip(record["ids"], segments_of_rows(record), strict=False):
                 if row := self.in_flight.get(id):
                     row.parts = {**(row.parts or {}), node.name: segment}
@@ -369,11 +367,10 @@ class LoggedRows:
         self._see_arrivals(groups, node.quorums_after)
 
     def _see_arrivals(self, groups: Iterable[LoggedGroup], nodes: Iterable[LoggedNode]) -> None:
-        """For nodes with a quorum, note which rows of these groups became ready with this
-        record."""
+        """For nodes with a quorum, note which rows of these groups this record made ready."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
-            # Rows that become ready with the same record arrive together.
+            # Rows that one record makes ready arrive at the same time.
             for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
                 if quorum.is_ready({id}, self.in_flight):
                     arrived[id] = self.events
@@ -382,7 +379,7 @@ class LoggedRows:
         node.leased -= ids
         node.waiting |= ids
         for quorum in node.serves:
-            for id in ids & quorum.cancelled:  # the quorum was chosen while the row was leased
+            for id in ids & quorum.cancelled:  # cancelled by the quorum while they were leased
                 self._skip(self.in_flight[id], node)
 
     def lease(self, graph: LoggedGraph, number: int, node: LoggedNode, ids: list[int], at: int) -> None:
@@ -391,13 +388,13 @@ class LoggedRows:
         node.leased |= taken
         if (level := node.node.makes_level) is not None:
             for row in (self.in_flight[id] for id in ids):
-                if not any(child.level == level for child in row.children):  # else its ids are reserved
+                if not any(child.level == level for child in row.children):  # else already reserved
                     row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
                     self.next_id += MAX_CHILDREN
         self.leases[graph.name, number] = LoggedLease(node, taken, set(taken), at)
 
     def choose(self, group: LoggedGroup, quorum: LoggedNode, taken: set[int]) -> None:
-        """Choose the rows that a quorum takes from a group, and cancel the others."""
+        """Set the rows that a quorum takes from a group, and cancel the others."""
         group.chosen[quorum] = taken
         for id in sorted(group.levels[quorum.level] - taken - quorum.dropped - quorum.done):
             self._cancel(self.in_flight[id], quorum, f"over-issued at {quorum.name}")
@@ -405,7 +402,7 @@ class LoggedRows:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: LoggedGroup, *, again: bool) -> None:
-        """Drop the waiting rows of a lost group. With `again`, issue its prompt again."""
+        """Drop the waiting rows of a lost group. `again` issues its prompt again."""
         for node in group.graph.nodes:
             waiting = group.levels[node.level] & node.waiting
             node.waiting -= waiting
@@ -429,14 +426,14 @@ class LoggedRows:
         self._counts[graph.name].stale[fate] += groups
 
     def _cancel(self, row: LoggedRow, quorum: LoggedNode, reason: str) -> None:
-        """Drop a row that a quorum does not need, with work on it that only the quorum needs."""
+        """Drop a row that a quorum does not need, and skip work that only the quorum needs."""
         self.drop_from(row, quorum, reason)
         quorum.cancelled.add(row.id)
         for node in quorum.upstream_only:
             self._skip(row, node)
 
     def _cut_short(self, group: LoggedGroup, maker: LoggedNode) -> None:
-        """Finish the maker of a chosen quorum's rows: its remaining rows are not needed."""
+        """Finish the remaining parents at `maker`, because its quorum needs no more rows."""
         left = group.levels[maker.level] - maker.done - maker.dropped
         for lease in self.leases.values():
             if lease.node is maker:
@@ -445,13 +442,13 @@ class LoggedRows:
         self.mark_done(maker, left)
 
     def drop_from(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
-        """Drop a row at a node and downstream of it."""
+        """Drop a row at a node, and the row and its descendants downstream of it."""
         row.reason = row.reason or reason
         self._skip(row, node)
         self.drop_below(row, node, reason)
 
     def drop_below(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
-        """Drop a row and its descendants downstream of a node."""
+        """Drop a row and its descendants at all nodes downstream of a node."""
         row.reason = row.reason or reason
         for below in node.downstream:
             for other in (row,) if row.level == below.level else row.below(below.level):
@@ -460,14 +457,14 @@ class LoggedRows:
                     self._skip(other, below)
 
     def _skip(self, row: LoggedRow, node: LoggedNode) -> None:
-        # A leased row stays leased until its holder publishes it or gives it back.
+        # A leased row stays leased until its holder publishes or releases it.
         if row.id in node.waiting:
             node.waiting.remove(row.id)
             node.dropped.add(row.id)
             self._touched.add(row.group)
 
     def forget_finished_groups(self) -> None:
-        """After an event: count and forget the groups that it finished."""
+        """Count and forget the groups that the current event finished. Ends the event."""
         for group in self._touched:
             if group.id in self.groups and group.graph.is_finished(group):
                 self._forget(group)
@@ -490,7 +487,7 @@ class LoggedRows:
 
 
 def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
-    """Return why a new row never becomes ready for a node; empty if it can."""
+    """Return why a new row can never become ready for a node; empty if it can."""
     for level, before in node.needs_above:
         ancestor = row.ancestor(level)
         if any(ancestor.id in other.dropped for other in before):
@@ -499,7 +496,7 @@ def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
 
 
 def segments_of_rows(record: Record) -> list[Any]:
-    """Return the segment of each published row; empty if nothing was written."""
+    """Return the segment of each published row; empty if no columns were written."""
     if "segments" in record:
         return [segment for rows, *segment in record["segments"] for _ in range(rows)]
     return [record["segment"]] * len(record["ids"]) if record.get("segment") else []

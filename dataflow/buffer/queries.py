@@ -1,6 +1,7 @@
-"""Questions about a run: all of its rows, why a group waits, and SQL over its tables, with DuckDB.
+"""`weft buffer table`, `weft buffer why` and `weft buffer sql`: list all rows of a run, explain why
+a group waits, and query the run's tables in SQL with DuckDB.
 
-They are `weft buffer table`, `why` and `sql`. They only read, and also work during the run.
+All of these only read. They also work while the run is active.
 """
 
 from __future__ import annotations
@@ -60,25 +61,25 @@ HISTORY = pa.schema(
         ("graph", pa.string()),
         ("sample_id", pa.int64()),
         ("group_id", pa.int64()),
-        ("parent_id", pa.int64()),  # its own id if it was issued
-        ("level", pa.string()),  # the source, or the node that made it
+        ("parent_id", pa.int64()),  # the row's own id if it is a row of the source
+        ("level", pa.string()),  # the source, or the node that created the row
         ("step", pa.int64()),
-        ("position", pa.int64()),  # row of the source that it comes from
+        ("position", pa.int64()),  # of the source row that it descends from
         ("tokens", pa.int64()),
-        ("version", pa.int64()),  # oldest policy version in it
+        ("version", pa.int64()),  # oldest policy version in the row
         ("state", pa.string()),  # waiting, leased, done or dropped
         ("reason", pa.string()),  # why it was dropped
-        ("done", pa.list_(pa.string())),  # nodes that have finished it
-        ("leased", pa.list_(pa.string())),  # nodes that hold it
-        ("columns", pa.list_(_SEGMENT)),  # segments of a row in flight
+        ("done", pa.list_(pa.string())),  # nodes that have finished the row
+        ("leased", pa.list_(pa.string())),  # nodes that lease the row
+        ("columns", pa.list_(_SEGMENT)),  # segments with its columns, while it is in flight
     ]
 )
 """Columns of the table that `history` returns."""
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with a run's log, for the run or that folder. Raises UserError without
-    one."""
+    """Return the folder with a run's log, given the run's folder or that folder itself. Raises a
+    UserError if there is no log."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
             return folder
@@ -91,7 +92,8 @@ def buffer_folder(run: Path) -> Path:
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return all rows of a run, also finished ones (see `HISTORY`). `notes` gets a line per gap."""
+    """Return all rows of a run, including finished ones, with the columns `HISTORY`. A line for
+    each gap in the log is added to `notes`."""
     columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
     def list_finished(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -130,8 +132,9 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group: one line per node that has not finished it, or how it ended. A
-    last line reports gaps in the log. Raises a UserError for an unknown graph, or a wrong one."""
+    """Explain the state of a group: how it ended or, with one line per node that has not finished
+    it, what it waits for. Lines about gaps in the log follow. Raises a UserError if the graph is
+    unknown or the group belongs to another one."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -159,7 +162,7 @@ def _why(
         raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
     if group is None:
         return ended[0][1]
-    # The checker does not know why rows wait, so ask a restored ledger.
+    # Only a ledger knows why rows wait, so restore it.
     waits = restore(folder).ledgers[of].live.waits_for(group_id)
     return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
 
@@ -184,38 +187,38 @@ def _end(group: LoggedGroup, rows: Mapping[int, LoggedRow], checker: Checker) ->
 #     prepared ──run──> asked ──> answered, or ended by the kernel
 #         └── no query within PREPARED_S, or its parent ends: gone
 #
-# A process takes a third of a second to start, so `prepare` can start one in advance. It uses
-# about 100 MB while it waits. Its program is `sql_process.py`.
+# A process takes about 0.3 s to start, so `prepare` can start one in advance. It uses about 100 MB
+# while it waits. Its program is `sql_process.py`.
 
 PREPARED_S = 600
-"""[s] Time that a process waits for a query."""
+"""[s] Time that a prepared process waits for a query before it ends."""
 GRACE_S = 5.0
-"""Seconds that the process of a query has to end after its time."""
+"""[s] Time that a process may take to end after the query's time limit."""
 TAKEN_S = 60.0
-"""Seconds that a process has to read the query."""
+"""[s] Time that a process may take to read the query."""
 _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
 class _QueryProcess(ChildProcess):
-    """A process that answers one query, then ends."""
+    """A process that answers one query and then ends."""
 
     def __init__(self) -> None:
-        # Each arena reserves address space, which the program limits (`SPARE_BYTES`).
+        # Each malloc arena reserves address space, which the program limits (`SPARE_BYTES`).
         environment = {"MALLOC_ARENA_MAX": "2"}
         super().__init__(_PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment=environment)
 
     def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query and its tables, wait for the answer, and end the process. Returns None if
-        the process ended before it had read the query. Raises a UserError if the query took too
-        long, or too much memory."""
+        """Send a query and its tables, wait for the answer, and end the process. Return None if the
+        process ended before it read the query. Raises a UserError if the query takes too long or
+        too much memory."""
         try:
             try:
                 self.ask({**asked, "tables": list(tables)}, TAKEN_S)
             except (EOFError, TimeoutError):
                 return None
-            with suppress(BrokenPipeError):  # the reply below says why
+            with suppress(BrokenPipeError):  # the reply below gives the reason
                 for table in tables.values():
                     with pa.ipc.new_stream(self.stdin, table.schema) as stream:
                         stream.write_table(table)
@@ -223,7 +226,7 @@ class _QueryProcess(ChildProcess):
             try:
                 found = self.receive(timeout_s + GRACE_S)
                 return found, pa.ipc.open_stream(self.stdout).read_all()
-            except (EOFError, TimeoutError, pa.ArrowInvalid):  # the kernel ended it
+            except (EOFError, TimeoutError, pa.ArrowInvalid):  # the kernel ended the process
                 self.wait(GRACE_S)
         finally:
             self.kill()
@@ -240,10 +243,10 @@ class _QueryProcess(ChildProcess):
 def ask(
     asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Send a query to the prepared process, or to a new one (see `_QueryProcess.run_query`)."""
+    """Answer a query in the prepared process, or in a new one (see `_QueryProcess.run_query`)."""
     waiting = _take_prepared()
     answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
-    # The prepared process may have ended by itself, after PREPARED_S.
+    # The prepared process may have ended after PREPARED_S.
     if answered is None:
         answered = _QueryProcess().run_query(asked, tables, timeout_s)
     if answered is None:
@@ -255,15 +258,15 @@ def ask(
 
 _lock = threading.Lock()
 _prepared: list[_QueryProcess] = []
-"""At most one process that waits for a query."""
+"""The process that waits for a query; at most one."""
 
 
 def prepare() -> None:
-    """Start a process for the next query, if DuckDB is installed and none waits."""
+    """Start a process for the next query, if DuckDB is installed and no process waits."""
     if find_spec("duckdb") is None:
         return
     with _lock:
-        # It ended by itself: release its pipes.
+        # Release the pipes of a process that has ended by itself.
         if _prepared and _prepared[0].exit_code is not None:
             _prepared.pop().kill()
         if not _prepared:
@@ -283,13 +286,13 @@ def end_prepared() -> None:
 
 atexit.register(end_prepared)
 
-# Sql
+# SQL
 
 MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86400.0
 AT_ONCE = 2
-"""Most queries to run at the same time."""
+"""Maximum number of queries that run at the same time."""
 _running = threading.BoundedSemaphore(AT_ONCE)
 
 
@@ -303,22 +306,24 @@ def query(
     memory_bytes: int | None = None,
     known: Mapping[str, Callable[[], pa.Table | None]] = MappingProxyType({}),
 ) -> pa.Table:
-    """Answer a query over the tables of a run with DuckDB, in a separate process with a time limit.
+    """Run an SQL query over the tables of a run with DuckDB, in a separate process with a time
+    limit.
 
     The tables are `rows` (see `HISTORY`), `columns` (columns of rows in flight), `samples`,
-    `metrics` and `timeline`, if the run has them. DuckDB can access nothing else: the query cannot
-    read or write files, load extensions, or change these limits.
+    `metrics` and `timeline`, as far as the run has them. The query cannot access anything else: it
+    cannot read or write files, load extensions, or change these limits.
 
     Args:
         run: the folder of the run, or of its buffer.
-        notes: gets a line for each part that could not be read, and one if the answer is cut.
-        max_rows: most rows of the answer; the rest is cut.
-        timeout_s: time limit in seconds, at most a day.
-        memory_bytes: memory limit of DuckDB; None is DuckDB's default.
-        known: tables that the caller has already read, by name; they replace the tables of the run.
+        notes: list to which a line is added for each part that could not be read, and if the answer
+            is cut.
+        max_rows: maximum number of rows in the answer. Further rows are cut.
+        timeout_s: [s] time limit, at most a day.
+        memory_bytes: memory limit of DuckDB. Default: DuckDB's own.
+        known: readers of tables that replace the tables of the run, keyed by table name.
 
     Raises:
-        UserError: DuckDB is not installed, cannot answer, or takes too long, or AT_ONCE other
+        UserError: DuckDB is not installed, the query fails or takes too long, or AT_ONCE other
             queries are running.
     """
     if find_spec("duckdb") is None:
@@ -334,7 +339,7 @@ def query(
     try:
         notes = [] if notes is None else notes
         readers = {**_tables(run, notes), **known}
-        # A name in a text or a comment also matches, which only costs a read.
+        # A name in a string or comment also matches, which only costs reading a table.
         named = {
             name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)
         }
@@ -357,13 +362,13 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Return name -> reader. A reader returns None if the run has no such table."""
+    """Return the reader of each table, keyed by name. It returns None if there is no table."""
     try:
         folder = buffer_folder(run)
     except UserError:
         if not is_run(run):
             raise
-        folder = None  # without a log, query the other tables
+        folder = None  # the run has no log, so only the other tables can be queried
     except OSError as error:
         notes.append(f"left out: {error}")
         folder = None
@@ -385,7 +390,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return the columns of rows in flight. `notes` gets a line per unreadable segment."""
+    """Return the columns of rows in flight. `notes` gets a line for each unreadable segment."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
@@ -407,7 +412,7 @@ class _Reader:
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[LoggedRow], source: Sequence[Any] | None) -> pa.Table:
-        """Return the columns of rows of one level; null if a node has not written yet."""
+        """Return the columns of rows on one level. Values that are not written yet are null."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -435,7 +440,7 @@ class _Reader:
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
-    """Add the columns that a node wrote. They replace columns of the file with the same name."""
+    """Add the columns that a node wrote, which replace the file's columns with the same name."""
     for name in other.column_names:
         if name not in table.column_names:
             table = table.append_column(name, other[name])
@@ -445,14 +450,14 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the recorded or archived samples of a run, with graph and step, or None."""
+    """Return a run's recorded or archived samples, with graph and step; None if there are none."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Add the `length` of each response, as in the dashboard, unless there is one."""
+    """Add the column `length`, the number of tokens of each response, unless it exists."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

@@ -1,4 +1,4 @@
-"""Recovery: save, load and replay the state of the ledgers, from the log and its checkpoints."""
+"""Recovery: restore the state of the ledgers from the log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .segments import Segment
 
 # Ledger state
 #
-# A checkpoint has only facts: rows, their masks and parts, open leases. Counts and readiness are
-# computed on load. Rows are saved as columns, so that loading does no work per row.
+# A checkpoint only stores rows, their masks and parts, and open leases. Loading computes counts and
+# readiness. Rows are saved as columns, so that loading does no work per row.
 
 
 GROUP_FIELDS = ("issued_in", "trained_in", "version", "offered", "closed")
@@ -33,8 +33,8 @@ ROW_COLUMNS = ("ids", "parents", "tokens", "versions")
 
 
 def save(ledger: Ledger) -> Iterator[Record]:
-    """Yield records that `load` restores the ledger from: totals, each group in flight, each
-    lease."""
+    """Yield the records from which `load` restores the ledger: totals, then one record for each
+    group in flight and each lease."""
     live, parts = ledger.live, ledger.parts
     yield {
         "do": "ledger",
@@ -55,7 +55,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
     for group in live.groups.values():
         yield _group_record(ledger, group, numbers)
     for lease in ledger.leases:
-        # Without finished groups.
+        # Leave out finished groups.
         held = [[g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups]
         staged = [[ids, made.lists, where and where.to_json()] for ids, made, where in lease.staged]
         yield {
@@ -73,7 +73,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
 
 
 def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
-    """Return the record of a group. New parts are added to `numbers`, and saved with it."""
+    """Return the record of a group, with the parts not in `numbers` yet, and number these parts."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -108,12 +108,12 @@ def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[StoredPar
 
 
 def _masks(rows: LevelRows) -> tuple[list[int], ...]:
-    """Return the masks by node that a checkpoint keeps, in its order."""
+    """Return the masks of each node that a checkpoint stores, in the order of its record."""
     return rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled
 
 
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Restore a new ledger from records. Leases lose their deadlines."""
+    """Restore the state of a new ledger from the records of `save`. Leases lose their deadlines."""
     live, parts = ledger.live, list[StoredPart]()
     for record in records:
         match record["do"]:
@@ -143,7 +143,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_lease(ledger: Ledger, record: Record) -> None:
     node, groups = ledger.graph[record["node"]], ledger.live.groups
     held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
-    # Without a deadline: holders are called again, or gone.
+    # No deadline, because holders are called again or are gone.
     lease = Lease.of(record["token"], node, held, holder=record["holder"])
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])
@@ -180,7 +180,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[StoredPart]) -> None
 
 
 def count(wiring: Wiring, group: Group) -> None:
-    """Compute the counts of a group from the states of its rows."""
+    """Set the counts of a group from the states of its rows."""
     group.open = group.behind = group.claimed = 0
     for i, node in enumerate(wiring.graph.nodes):
         rows = group.levels[node.level]
@@ -201,16 +201,16 @@ def count(wiring: Wiring, group: Group) -> None:
 
 
 FORMAT = 2
-"""Format of the records of a ledger's state. Checkpoints of other formats are skipped, and recovery
-reads more of the log instead."""
+"""Format of a checkpoint's records. Recovery skips checkpoints of other formats and reads more of
+the log instead."""
 
 
 def write_checkpoint(
     path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None
 ) -> None:
-    """Write a checkpoint file atomically. Checksums chain its records, as in a log.
-
-    The first line has the log position of the state; the last has the number of records.
+    """Write a checkpoint file atomically. As in a log, each record has a checksum that includes the
+    one before. The first line holds the log position of the state, the last line the number of
+    records.
     """
     checksum, lines = 0, []
     for record in [_start(position), *records]:
@@ -221,8 +221,8 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """Read the position and the records of a checkpoint. Raises a ValueError, with file and place,
-    for damage or another version of Weft."""
+    """Read the position and the records of a checkpoint. Raises a ValueError that names the file if
+    it is damaged or another version of Weft wrote it."""
     reader = LogReader(path)
     records = list(reader)
     if reader.damage:
@@ -237,8 +237,8 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
 
 
 def is_sound_checkpoint(path: Path, position: Position) -> bool:
-    """Return whether a file is the complete checkpoint of a position. Verifies all checksums, but
-    only parses the first and last records."""
+    """Return whether a file is a complete checkpoint of this position. Verifies all checksums, but
+    parses only the first and last record."""
     first = last = b""
     checksum, number = 0, 0
     try:
@@ -259,8 +259,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read the position of a checkpoint from its first line. Raises the errors of
-    `read_checkpoint`."""
+    """Read a checkpoint's position from its first line. Raises the errors of `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 
@@ -283,14 +282,14 @@ def _position_of(path: Path, first: Record) -> Position:
 
 # Files of the sample buffer
 #
-# runs/NAME/buffer/ledger.log                       events since the oldest kept checkpoint, or earlier
+# runs/NAME/buffer/ledger.log                       recent events, at least since a kept checkpoint
 # runs/NAME/buffer/history/ledger-*.log.zst         earlier events
-# runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
-# runs/NAME/buffer/segments/NODE/                   columns of rows in flight, on each node
+# runs/NAME/buffer/ledger-000000123456.checkpoint   the state at this position of the log
+# runs/NAME/buffer/segments/NODE/                   columns of rows in flight, for each node
 
 
 def ledger_checkpoints(folder: Path) -> list[Path]:
-    """Return the ledger checkpoints in a buffer's folder, latest first."""
+    """Return the ledger checkpoints in the folder of a buffer, latest first."""
     return sorted(folder.glob("ledger-*.checkpoint"), reverse=True)
 
 
@@ -311,20 +310,20 @@ _FIELDS = {
     "lose": ("group", "why", "again"),
     "offer": ("node", "group"),
 }
-"""Fields of each event, besides its kind and graph."""
+"""Fields of each event besides `do` and `graph`, keyed by the kind of event."""
 
 
 def replay(ledger: Ledger, record: Record) -> None:
     """Apply a log record to a ledger, without logging it.
 
     Raises:
-        ValueError: the ledger is not in the state that it had when the record was written.
-        LookupError: the record lacks a field, or was written by another version of Weft.
+        ValueError: the ledger's state differs from the state in which the record was written.
+        LookupError: the record lacks a field, or another version of Weft wrote it.
     """
     do, later = record["do"], "a later version of Weft wrote it"
     if do not in _FIELDS:
         raise LookupError(f"unknown event {do!r}; {later}")
-    # Without its new fields, the event might have another effect.
+    # Reject unknown fields, because ignoring them might change the event's effect.
     if unknown := record.keys() - {"do", "graph", *_FIELDS[do]}:
         raise LookupError(f"unknown field {min(unknown)!r}; {later}")
     log, ledger.log = ledger.log, None
@@ -379,11 +378,11 @@ class _RestoredState:
     checkpoints: list[Path]
     """Valid checkpoints up to `end`, latest first."""
     damage: list[str]
-    """Damage found, and the state used instead."""
+    """The damage found and, for each, the state used instead."""
     unwritten: list[str] = field(default_factory=list)
-    """Graphs that the log does not name, because the run ended while it was being created."""
+    """Graphs that are missing in the log, because the run ended while the log was created."""
     pinned: set[Segment] = field(default_factory=set)
-    """Segments that the checkpoint refers to."""
+    """Segments that the used checkpoint refers to."""
 
 
 def restore(
@@ -393,15 +392,16 @@ def restore(
     at: Position | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> _RestoredState:
-    """Restore the ledgers of a run from its log. Only reads, so it also works during the run.
+    """Restore the ledgers of a run from its log. Only reads, so it also works while the run is
+    active.
 
     Args:
-        graphs: the graphs of the run; None takes their outlines from the log, for read-only use.
-        at: the log position to go back to; None is the end of the valid part.
+        graphs: the graphs of the run. None takes their outlines from the log, for read-only use.
+        at: log position to go back to. Default: the end of the log's valid part.
 
     Raises:
-        UserError: the graphs differ from the graphs of the run.
-        RecoveryError: the log does not fit the ledgers.
+        UserError: the graphs differ from the graphs in the log.
+        RecoveryError: the log cannot be applied to the ledgers.
     """
     damage: list[str] = []
     start, state, sound = _latest_checkpoint(folder, at, damage)
@@ -428,10 +428,10 @@ def restore(
         take(record)
     for name, ledger in restored.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
-    # Before the replay, which may free some of them.
+    # Collect these before the replay, which may free some of them.
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
-    if start != at:  # else the checkpoint is the complete state
+    if start != at:  # otherwise, the checkpoint is the complete state
         begun |= _replay_log(restored, folder / LOG, at, take)
     if at is not None and restored.end != at:
         damage.append(
@@ -451,7 +451,7 @@ def restore(
 def _replay_log(
     restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
-    """Replay the log up to a position. Return whether it has more than the start of a run."""
+    """Replay the log up to a position. Return whether it has more than the records of a start."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -474,7 +474,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
-    # Through JSON, as in the log, which has lists instead of tuples.
+    # Convert through JSON, because the outline in the log has lists instead of tuples.
     now = json.loads(json.dumps(graphs[name].outline()))
     if now != outline:
         earlier, nodes = {n["name"] for n in outline["nodes"]}, now["nodes"]
@@ -490,7 +490,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return position and records of the latest valid checkpoint, and all valid paths."""
+    """Return position and records of the latest valid checkpoint, and the paths of all of them."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):
@@ -499,7 +499,7 @@ def _latest_checkpoint(
             if at is not None and position.offset > at.offset:
                 continue
             in_log = has_position(folder / LOG, position)
-            # Parse only the checkpoint to use; verifying checksums is enough for the others.
+            # Parse only the latest checkpoint. For the others, verifying checksums is enough.
             if best is None or not is_sound_checkpoint(path, position):
                 state = read_checkpoint(path)
                 best = best or (state if in_log else None)
@@ -518,6 +518,6 @@ def _latest_checkpoint(
 
 
 def segments_of(ledgers: Iterable[Ledger]) -> set[Segment]:
-    """Return the segments that rows in flight and sources refer to."""
+    """Return the segments with columns of rows in flight or with sources."""
     sources = {ledger.source for ledger in ledgers if ledger.source is not None}
     return sources.union(*(ledger.parts.segments for ledger in ledgers))

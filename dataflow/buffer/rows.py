@@ -1,5 +1,5 @@
-"""Rows and groups as the ledger keeps them: ids, states, locations, and the nodes that they wait
-for, but no tokens."""
+"""The ledger's rows and groups: their ids, their states at each node, and where their columns are
+stored. They hold no tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..graph import SOURCE, Graph, Node
 from .segments import Segment
 
 MAX_CHILDREN = 4096
-"""Most children of one row. Sample ids are reserved before their number is known."""
+"""Maximum number of children of a row on one level. Their sample ids are reserved before their
+number is known."""
 
 
 class Ids:
-    """Id counters of a run: sample ids are unique over all graphs, group ids are in order of issue.
+    """Id counters of a run. Sample ids are unique over all graphs. Group ids are in order of issue.
 
     >>> ids = Ids()
     >>> ids.reserve(3), ids.reserve(1), ids.next_id
@@ -28,7 +29,7 @@ class Ids:
         self.next_group = next_group
 
     def reserve(self, number: int) -> int:
-        """Reserve `number` consecutive sample ids and return the first."""
+        """Reserve `number` consecutive sample ids, and return the first one."""
         first, self.next_id = self.next_id, self.next_id + number
         return first
 
@@ -45,37 +46,37 @@ class GroupState(enum.Enum):
 
     GATHERING = "gathering"
     READY = "ready"
-    """Complete, or its quorum is reached. A claim can take it."""
+    """The group is complete, or its quorum is reached. A claim can take it."""
     TOO_OLD = "too_old"
-    """Too old for the bound of all claims so far, and waiting for a larger one."""
+    """The group is too old for the bounds of all claims so far, and waits for a larger bound."""
     CLAIMED = "claimed"
     DROPPED = "dropped"
-    """It was offered, but none of its rows is left."""
+    """The group was offered, but all its rows have been dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class StoredPart:
-    """The segment that one call of a node wrote, shared by all rows of the call."""
+    """The segment that one call of a node wrote. All rows of the call share it."""
 
     segment: Segment
     written: int
-    """Rows in the segment."""
+    """Number of rows in the segment."""
     in_flight: int
-    """Rows in flight that need it. With the last one, the segment is freed."""
+    """Number of rows in flight that need the segment. At 0, it is freed."""
 
 
 # Masks
 
 
 def places_in(mask: int) -> Sequence[int]:
-    """Return the positions of the set bits, ascending.
+    """Return the positions of the bits that are set in a mask, in ascending order.
 
     >>> list(places_in(0b10110)), list(places_in(0b111)), list(places_in(0))
     ([1, 2, 4], [0, 1, 2], [])
     """
     if not mask & (mask - 1):
         return (mask.bit_length() - 1,) if mask else ()
-    # All low bits are set: the common case of a complete group.
+    # Common case, a complete group: all low bits are set.
     if not mask & (mask + 1):
         return range(mask.bit_length())
     places: list[int] = []
@@ -102,22 +103,22 @@ def union(masks: Iterable[int], mask: int = 0) -> int:
 # Rows and groups
 
 SEARCHED = 64
-"""Levels with more rows than this use an index to find an id; smaller ones search the list."""
+"""Levels with more rows than this find an id through an index. Smaller ones search the list."""
 
 
 class LevelRows:
     """The rows of one level of a group, as columns.
 
-    A row's place is its number in order of arrival; bit k of a mask is the row at place k. One
-    integer operation thus updates any set of rows. At each node of its level, a row is in one
-    state:
+    A row's place is its index in order of arrival, and bit k of a mask stands for the row at place
+    k. A single integer operation therefore updates any set of rows. At each node of its level, a
+    row is in one of these states:
 
     blocked ──offer──> ready ──claim──> leased ──publish──> done
        │                │ ^───release─────┘
        └──────skip──────┴─────────────────────────────────> dropped
 
-    Dropped rows are those that the node never sees: a filter or a quorum left them out, or they
-    were too old or lost.
+    A node never gets dropped rows: a filter or a quorum left them out, or they were too old or
+    lost.
     """
 
     __slots__ = (
@@ -129,23 +130,23 @@ class LevelRows:
         self.above = above
         self.ids: list[int] = []
         self.parents: list[int] = []
-        """Place of each row's parent; 0 for a row of the source."""
+        """Place of each row's parent on the level above; 0 for a row of the source."""
         self.tokens: list[int] = []
         self.versions: list[int | None] = []
-        """Oldest policy version in each row; None if no policy made it."""
+        """Oldest policy version in each row; None if no policy generated the row."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
-        """Node -> mask of the rows that are done, were offered, are leased, or are dropped
-        there."""
+        """Masks of the rows that are done, were offered, are leased, or are dropped at each node,
+        indexed by node."""
         self.cancelled = none.copy()
-        """Node with a quorum -> mask of the rows that it cancelled, a subset of `skipped`."""
+        """Masks of the rows that the quorum of each node cancelled, a subset of `skipped`."""
         self.lost = 0
         """Mask of rows that were given up, whatever their state at each node."""
         self.parts: dict[int, list[StoredPart | None]] = {}
-        """Node -> part with the columns that it wrote for each row."""
+        """Stored part of each row with the columns that a node wrote, keyed by node."""
         self.aside: dict[tuple[int, int], int] | None = None
-        """(place, level) -> first of the MAX_CHILDREN sample ids reserved for that row's children
-        on that level."""
+        """First of the MAX_CHILDREN sample ids reserved for a row's children on a level, keyed by
+        (place, level)."""
         self._places: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -159,25 +160,25 @@ class LevelRows:
         if len(self.ids) <= SEARCHED:
             return self.ids.index(id)
         known = self._places
-        # Index only the rows that were added since the last call.
+        # Add only the rows that arrived since the last call to the index.
         for place in range(len(known), len(self.ids)):
             known[self.ids[place]] = place
         return known[id]
 
     def append(self, id: int, parent: int, tokens: int, version: int | None) -> int:
-        """Add a row and return the mask with its bit."""
+        """Add a row, and return a mask with only its bit."""
         bit = 1 << len(self.ids)
         self.ids.append(id)
         self.parents.append(parent)
         self.tokens.append(tokens)
         self.versions.append(version)
-        # Keep the columns as long as `ids`.
+        # Keep the columns at the same length as `ids`.
         for column in self.parts.values():
             column.append(None)
         return bit
 
     def put(self, part: StoredPart, i: int, mask: int) -> None:
-        """Note that node i wrote columns of these rows to one part."""
+        """Note that node i wrote the columns of these rows to `part`."""
         if mask == self.all:
             self.parts[i] = [part] * len(self.ids)
         else:
@@ -186,7 +187,7 @@ class LevelRows:
                 column[place] = part
 
     def column(self, i: int) -> list[StoredPart | None]:
-        """Return the parts that node i wrote, one per row, as a list to fill in."""
+        """Return the list of parts that node i wrote, one per row, for the caller to fill in."""
         column = self.parts.get(i)
         if column is None:
             column = self.parts[i] = [None] * len(self.ids)
@@ -201,21 +202,21 @@ class LevelRows:
         return self.offered[i] & ~(self.done[i] | self.leased[i] | self.skipped[i])
 
     def in_order(self, mask: int) -> Sequence[int]:
-        """Return the places of some rows, in the order of their sample ids."""
+        """Return the places of the rows in a mask, in order of sample id."""
         if not mask & (mask - 1):
             return (mask.bit_length() - 1,) if mask else ()
-        # Children arrive in any order, so places do not follow ids.
+        # Children arrive in any order, so places are not in order of id.
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
-        """Return the first sample id reserved for a row's children on a level; -1 if none is."""
+        """Return the first sample id reserved for a row's children on a level, or -1."""
         return -1 if self.aside is None else self.aside.get((place, level), -1)
 
 
 class Group:
-    """All rows that come from one issued row, on every level.
+    """All rows that descend from one issued row, on all levels.
 
-    Lists are indexed by level; bit i of a mask is node i.
+    Lists are indexed by level. Bit i of a mask stands for node i.
     """
 
     __slots__ = (
@@ -226,32 +227,35 @@ class Group:
     def __init__(
         self, id: int, position: int, step: int, tokens: int, above: Sequence[int], num_nodes: int
     ) -> None:
-        """`above` has the level of the parents of each level."""
+        """
+        Args:
+            above: level of the parents of each level.
+        """
         self.id = id
         self.position = position
         self.issued_in = step
         self.trained_in: int | None = None
-        """Step of the last update that trained on it."""
+        """Step of the last update that trained on the group."""
         self.tokens = tokens
         self.version: int | None = None
-        """Policy version of the weights when its generation began."""
+        """Policy version with which generation of the group began."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """Whether all rows of each level exist."""
         self.offered = self.too_old = self.claimed = self.closed = 0
-        """Masks of nodes: the group was offered to them; it waits because it is too old; they
-        claimed it; they chose their quorum from it."""
+        """Masks of the nodes to which the group was offered, at which it waits because it is too
+        old, that claimed it, and that chose their quorum from it."""
         self.open = 0
-        """Number of (row, node) pairs that are not done or skipped."""
+        """Number of (row, node) pairs that are neither done nor skipped."""
         self.behind = 0
-        """The part of `open` at nodes that only record rows."""
+        """Number of pairs in `open` whose node only records rows."""
         self.rested = False
         """Whether only recording is left to do."""
         self.order: dict[int, list[int]] | None = None
-        """Node with a quorum -> places of its rows in order of becoming ready."""
+        """Places of rows in the order in which they became ready, keyed by node with a quorum."""
 
     def state(self, i: int) -> GroupState:
-        """Return its state at node i, which takes groups."""
+        """Return the group's state at node i, which takes groups."""
         if self.claimed >> i & 1:
             return GroupState.CLAIMED
         if self.too_old >> i & 1:
@@ -261,7 +265,7 @@ class Group:
         return GroupState.READY if self.num_ready(i) else GroupState.DROPPED
 
     def num_ready(self, i: int) -> int:
-        """Return how many rows node i, which takes groups, can claim."""
+        """Return how many rows of the group node i, which takes groups, can claim."""
         return sum([(rows.offered[i] & ~rows.skipped[i]).bit_count() for rows in self.levels])
 
     @property
@@ -274,14 +278,14 @@ class Group:
 
     @property
     def num_dropped(self) -> int:
-        """Number of rows that some node never sees and that are not leased."""
+        """Number of rows that are dropped at some node and not leased."""
         return sum(
             [(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels]
         )
 
 
 class Row(NamedTuple):
-    """View of one row; its group has the data."""
+    """View of one row. The data is in its group."""
 
     group: Group
     level: int
@@ -301,7 +305,7 @@ class Row(NamedTuple):
 
     @property
     def version(self) -> int | None:
-        """Oldest policy version in it; None if no policy made it."""
+        """Oldest policy version in the row; None if no policy generated it."""
         return self._level.versions[self.place]
 
     @property
@@ -314,7 +318,7 @@ class Row(NamedTuple):
         return None if self.level == SOURCE else Row(self.group, rows.above, rows.parents[self.place])
 
     def ancestor(self, level: int) -> Row:
-        """Return the row of a level that this one comes from, or itself."""
+        """Return the ancestor of this row on a level, or the row itself if that is its level."""
         row = self
         while row.level != level:
             row = row.parent
@@ -334,7 +338,8 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Its index among its parent's children, for any worker; 0 for a row of the source."""
+        """Index of the row among its parent's children, which does not depend on the worker; 0 for
+        a row of the source."""
         if self.level == SOURCE:
             return 0
         rows = self._level
@@ -345,14 +350,14 @@ class Row(NamedTuple):
         """Return a path that identifies this row's children on a level within the group.
 
         Unlike sample ids, the path depends on neither placement nor schedule, so it can seed random
-        draws. It has the level of the children, then the index and level of each row on the way to
-        the source. It is empty for the first expansion of a row of the source.
+        draws. It consists of the level of the children, then the index and level of each row on the
+        way up to the source. It is empty for the first expansion of a row of the source.
         """
         path, row = [makes_level], self
         while row.parent is not None:
             path += [row.number, row.level]
             row = row.parent
-        # Samples of a prompt are identified by their number alone.
+        # Samples of a prompt need no path, because their number identifies them.
         return [] if path == [1] else path
 
 
@@ -362,8 +367,8 @@ class Row(NamedTuple):
 class Wiring:
     """Dependencies between the nodes of a graph.
 
-    Nodes are indexes into `graph.nodes`. Lists are indexed by node or by level; bit i of a mask is
-    node i.
+    A node is represented by its index in `graph.nodes`. Lists are indexed by node or by level. Bit
+    i of a mask stands for node i.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -372,7 +377,7 @@ class Wiring:
         self.index = {n.name: i for i, n in enumerate(nodes)}
         self.level = [n.level for n in nodes]
         self.maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
-        """Level -> the node that makes its rows."""
+        """Node that creates the rows of each level, keyed by level."""
         self.num_levels = max([SOURCE, *self.maker]) + 1
         self.on_level = [
             [i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self.num_levels)
@@ -380,62 +385,61 @@ class Wiring:
         self.takes_groups = [n.operation.takes_groups for n in nodes]
         self.behind = [n.operation.behind for n in nodes]
         self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
-        """Rows in each node's quorum; 0 without a quorum."""
+        """Number of rows in each node's quorum; 0 without a quorum."""
         self.updates = [i for i, n in enumerate(nodes) if n.operation.updates]
         self.above = [SOURCE, *(graph.parent_level(lv) for lv in range(1, self.num_levels))]
-        """Level -> the level of its parents."""
+        """Level of the parents of each level's rows."""
         needs = [self._needs(n) for n in nodes]
         self.needs_of_row = [[j for lv, j in needs[i] if lv == n.level] for i, n in enumerate(nodes)]
-        """Node -> nodes that must be done with a row before it is ready."""
+        """For each node: nodes that must be done with a row before it is ready."""
         self.needs_above = [
             [(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)
         ]
-        """Node -> (level, node) of nodes that must be done with an ancestor of a row before it is
-        ready."""
+        """For each node: (level, node) of the nodes that must be done with an ancestor of a row,
+        on that level, before the row is ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
-        """Level -> nodes that a new row may be ready for."""
+        """For each level: nodes for which a new row may be ready at once."""
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
-        """Level -> whether one of its nodes depends on ancestors of its rows."""
+        """For each level: whether any of its nodes waits for ancestors of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
         self.users = [[j for j, m in enumerate(nodes) if n.name in m.after] for n in nodes]
-        """Node -> nodes that come after it."""
+        """For each node: nodes that have it in their `after`."""
         self.then = [
             # New rows are offered when they arrive, not when their parent is done.
             [j for j in self.users[i] if n.makes_level != nodes[j].level]
             for i, n in enumerate(nodes)
         ]
-        """Node -> nodes that may become ready when it finishes a row, on the same level or deeper
-        ones."""
+        """For each node: nodes, on its level or deeper ones, for which a row may become ready when
+        it finishes a row."""
         self.downstream = [self._downstream(n) for n in nodes]
-        """Node -> nodes that only see rows that it lets through: its dependents, and theirs. Nodes
-        that see the rows it makes are not included, because existing rows continue if it makes no
-        more."""
+        """For each node: nodes that only get rows that it lets through, which are its direct and
+        indirect dependents. Nodes that get the rows it creates are not included, because these
+        rows continue even if it creates no more."""
         self.upstream_only = [
             self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))
         ]
-        """Quorum -> nodes of its level whose results only the quorum and its downstream nodes
-        use."""
+        """For each node with a quorum: nodes of its level whose results only this node and its
+        downstream nodes use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
         ]
-        """Node -> quorums that it is upstream-only of."""
+        """For each node: nodes with a quorum that have it in `upstream_only`."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
-        """Quorum -> the node that makes its rows, if only the quorum, its upstream-only nodes and
-        its downstream nodes use them."""
+        """For each node with a quorum: the node that creates its rows, if only this node, its
+        `upstream_only` nodes and its downstream nodes use them."""
 
     def ends_in_quorum(self, i: int) -> bool:
-        """Return whether rows that node i finishes may go to a quorum, so that their order
-        matters."""
+        """Return whether a quorum follows node i, so that the order of finishing rows matters."""
         return any(self.quorum[j] for j in self.then[i])
 
     def through_above(self, group: Group, i: int, mask: int) -> int:
-        """Return the rows whose ancestors are done at all nodes that node i waits for."""
+        """Return the rows in `mask` whose ancestors are done at all nodes that node i waits for."""
         for level, j in self.needs_above[i]:
             mask &= self.below(group, level, group.levels[level].done[j], self.level[i])
         return mask
 
     def cut_off(self, group: Group, i: int) -> int:
-        """Return the rows that never become ready for node i, because an ancestor was skipped."""
+        """Return the mask of rows never ready for node i, because an ancestor was skipped."""
         mask = 0
         for level, j in self.needs_above[i]:
             mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
@@ -449,7 +453,8 @@ class Wiring:
         return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
     def below(self, group: Group, level: int, mask: int, made: int) -> int:
-        """Return the mask of the rows on level `made` that are, or descend from, these rows."""
+        """Return the mask of the rows on level `made` that are or descend from the rows in `mask`
+        on `level`."""
         path: list[int] = []
         while made not in (SOURCE, level):
             path.append(made)
@@ -473,8 +478,7 @@ class Wiring:
         )
 
     def _makes_ancestor(self, node: Node, level: int) -> bool:
-        """Return whether a row of this level exists only because the node is done with an
-        ancestor."""
+        """Return whether the node created the rows of a level or their ancestors."""
         while level != SOURCE:
             if node.makes_level == level:
                 return True
@@ -492,7 +496,7 @@ class Wiring:
     def _upstream_only(self, i: int) -> list[int]:
         nodes, served = self.graph.nodes, {i, *self.downstream[i]}
         found: list[int] = []
-        for j in reversed(range(len(nodes))):  # a branch may also come after node i
+        for j in reversed(range(len(nodes))):  # a branch may also be traced after node i
             alike = self.level[j] == self.level[i] and nodes[j].makes_level is None
             users = set(self.users[j])
             if j not in served and alike and not self.takes_groups[j] and users and users <= served:

@@ -1,7 +1,7 @@
 """The sample buffer: ledgers, the log that they write, and the segment files of this node.
 
-It lives in the driver. Workers write and read segments; the driver only passes references to them.
-`runs/files.py` has the file layout.
+The buffer is part of the driver. Workers write and read segments, and the driver only passes
+references to them. `runs/files.py` describes the file layout.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from .scratch import Scratch
 from .segments import Segment, SegmentStore, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
-"""Checkpoints of the ledgers to keep if the caller does not say."""
+"""Default number of ledger checkpoints to keep."""
 CUT_BYTES = 4 << 20
-"""[bytes] Compress the log before the oldest kept checkpoint into `history` once it has this size.
-Fewer bytes would make many small parts; more would leave a large log to copy."""
+"""[bytes] Once the log before the oldest kept checkpoint has this size, it is compressed into the
+folder `history`. A smaller size would create many small files; a larger one, a large log to
+copy."""
 
 
 class BufferConfig(Config):
@@ -86,7 +87,7 @@ class BufferConfig(Config):
 
 @dataclass
 class SampleBuffer:
-    """Ledgers by graph name, with their log and segments."""
+    """The ledgers of a run, keyed by graph name, with their log and segments."""
 
     folder: Path
     node: str
@@ -96,23 +97,23 @@ class SampleBuffer:
     log: Log
     store: SegmentStore
     notes: dict[str, Any] = field(default_factory=dict)
-    """Small values that recovery restores together with the rows: policy versions, the step."""
+    """Small values that recovery restores with the rows, such as policy versions and the step."""
     damage: list[str] = field(default_factory=list)
-    """Damage found at recovery, and how it was handled."""
+    """Damage that recovery found, and how it was handled."""
     disk: Disk = field(default_factory=Disk)
     scratch: Scratch | None = None
     keep_checkpoints: int = KEEP_CHECKPOINTS
-    """Ledger checkpoints to keep besides the ones that model checkpoints need."""
+    """Number of ledger checkpoints to keep besides those that model checkpoints need."""
 
     def __post_init__(self) -> None:
         self.cutting = LogCutting(self.log, CUT_BYTES)
         self._saved_at = self.log.position.offset
-        """Byte offset in the log of the latest checkpoint, or where this process started to
-        write."""
+        """Byte offset of the latest checkpoint in the log, or of the place where this process
+        started writing."""
 
     @property
     def segments(self) -> Path:
-        """Folder with the segments of this node."""
+        """Folder with this node's segments."""
         return self.store.folder
 
     # Create, recover, close
@@ -137,14 +138,17 @@ class SampleBuffer:
 
         Args:
             node: name of the driver's node.
-            disk: where to write the log; a test passes one that fails.
-            clock: seconds since any moment, for deadlines.
-            ids: first ids to assign, if an earlier log used the ones before.
-            scratch: where to store segments; None stores them in `folder`.
-            sync_interval_s: seconds of the log that a power loss may cost. A kill costs nothing.
-            keep_checkpoints: ledger checkpoints to keep besides the ones that model checkpoints need.
+            disk: disk to write the log to; tests pass one that fails.
+            clock: returns the time in seconds, for deadlines.
+            ids: first ids to assign, if an earlier log used the ids before them.
+            scratch: folder for segments. Default: a subfolder of `folder`.
+            sync_interval_s: [s] at most this much of the log is lost at a power failure. If only
+                the process is killed, nothing is lost.
+            keep_checkpoints: number of ledger checkpoints to keep besides those that model
+                checkpoints need.
 
-        Raises a UserError if the folder already has a log.
+        Raises:
+            UserError: the folder already has a log.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(
@@ -153,7 +157,7 @@ class SampleBuffer:
         store, disk = _make_store(folder, node, scratch), disk or Disk()
         log = Log(folder / LOG, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
-        # A resumed run without its log continues the ids of the old one.
+        # A run resumed without its log continues with the ids after those in the old log.
         if ids.next_id:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
         ledgers = {
@@ -185,19 +189,22 @@ class SampleBuffer:
     ) -> SampleBuffer:
         """Restore the buffer of an earlier run from its log, and release all leases.
 
-        A torn or damaged end of the log is cut off and kept in a separate file. Damaged checkpoints
-        are skipped. Groups whose columns cannot be read are requeued. `damage` lists each of these.
+        An incomplete or damaged end of the log is cut off and kept in a separate file. Damaged
+        checkpoints are skipped. Groups whose columns cannot be read are requeued. `damage` lists
+        all of these.
 
         Args:
-            graphs: graphs of the run; None takes their outlines from the log, for read-only use.
-            config, node, disk, clock, fence, scratch, sync_interval_s, keep_checkpoints: as in `create`.
-            at: log position to go back to, from the checkpoint of a saved model; None is the end.
-            check: raises DamagedSegment for columns that cannot be read. None reads the folders of
-                all nodes that are visible here; call `drop_lost` later for other nodes.
+            graphs: graphs of the run. None takes their outlines from the log, for read-only use.
+            config, node, disk, clock, fence, scratch, sync_interval_s, keep_checkpoints: see
+                `create`.
+            at: log position to go back to, from the checkpoint of a saved model. Default: the end.
+            check: function that raises DamagedSegment for a segment that cannot be read. The
+                default checks the folders of all nodes that are visible here; call `drop_lost`
+                later for other nodes.
 
         Raises:
-            UserError: the folder has no log, or the log has other graphs.
-            RecoveryError: the log does not fit the ledgers.
+            UserError: the folder has no log, or the log belongs to other graphs.
+            RecoveryError: the log cannot be applied to the ledgers.
         """
         if not (folder / LOG).exists():
             raise UserError(f"{folder} holds no log of a run ({LOG})")
@@ -210,18 +217,18 @@ class SampleBuffer:
         state = restored.ledgers, restored.ids, log, store, restored.notes, restored.damage
         own: dict[str, Any] = {"disk": disk, "scratch": scratch, "keep_checkpoints": keep_checkpoints}
         buffer = cls(folder, node, config, *state, **own)
-        # Checkpoints that are damaged, incomplete, or later than the restored position.
+        # Remove checkpoints that are damaged, incomplete or later than the restored position.
         for path in folder.glob("*.checkpoint*"):
             if path not in restored.checkpoints:
                 remove(path)
         for name in restored.unwritten:
             log.append(graph_record(name, buffer.ledgers[name].graph.outline()))
-        # The holders of all leases are gone. From here on, the ledgers write to the log.
+        # From here on, the ledgers write to the log. The holders of all leases are gone.
         for ledger in buffer.ledgers.values():
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, RESTARTED)
-        # After the releases, because a group with leased rows cannot be lost.
+        # Do this after the releases, because a group with leased rows cannot be lost.
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         # The releases above must be on disk before any worker starts.
@@ -229,8 +236,8 @@ class SampleBuffer:
         return buffer
 
     def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Delete the segments if no row is in flight, except those that a
-        checkpoint needs if the run is `going_on` from it."""
+        """Sync the log to disk. Delete the segments if no row is in flight. If the run is
+        `going_on`, keep the segments that a checkpoint needs."""
         try:
             try:
                 self.commit(sync=True)
@@ -239,7 +246,7 @@ class SampleBuffer:
                 self.cutting.close()
                 self.log.close()
         except OSError as error:
-            if not is_full(error):  # on a full disk, the log is valid up to its last complete record
+            if not is_full(error):  # on a full disk, all complete records of the log are valid
                 raise
         if self.scratch is not None:
             self.scratch.let_go(over=not going_on)
@@ -259,12 +266,12 @@ class SampleBuffer:
             except DamagedSegment as error:
                 lost[segment] = str(error)
         for ledger in self.ledgers.values():
-            if ledger.source in lost:  # the driver writes it again from the graph
+            if ledger.source in lost:  # the driver writes the source again from the graph
                 ledger.source = None
         self.damage += self.drop_lost(lost)
 
     def _verify(self, segment: Segment) -> None:
-        # Scratch folders of other nodes are on other machines; see `elsewhere`.
+        # Scratch folders of other nodes may be on other machines; see `elsewhere`.
         folder = self.segments.parent / segment.node
         if self.scratch is None or segment.node == self.node or folder.is_dir():
             verify_segment(folder, segment)
@@ -272,16 +279,16 @@ class SampleBuffer:
     def _register_segments(self, pinned: set[Segment]) -> None:
         """Register the segments that are still needed, and recycle all other files."""
         for ledger in self.ledgers.values():
-            # Replay freed these already; `sweep` removes their files.
+            # Discard what the replay freed; `sweep` removes the files.
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
-        # `freed` below refuses segments that were never published.
+        # `freed` below raises an error for segments that were never published.
         for segment in live | pinned:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
             self.store.pin(path.name, pinned)
-        # Freed once their checkpoint is removed.
+        # These are freed once their checkpoint is removed.
         self.store.freed(pinned - live)
         self.store.sweep()
         for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
@@ -290,7 +297,8 @@ class SampleBuffer:
     # Lost rows
 
     def elsewhere(self) -> list[Segment]:
-        """Return segments of rows in flight that recovery could not check: on other machines."""
+        """Return the segments of rows in flight that are on other machines, where recovery could
+        not check them."""
         if self.scratch is None:
             return []
         root = self.segments.parent
@@ -302,9 +310,9 @@ class SampleBuffer:
         ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
-        """Requeue the groups that have columns in lost segments, given with the reason. Call it at
-        recovery, before any worker call. Return a line for each group, saying how it was
-        handled."""
+        """Requeue the groups that have columns in lost segments. Call this at recovery, before any
+        worker call. `lost` maps each segment to the reason. Return a line for each group that says
+        how it was handled."""
         said: list[str] = []
         for ledger in self.ledgers.values():
             for group, segment in ledger.live.groups_in({s for s in ledger.parts.segments if s in lost}):
@@ -314,12 +322,12 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight that have columns on nodes other than the given ones: graph
-        -> group -> its first segment that cannot be read.
+        """Return the groups in flight that have columns on nodes other than `nodes`. The result
+        maps graph and group id to the first segment that cannot be reached.
 
         Args:
-            live: skip groups that an update has begun to train on, because training on them twice
-                would be wrong. The update either has their columns or fails by itself.
+            live: skip groups that an update has begun to train on, so that no group is trained on
+                twice. The update either has their columns already or fails.
         """
         found: dict[str, dict[int, Segment]] = {}
         for name, ledger in self.ledgers.items():
@@ -331,7 +339,8 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the `unreachable` groups, without leased rows. Return (graph, group)."""
+        """Requeue the groups that `unreachable` returns, which must have no leased rows. Return
+        (graph, group id) of each requeued group."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -351,39 +360,38 @@ class SampleBuffer:
             self.store.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
-        """Publish rows as `Ledger.publish` does, and keep their segment files while rows need
-        them."""
+        """Like `Ledger.publish`, but also keep the segment files as long as rows need them."""
         ledger.publish(lease, published, written)
         for segment in written.segments if isinstance(written, Spread) else (written,):
             if segment is not None:
                 self.store.published(segment)
 
     def note(self, key: str, value: Any) -> None:
-        """Write a JSON value to the log, so that recovery restores it (see `notes`)."""
+        """Log a JSON value, which recovery will restore (see `notes`)."""
         self.notes[key] = value
         self.log.append({"do": "note", "key": key, "value": value})
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write all pending events to the log, then free segments that no row needs. With `sync`,
-        the events survive a power loss once this returns."""
+        """Write all pending events to the log, then free segments that no row needs. `sync` also
+        syncs the log to disk, so that the events survive a power failure."""
         self.log.commit(sync=sync)
         self.cutting.finish()
         for ledger in self.ledgers.values():
-            # After the write: the log on disk must not need segments that are already free.
+            # Free after writing, because the log on disk must not refer to free segments.
             self.store.freed(ledger.parts.take_freed())
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
-        """Save the state of the ledgers as a starting point for recovery, and archive the log that
-        no checkpoint needs. Return the log position of the checkpoint.
+        """Save the state of the ledgers as a starting point for recovery, and archive the part of
+        the log that no checkpoint needs. Return the log position of the checkpoint.
 
         When this returns, everything on this node that the checkpoint refers to is on disk.
 
         Args:
-            kept: positions whose checkpoints must stay, because model checkpoints refer to them.
+            kept: positions of checkpoints to keep, because model checkpoints refer to them.
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
-        # The log refers to these columns, so they must be on disk first.
+        # The checkpoint refers to these columns, so they must be on disk first.
         for file in sorted(here):
             with_file(self.segments / file, os.fdatasync)
         position = self.log.position
@@ -407,10 +415,10 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint if the log has grown by CUT_BYTES since the last one, or by more if many
-        rows are in flight."""
-        # Runs without model checkpoints would otherwise keep their whole log. A checkpoint takes
-        # about 64 bytes a row, so with this bound it costs a quarter of what the log does.
+        """Write a checkpoint if the log has grown by CUT_BYTES since the last one, or by more if
+        many rows are in flight."""
+        # Otherwise, runs without model checkpoints would keep their whole log. A checkpoint takes
+        # about 64 bytes per row. This bound limits its size to a quarter of the log's growth.
         rows = sum(len(ledger.live.rows) for ledger in self.ledgers.values())
         if self.log.position.offset - self._saved_at >= max(CUT_BYTES, 4 * 64 * rows):
             self.checkpoint()
@@ -431,16 +439,17 @@ class SampleBuffer:
     ) -> tuple[int, str]:
         """Return how many groups of a graph may be issued, and the limit that allows no more.
 
-        Assumes that each group is as large as the largest finished one; `max_bytes` has no effect
-        before a group is finished.
+        Assumes that each group is as large as the largest finished one. `max_bytes` has no effect
+        until a group is finished.
 
         Args:
-            groups_per_update: groups in an update. One update's groups are always admitted, even
-                beyond the limits, because rows are only freed after training.
-            staleness: most updates that a row may lag the weights that it trains; None sets no bound.
-                Only groups that will be trained on within it are admitted.
-            lag: number of updates that the generating weights are behind the trained ones.
-            taken: groups that the current update has claimed so far, finished or not.
+            groups_per_update: number of groups in an update. The groups of one update are always
+                admitted, even beyond the limits, because rows are only freed after training.
+            staleness: maximum number of updates by which a row's policy may be behind the weights
+                that it trains. Only groups that will be trained on within this bound are admitted.
+                None sets no bound.
+            lag: number of updates by which the generating weights are behind the trained ones.
+            taken: number of groups that the current update has claimed so far, finished or not.
         """
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
         live, parts, groups = ledger.live, ledger.parts, len(ledger.live.groups)
@@ -487,8 +496,7 @@ UNBOUNDED = 1 << 30
 
 
 def expected_rows(graph: Graph) -> int:
-    """Estimate the rows of a group on all levels together, from the argument `n` of its
-    expansions."""
+    """Estimate a group's number of rows on all levels, from the argument `n` of EXPAND nodes."""
     sizes = {0: 1}
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

@@ -1,18 +1,18 @@
-"""Segments: the data plane of the sample buffer. Columns of rows, in append-only Arrow files on
-each node.
+"""Segments: the data plane of the sample buffer. Each node stores columns of rows in append-only
+Arrow files.
 
-A file has messages of one schema and is always a valid Arrow IPC stream:
+A file contains messages with the same schema, and is always a valid Arrow IPC stream:
 
     schema | message | message | end-of-stream marker | free space
 
-The kernel's page cache is the shared memory: `write` copies a message once, and consumers map the
-file. Files survive the process that wrote them. Write-back by the kernel, and `spill`, move the
-excess to disk.
+The kernel's page cache serves as shared memory: `write` copies a message once, and consumers map
+the file. Files survive the process that wrote them. The kernel's write-back and `spill` move data
+that does not fit in memory to disk.
 
-Overwriting the pages of an existing file is twice as fast as filling a new one, so files are
-recycled. `SegmentStore` moves files without live rows to the folder `free`. A `SegmentWriter` takes
-over a file unless a process still maps it: each mapping holds a shared lock. Arrays that were read
-thus never change.
+Files are recycled, because overwriting the pages of an existing file is twice as fast as filling a
+new one. `SegmentStore` moves files without live rows to the folder `free`, where a `SegmentWriter`
+takes them over. Each mapping of a file holds a shared lock, and writers skip locked files.
+Therefore, arrays that a process has read never change.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from ..runs.files import make_folder
 # Segment files
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-CHUNK_BYTES = 1 << 20  # hashed and then written while it is in the core's cache
-FETCHED = "fetched"  # subfolder of a node's folder: messages fetched from other nodes
-FREE = "free"  # subfolder of a node's folder: files without live rows, for writers to overwrite
-NEW = ".new"  # suffix of a file that is being made
+CHUNK_BYTES = 1 << 20  # small enough to be hashed and written while it is in the CPU cache
+FETCHED = "fetched"  # subfolder of a node's folder with messages fetched from other nodes
+FREE = "free"  # subfolder of a node's folder with files without live rows, for writers to overwrite
+NEW = ".new"  # suffix of a file that is being created
 MAX_FREE_BYTES = 4 * (64 << 20)
 MAX_FREE_FILES = 64
 
@@ -80,7 +80,7 @@ class _StreamFile:
 
 
 class _Sink:
-    """A file for Arrow that keeps what is written as separate pieces."""
+    """A file-like object for Arrow that collects the written pieces."""
 
     closed = False
 
@@ -97,7 +97,7 @@ class _Sink:
 
 
 def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split pieces into chunks of at most CHUNK_BYTES, for one system call each."""
+    """Split pieces into chunks of at most CHUNK_BYTES. Each chunk is written by one system call."""
     chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
@@ -113,7 +113,8 @@ def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write a chunk, which `pwritev` may do in parts. Return the position after it."""
+    """Write a whole chunk at a position, even if `pwritev` writes it in parts. Return the position
+    after the chunk."""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -121,11 +122,11 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
 
 
 def _new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of `capacity` bytes that begins with `start`: a free file that no process maps,
-    or a new one. Return its descriptor, which holds a shared lock.
+    """Open a file of `capacity` bytes that begins with `start`. This is a free file that no process
+    maps, or a new one. Return its descriptor, which holds a shared lock.
 
-    It gets its name after `start` is written, so that readers never see other contents under it.
-    Raises an OSError if the disk is full.
+    The file gets its name only after `start` is written, so that readers never see other contents
+    under that name. Raises an OSError if the disk is full.
     """
     make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
@@ -135,11 +136,11 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), free.stat()):  # else another writer took it
+            if os.path.samestat(os.fstat(descriptor), free.stat()):  # not taken by another writer
                 os.ftruncate(descriptor, capacity)
                 write_all(descriptor, [start], 0)
                 os.rename(free, path)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)  # keeps other writers from taking it over
+                fcntl.flock(descriptor, fcntl.LOCK_SH)  # prevents other writers from taking it
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -163,7 +164,7 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
 
 @contextmanager
 def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
-    """Add to the `OSError` of a full disk who needed how many bytes, and where."""
+    """Extend the message of a full disk's `OSError`: who needs how many bytes in which folder."""
     try:
         yield
     except OSError as error:
@@ -177,9 +178,9 @@ def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 
 
 def delete_local(folder: Path, here: str, node: str, file: str) -> None:
-    """Drop a segment file of any node from the folder of node `here`, if it is there: delete copies
-    of its messages, or move an own file to the free ones. The oldest free files beyond
-    `MAX_FREE_BYTES` and `MAX_FREE_FILES` are deleted."""
+    """Remove a segment file of any node from the folder of node `here`, if it is there. A file of
+    node `here` becomes a free file; of a file of another node, the copies of messages are deleted.
+    The oldest free files beyond `MAX_FREE_BYTES` and `MAX_FREE_FILES` are deleted."""
     if node != here:
         shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
         return
@@ -199,9 +200,9 @@ def delete_local(folder: Path, here: str, node: str, file: str) -> None:
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`,
-    and return their bytes. All stay readable. Pages that a process has mapped stay in memory, and
-    so do files on tmpfs."""
+    """Evict the oldest files in a node's folder from memory until the rest fits in `memory_bytes`.
+    Return the number of evicted bytes. All files stay readable. Files on tmpfs and pages that a
+    process has mapped stay in memory."""
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
         if found := with_file(path, _resident_since):
@@ -217,7 +218,7 @@ def spill(folder: Path, memory_bytes: int) -> int:
 
 
 def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return (last write in ns, size in bytes, path) of the free files in a node's folder."""
+    """Return (last write in ns, size in bytes, path) of each free file in a node's folder."""
     found = []
     with os.scandir(folder / FREE) as entries:
         for entry in entries:
@@ -229,7 +230,7 @@ def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def with_file(path: Path, do: Callable[[int], Any]) -> Any:
-    """Return `do(descriptor)`, or None if the file is gone, so that nothing refers to it."""
+    """Return `do(descriptor)` for a file; None if it is gone because nothing refers to it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -241,20 +242,20 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 
 
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
-    """Return (last write in ns, bytes without holes) of a file; None if it is not in memory."""
+    """Return (last write in ns, size in bytes without holes); None if it is not in memory."""
     status = os.fstat(descriptor)
     size = min(status.st_size, status.st_blocks * 512)
     return (status.st_mtime_ns, size) if is_resident(descriptor) else None
 
 
 def is_resident(descriptor: int) -> bool:
-    """Return whether the first page of a file, which every reader needs, is in memory."""
+    """Return whether the first page of a file is in memory. Every reader needs this page."""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
         view = np.frombuffer(page, np.uint8)
         found = ctypes.c_ubyte()
-        # `RWF_NOWAIT` would load the page.
+        # Reading with `RWF_NOWAIT` would load the page.
         failed = _libc.mincore(
             ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
         )
@@ -264,7 +265,7 @@ def is_resident(descriptor: int) -> bool:
 
 
 def _evict(descriptor: int) -> None:
-    # The kernel only drops pages that are on disk.
+    # The kernel only evicts pages that are on disk.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -276,7 +277,7 @@ FILE = re.compile(r"([A-Za-z0-9_-]+)\.(\d+)\.(\d{6,})\.arrows")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Reference to the columns of some rows: one Arrow IPC message in a file of a node.
+    """Reference to stored columns of rows: one Arrow IPC message in a file of a node.
 
     >>> Segment.from_json(["n0", "rollout-0.0.000001.arrows", 712, 4096, 17]).num_bytes
     4096
@@ -300,18 +301,18 @@ class Segment:
 RETRY_PAUSE_S = 0.5
 """[s] Pause between two attempts to fetch a message from a node that does not answer."""
 Fetch = Callable[[Segment, Path], None]
-"""Copies a message of another node to a file, as an Arrow IPC stream, unless the file exists (see
-`Peers.fetch`)."""
+"""Function that copies a message of another node to a file, as an Arrow IPC stream, unless the file
+exists (see `Peers.fetch`)."""
 
 
 class SegmentReader:
-    """Reads segments as batches over mapped files, without a copy. Fetches segments of other nodes
-    once per node.
+    """Reads segments as batches over mapped files, without a copy. Each segment of another node is
+    fetched only once per node.
 
     Args:
-        fetch: fetches messages from other nodes. None if there are none, or none are known yet.
-        retry_s: time to retry fetching from a node that does not answer, because its server may be
-            restarting. `fetch` may be replaced during that time.
+        fetch: function that fetches messages from other nodes. None if no other nodes are known.
+        retry_s: [s] how long to retry fetching from a node that does not answer, because its server
+            may be restarting. `fetch` may be replaced during that time.
     """
 
     MAX_MAPPINGS = 64
@@ -324,10 +325,10 @@ class SegmentReader:
         self._lock = threading.Lock()
 
     def read(self, segment: Segment) -> Batch:
-        """Read a batch. Its arrays are in the mapped file and never change.
+        """Read a batch. Its arrays are views of the mapped file and never change.
 
         Raises:
-            DamagedSegment: the file is missing, too short, or damaged. The checksum is compared
+            DamagedSegment: the file is missing, too short or damaged. The checksum is only verified
                 when this reader first reads the message.
             TimeoutError: another node did not send the message in time.
             UserError: the segment is on a node that is not a peer.
@@ -336,7 +337,7 @@ class SegmentReader:
         return Batch(pa.ipc.read_record_batch(message, schema))
 
     def message(self, segment: Segment) -> tuple[pa.Buffer, pa.Schema]:
-        """Return the verified bytes of a message, and its schema. Raises the errors of `read`."""
+        """Return the verified bytes and the schema of a message. Raises the errors of `read`."""
         if segment.node == self.node:
             mapping = self._mapping(self.folder / segment.file, segment)
             return mapping.message(segment, segment.offset), mapping.schema
@@ -348,7 +349,7 @@ class SegmentReader:
         self._fetch_if_missing(segment, path)
         try:
             return self._read_copy(segment, path)
-        except DamagedSegment:  # fetch the copy again, once
+        except DamagedSegment:  # fetch the message again, once
             with self._lock:
                 self._mappings.pop(path, None)
             path.unlink(missing_ok=True)
@@ -372,7 +373,7 @@ class SegmentReader:
         return mapping.message(segment, mapping.start), mapping.schema
 
     def close(self) -> None:
-        """Drop the mappings. Each one stays as long as an array uses it."""
+        """Release the mappings. A mapping stays as long as an array uses it."""
         with self._lock:
             self._mappings.clear()
 
@@ -389,7 +390,7 @@ class SegmentReader:
 
 
 def verify_segment(folder: Path, segment: Segment) -> None:
-    """Read a message of this node and compare its checksum, without building a batch. Raises a
+    """Read a message of this node and verify its checksum, without creating a batch. Raises a
     DamagedSegment if the message is missing or damaged."""
     path, left, position = folder / segment.file, segment.num_bytes, segment.offset
     digest = xxhash.xxh3_64()
@@ -413,22 +414,22 @@ def verify_segment(folder: Path, segment: Segment) -> None:
 
 
 def fetched_path(folder: Path, segment: Segment) -> Path:
-    """Return where a node keeps its copy of another node's message, as an Arrow IPC stream."""
+    """Return the path of a node's copy of another node's message, an Arrow IPC stream."""
     return folder / FETCHED / segment.node / segment.file / str(segment.offset)
 
 
 class _Mapping:
-    """A mapped file. It holds a shared lock while the mapping or an array into it exists."""
+    """A mapped file. It holds a shared lock as long as the mapping or an array in it exists."""
 
     def __init__(self, path: Path, segment: Segment) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-                # A writer may have recycled the file before this process had its lock.
+                # A writer may have recycled the file before this process got the lock.
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
-                # mmap duplicates the descriptor, and with it the lock.
+                # mmap duplicates the descriptor, which keeps the lock.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DamagedSegment(segment, path, "the file is missing") from None
@@ -446,7 +447,7 @@ class _Mapping:
         self._verified: set[tuple[int, int, int]] = set()
 
     def message(self, segment: Segment, offset: int) -> pa.Buffer:
-        # Reading a mapping beyond the end of its file kills the process.
+        # Check the size, because reading beyond the end of a mapped file kills the process.
         if offset + segment.num_bytes > (size := self._map.size()):
             raise DamagedSegment(segment, self.path, f"the file is too short: it ends at {size}")
         if offset + segment.num_bytes > len(self._map):
@@ -473,16 +474,17 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class SegmentWriter:
-    """Appends batches to files in this node's folder. Each name can be used once: a restarted
-    worker needs a new one.
+    """Appends batches to files in this node's folder.
 
     Args:
-        folder, node: the folder and the name of the node. The folder is created if missing.
-        name: the writer's name, unique in the cluster: letters, digits, `_` and `-`.
-        file_bytes: size of a file. A message that does not fit starts the next file; a larger
-            message gets its own file.
-        memory_bytes: most bytes of the folder to keep in memory; the rest is spilled when a file is
-            full. None leaves this to the kernel.
+        folder: folder of the node. It is created if missing.
+        node: name of the node.
+        name: name of the writer, unique in the cluster: letters, digits, `_` and `-`. A name can
+            only be used once, so a restarted worker needs a new one.
+        file_bytes: size of a file. A message that does not fit starts the next file. A message
+            larger than this gets a file of its own.
+        memory_bytes: maximum number of bytes of the folder to keep in memory. The rest is spilled
+            each time a file is full. None leaves this to the kernel.
 
     Raises:
         UserError: the name has other characters, or was used in this folder before.
@@ -512,17 +514,16 @@ class SegmentWriter:
     def append(self, batch: Batch) -> Segment:
         """Write the rows of a batch. Once this returns, they survive the death of this process.
 
-        If the batch is a slice, only the slice's rows are written. Dictionary-encoded columns are
+        Of a sliced batch, only the rows of the slice are written. Dictionary-encoded columns are
         decoded.
 
         Raises:
-            OSError: the disk is full. Nothing is published, and the next append overwrites the
-                partial write.
+            OSError: the disk is full. The next append overwrites the partly written message.
         """
         record = batch.record
         with self._lock:
             stream = self._stream(record.schema)
-            if stream is None:  # a new schema, or one with dictionaries
+            if stream is None:  # a new schema, or a schema with dictionaries
                 record = _decoded(record)
                 stream = self._stream(record.schema)
             if stream is None:
@@ -544,7 +545,7 @@ class SegmentWriter:
     def _write(self, stream: _StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
         if stream.descriptor < 0 or stream.end + num_bytes + len(END_OF_STREAM) > stream.capacity:
             self._next_file(stream, num_bytes)
-        # Write the first eight bytes last. Until then, the end-of-stream marker is in their place.
+        # Write the first eight bytes last, because they replace the end-of-stream marker.
         start = b"".join(pieces[:3])  # continuation marker, length, metadata
         digest = xxhash.xxh3_64(start[:8])
         position = stream.end + 8
@@ -572,7 +573,7 @@ class SegmentWriter:
 
 
 def _decoded(record: pa.RecordBatch) -> pa.RecordBatch:
-    """Decode dictionary columns, because dictionaries would be separate messages."""
+    """Decode dictionary-encoded columns, because dictionaries would be separate messages."""
     for i, kind in enumerate(record.schema):
         if (plain := _plain(kind.type)) != kind.type:
             record = record.set_column(i, kind.with_type(plain), record.column(i).cast(plain))
@@ -593,16 +594,17 @@ def _plain(type: Any) -> pa.DataType:
 
 
 class SegmentStore:
-    """Counts the live segments of each file, in the driver, and recycles or deletes complete files
-    without any.
+    """Tracks, in the driver, the live segments of each file. Recycles or deletes complete files
+    without live segments.
 
-    Replies of a writer arrive in order, so a segment in file k + 1 of a stream shows that file k is
-    complete. Checkpoints pin segments: they stay live after their rows are finished.
+    Replies of a writer arrive in order. A segment in file k + 1 of a stream therefore shows that
+    file k is complete. Segments that a checkpoint pins stay live after their rows are finished.
 
     Args:
-        folder, node: the folder and the name of this process's node.
-        delete_remote: called as `(node, file)` for each dropped file, because other nodes may have
-            copies of its messages (see `Deletions`). None if there is one node.
+        folder: folder of this process's node.
+        node: name of this process's node.
+        delete_remote: called with (node, file) for each removed file, because other nodes may have
+            copies of its messages (see `Deletions`). None on a single node.
     """
 
     def __init__(
@@ -612,10 +614,10 @@ class SegmentStore:
         self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and stream number
         self._ended: set[tuple[str, str]] = set()
         self._pins: dict[str, set[Segment]] = {}
-        """Checkpoint -> its segments."""
+        """Segments that each checkpoint pins, keyed by checkpoint."""
         self.pinned: set[Segment] = set()
         self._waiting: list[Segment] = []
-        """Segments that no row needs, to free once no checkpoint needs them."""
+        """Segments that no row needs. They are freed once no checkpoint pins them."""
 
     def published(self, segment: Segment) -> None:
         stream, sequence = _stream(segment.node, segment.file)
@@ -628,12 +630,12 @@ class SegmentStore:
             return
         files.latest = max(before, sequence)
         files.offsets.setdefault(sequence, set()).add(segment.offset)
-        if before < files.latest and not files.offsets.get(before, {0}):  # complete, and empty
+        if before < files.latest and not files.offsets.get(before, {0}):  # complete and empty
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
-        """Note that no live row refers to these segments. Raises a ValueError if a segment was
-        never published, or was freed before."""
+        """Note that no live row refers to these segments any more. Raises a ValueError if a segment
+        was never published or was freed before."""
         for segment in segments:
             if segment in self.pinned:
                 self._waiting.append(segment)
@@ -650,25 +652,25 @@ class SegmentStore:
                 self._delete(stream, sequence)
 
     def free_later(self, segment: Segment) -> None:
-        """Free a segment after the next checkpoint, when the current log is on disk."""
+        """Free a segment after the next checkpoint, by which time the current log is on disk."""
         self._waiting.append(segment)
 
     def pin(self, checkpoint: str, segments: Iterable[Segment]) -> None:
-        """Keep the segments that a checkpoint refers to until it is dropped."""
+        """Keep the segments that a checkpoint refers to until `unpin`."""
         self._pins[checkpoint] = set(segments)
         self.pinned |= self._pins[checkpoint]
 
     def unpin(self, checkpoints: Iterable[str]) -> None:
-        """Free the segments that only these checkpoints pinned. Names without pins are ignored."""
+        """Free the segments that only these checkpoints pin. Unknown checkpoints are ignored."""
         for checkpoint in checkpoints:
             self._pins.pop(checkpoint, None)
         self.pinned = set().union(*self._pins.values())
         waiting, self._waiting = self._waiting, []
-        # `freed` puts the segments that are still pinned back.
+        # `freed` puts segments that are still pinned back into `_waiting`.
         self.freed(waiting)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
-        """Mark all files of a writer as complete, once all its replies have arrived."""
+        """Mark all files of a writer as complete. Call this once all its replies have arrived."""
         self._ended.add((node, writer_name))
         for stream in [s for s in self._live if s[:2] == (node, writer_name)]:
             for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
@@ -677,8 +679,8 @@ class SegmentStore:
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle this node's files without live segments, before any writer starts."""
-        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while creating it
+        """Recycle this node's files without live segments. Call this before any writer starts."""
+        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # the writer died creating it
             unfinished.unlink()
         return self._sweep("*.arrows")
 
@@ -709,12 +711,12 @@ class SegmentStore:
 @dataclass
 class _LiveFiles:
     offsets: dict[int, set[int]] = field(default_factory=dict)
-    """Sequence number of a file -> offsets of its live segments."""
+    """Offsets of the live segments in each file, keyed by the file's sequence number."""
     latest: int = -1
-    """The file that may still grow; only this one can be empty."""
+    """Sequence number of the file that may still grow. Only this file may have no segments."""
 
 
-@lru_cache(maxsize=1 << 14)  # the driver gets segments for each row, in few files
+@lru_cache(maxsize=1 << 14)  # the driver gets segments for each row, but they are in few files
 def _stream(node: str, file: str) -> tuple[tuple[str, str, int], int]:
     match = FILE.fullmatch(file)
     if match is None:

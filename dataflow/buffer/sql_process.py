@@ -1,13 +1,14 @@
-"""Program of the process that answers one SQL query. `queries.py` runs this file as a subprocess
-and kills it when the query ends.
+"""Program that answers one SQL query. `queries.py` runs this file as a subprocess and kills it when
+the query ends.
 
-DuckDB can only be interrupted between two pieces of work, not in a function, the parser or the
-binder. A process can always be killed: this one has an unhandled alarm, so that the kernel ends it
-in time, and a memory limit.
+Queries run in a process of their own because DuckDB cannot be interrupted inside a function, the
+parser or the binder, whereas a process can always be killed. An alarm without a handler lets the
+kernel end the process in time. The process also has a memory limit.
 
-It reads one line of JSON, prints `true`, and reads the tables of the query as Arrow streams.
-Then it prints one line of JSON, and the answer as a stream. While waiting for the first line, it
-ends when the pipe is closed, or after the seconds in its argument. It imports nothing of Weft.
+The process reads one line of JSON, prints `true`, and reads the tables of the query as Arrow
+streams. Then it prints one line of JSON, and the answer as an Arrow stream. While it waits for the
+first line, it ends when the pipe is closed, or after the number of seconds in its argument. It
+imports no module of Weft.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-# In this order: the last setting locks the others.
+# The order matters: the last setting locks the others.
 LOCKED = (
-    "python_enable_replacements = false",  # else the query could read variables of this program
-    "enable_external_access = false",  # files, other databases, extensions
+    "python_enable_replacements = false",  # no access to variables of this program
+    "enable_external_access = false",  # no access to files, other databases, and extensions
     "lock_configuration = true",
 )
 SPARE_BYTES = 2 << 30
-"""Address space beyond DuckDB's limit, for stacks of threads, arenas, and the answer."""
+"""[bytes] Address space beyond DuckDB's limit, for thread stacks, malloc arenas, and the answer."""
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Unhandled, so that the kernel ends this process even inside DuckDB.
+    # Install no handler, so that the kernel ends this process even inside DuckDB.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
             if asked["memory_bytes"] is not None:
-                # After the tables are read, because the limit is relative to the current size.
+                # Set this after the tables are read, because it is relative to the current size.
                 _bound(asked["memory_bytes"] + SPARE_BYTES)
             for name, table in tables.items():
                 connection.register(name, table)
@@ -85,7 +86,7 @@ def _bound(more: int) -> None:
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
-    """Return whether an answer of DuckDB was cut, and its first rows."""
+    """Return whether an answer of DuckDB has more than `max_rows` rows, and its first rows."""
     if answer is None:
         return False, pa.table({})
     table = answer.limit(max_rows + 1).to_arrow_table()
@@ -99,7 +100,7 @@ def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
 
 
 def _is_readable(column: Any) -> bool:
-    """Return whether Python can represent these values: its dates end with the year 9999."""
+    """Return whether Python can represent these values. Python's dates end with the year 9999."""
     if not (pa.types.is_temporal(column.type) or pa.types.is_nested(column.type)):
         return True
     try:

@@ -1,1 +1,2 @@
-"""Read prompts and preferences from files in common formats, and render them with the tokenizer."""
+"""Read prompts and preferences from files in common formats, render them with the chat template,
+and tokenise them."""

@@ -1,7 +1,8 @@
-"""Answers and images: the columns of rows that go along with their texts.
+"""Answers and images: columns that accompany the texts of rows.
 
-Answers are ground truths for graders. Images stay encoded (PNG, JPEG, ...): the model's processor
-(`workers/models/images.py`) decides how the model sees an image, and how many tokens it takes.
+Answers are ground truths for graders. Images stay encoded (PNG, JPEG, ...). The model's processor
+(`workers/models/images.py`) converts them to the model's input, and decides how many tokens an
+image takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .formats import Format, as_text, count_matches, is_text, type_name
 
 # Answer marks
 #
-# Both functions scan a text once, so that long texts stay cheap.
+# Both functions scan a text only once, so that long texts are fast.
 
 
 _BOX = re.compile(
@@ -34,14 +35,14 @@ _BOX = re.compile(
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Return start, end and content of each `\boxed{...}` or `\fbox{...}`, in text order.
+    r"""Return (start, end, content) of each `\boxed{...}` or `\fbox{...}`, in text order.
 
-    Unclosed boxes are skipped. Of nested boxes, only the innermost counts.
+    Unclosed boxes are skipped. Of nested boxes, only the innermost is returned.
 
     >>> boxes(r"first \boxed{\frac{1}{2}}, then \boxed 7 and \boxed{")
     [(6, 25, '\\frac{1}{2}'), (32, 40, '7')]
     """
-    closing: dict[int, int] = {}  # offset of each opening brace -> offset of its closing brace
+    closing: dict[int, int] = {}  # offset of the closing brace, keyed by that of the opening brace
     opened: list[int] = []
     for match in re.finditer(r"\\[{}]|[{}]", text):
         if match.group() == "{":
@@ -64,9 +65,9 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def after_hashes(text: str, *, at_end: bool = False) -> str | None:
-    """Return the rest of the line after the last `####`, where GSM8K has its answers.
+    """Return the rest of the line after the last `####`, which is the format of GSM8K's answers.
 
-    With `at_end`, only the last line counts, not a section heading.
+    `at_end` requires `####` in the last line, so that section headings do not match.
 
     >>> after_hashes("6 * 7 = 42\\n#### 42")
     '42'
@@ -82,8 +83,8 @@ def after_hashes(text: str, *, at_end: bool = False) -> str | None:
 
 
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
-"""Columns to search for ground truths: of verl, of data for TRL and verifiers, and the labels of
-OpenRLHF and slime."""
+"""Columns to search for ground truths: first the column of verl, then those of data for TRL and
+verifiers, and the labels of OpenRLHF and slime."""
 
 _CHUNK = 8192
 
@@ -96,14 +97,14 @@ class Answers:
 
     column: str
     values: pa.ChunkedArray
-    """Text, or the values of the file as `JsonType`, or values without a JSON form (such as dates)
-    in their own type."""
+    """Text, or the values of the file as `JsonType`. Values without a JSON form, such as dates,
+    keep their own type."""
     after_hashes: int = 0
-    """Rows whose answer comes after `####`."""
+    """Number of rows whose answer was extracted from after `####`."""
     boxed: int = 0
-    r"""Rows whose answer is the content of the last `\boxed{}`."""
+    r"""Number of rows whose answer was extracted from the last `\boxed{}`."""
     first_whole: int | None = None
-    """The first row that was not shortened although others were, or None."""
+    """If some answers were extracted: the first row whose answer was not. Otherwise None."""
 
     @property
     def shortened(self) -> int:
@@ -111,11 +112,11 @@ class Answers:
 
 
 def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) -> Answers | None:
-    """Return the ground truth of each row, or None if the rows have none.
+    """Return the ground truth of each row; None if the rows have none.
 
     Args:
-        answer: the column; None uses the first known one in the rows.
-        extract: extract the final answer of worked solutions.
+        answer: column of the ground truth. Default: the first known column that the rows have.
+        extract: whether to extract the final answer of worked solutions.
     """
     name = answer or _usual_column(rows.table, format)
     if name is None:
@@ -124,7 +125,7 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     if not extract or not (is_text(column.type) or is_json(column.type)):
         return Answers(name, column)
     texts = column.cast(pa.string()) if is_json(column.type) else column
-    # Without a Python string for each row, unlike the loop below.
+    # Fast check that, unlike the loop below, does not create a Python string for each row.
     if not count_matches(texts, r"####|\\boxed|\\fbox"):
         return Answers(name, column)
     chunks: list[pa.Array] = []
@@ -145,11 +146,10 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
 
 
 def final_answer(text: str) -> tuple[bool, str | None]:
-    r"""Return the final answer of a worked solution: after `####` in its last line, or in its last
-    `\boxed{}`.
+    r"""Return the final answer of a worked solution, and whether it comes after `####`.
 
-    Also returns whether it comes after `####`. Commas between thousands are then removed, as in
-    GSM8K's own rule.
+    The answer is the text after `####` in the last line or, without `####`, the content of the last
+    `\boxed{}`. Commas between thousands are removed from answers after `####`, as GSM8K does.
 
     >>> final_answer("5 * 200 = 1000, and 2 more.\n#### 1,002")
     (True, '1002')
@@ -158,7 +158,7 @@ def final_answer(text: str) -> tuple[bool, str | None]:
     >>> final_answer("It is 4.")
     (False, None)
     """
-    # GSM8K's mark takes precedence over boxes.
+    # GSM8K's `####` takes precedence over boxes.
     if answer := after_hashes(text, at_end=True):
         return True, answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
     found = boxes(text)
@@ -166,7 +166,7 @@ def final_answer(text: str) -> tuple[bool, str | None]:
 
 
 def _is_json_text(text: str) -> bool:
-    # A JSON object or list is data for a grader, not a worked solution.
+    # A JSON object or list is data for a grader and not a worked solution.
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -187,15 +187,15 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
         elif inner:
             has = pa.types.is_struct(column.type) and column.type.get_field_index(inner) >= 0
         else:
-            has = not pa.types.is_boolean(column.type)  # a label of unpaired preferences
+            has = not pa.types.is_boolean(column.type)  # booleans are labels of preferences
         if has:
             return path
     return None
 
 
 def _values(rows: Rows, path: str) -> pa.ChunkedArray:
-    """Return a column or a nested field (`a.b`): text as strings, other values as JSON if
-    possible."""
+    """Return a column or a nested field (`a.b`). Text becomes strings, and other values become
+    `JsonType` if possible."""
     table = rows.table
     name, *fields = path.split(".")
     is_inside = path not in table.column_names and name in table.column_names
@@ -224,7 +224,7 @@ def _values(rows: Rows, path: str) -> pa.ChunkedArray:
 
 
 IMAGE_COLUMNS = ("images", "image")
-"""Columns to search for images: the names of TRL, verl, OpenRLHF and `datasets`."""
+"""Columns to search for images: the names that TRL, verl, OpenRLHF and `datasets` use."""
 PROGRAM = "it is PostScript, which is a program, and is not run"
 
 
@@ -234,7 +234,7 @@ class Images:
 
     column: str
     values: pa.Array
-    """[rows] lists of encoded images."""
+    """[rows] list of the encoded images of each row."""
 
     @property
     def counts(self) -> np.ndarray:
@@ -251,10 +251,11 @@ class Images:
 
 
 def find_images(rows: Rows) -> Images | None:
-    """Return the images of rows, or None.
+    """Return the images of rows; None if there are none.
 
-    A column has bytes, or structs with a field `bytes` as written by `datasets`; one or a list of
-    them per row. Raises a `UserError` for a value that is no image, or has too many pixels.
+    Each row may have one image or a list of images. An image is bytes or, as written by `datasets`,
+    a struct with a field `bytes`. Raises a `UserError` for a value that is not an image or has too
+    many pixels.
     """
     table = rows.table
     found = [name for name in IMAGE_COLUMNS if name in table.column_names and _holds_any(table[name])]
@@ -286,7 +287,7 @@ def _holds_any(column: pa.ChunkedArray) -> bool:
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:
-    """Return a list of images for each row; values that are not images become null."""
+    """Return a list of images for each row. Values that are not images become null."""
     if is_ragged(chunk.type):
         counts, items = chunk.value_lengths().fill_null(0), chunk.flatten()
     else:
@@ -311,12 +312,12 @@ def _why_unreadable(encoded: pa.Buffer) -> str:
     """Return the problem with the header of an encoded image; empty if there is none."""
     from PIL import Image
 
-    # Pillow only warns about large images; treat this as an error.
+    # Turn Pillow's warning about large images into an error.
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
             with Image.open(pa.BufferReader(encoded)) as image:
                 return PROGRAM if image.format == "EPS" else ""
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             return f"it has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow takes for safe"
-        except Exception as error:  # a decoder can fail in any way
+        except Exception as error:  # decoders can raise any error
             return f"it is not an image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"

@@ -18,7 +18,7 @@ from .tokenizer import Tokenizer
 Messages = list[dict[str, Any]]
 
 _SYSTEM_ROLES = ("system", "developer")
-"""Roles that only the first message of a conversation should have."""
+"""Roles of system messages, which only the first message of a conversation should have."""
 
 _ROLES = (*_SYSTEM_ROLES, "user", "assistant", "tool")
 
@@ -39,12 +39,13 @@ _OF_RENDERING = frozenset(
         "continue_final_message",
     )
 )
-"""Variables that the renderer sets."""
+"""Template variables that the renderer sets, so that users cannot."""
 
 
 def read_messages(rows: Rows, path: str) -> list[Messages]:
-    """Read a column of conversations, or of single messages, as lists of `{"role": ..., "content":
-    ...}` without null fields. Raises a `UserError` that names a row without messages or content."""
+    """Read a column of conversations or single messages. Return each row as a list of messages
+    `{"role": ..., "content": ...}` without null fields. Raises a `UserError` that names the row if
+    a row has no messages or a message has no content."""
     dialogues: list[Messages] = []
     for row, value in enumerate(rows.column(path).to_pylist()):
         # A single message counts as a list of one.
@@ -71,7 +72,7 @@ def _message(value: Any) -> dict[str, Any]:
                 f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}"
             )
         message = {"role": _SHAREGPT[said], "content": message.pop("value", None), **message}
-        # `value` may be missing, which leaves a null content.
+        # If `value` is missing, the content is null.
         message = _without_nulls(message)
     if "role" not in message:
         raise UserError(f"has no role: {short(message)}")
@@ -81,7 +82,8 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    # Arrow gives every struct of a column all fields, but templates test whether a field exists.
+    # Templates test whether a field exists, but Arrow gives all structs of a column the same
+    # fields.
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -119,12 +121,13 @@ def _read_json(rows: Rows, name: str) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes)."""
+    """Parse JSON text, or a list of JSON texts, which TRL uses for tools with different fields."""
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
         return [
-            # Nulls in JSON text are the user's; nulls in structs may fill up fields of other rows.
+            # Keep nulls in JSON text. Nulls in structs may come from Arrow, for fields of other
+            # rows.
             json.loads(inner) if isinstance(inner, str) else _without_nulls(inner)
             for inner in value
         ]
@@ -132,7 +135,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    # White space does not count.
+    # Ignore white space.
     rest = [{key: value for key, value in each.items() if key != "content"} for each in (one, other)]
     return rest[0] == rest[1] and _words(one.get("content")) == _words(other.get("content"))
 
@@ -149,15 +152,16 @@ def _words(content: Any) -> Any:
 
 
 _MARK = re.compile(r"(<image>)")
-"""Mark for the place of an image in a text, as in verl."""
+"""Marks the place of an image in a text, as in verl."""
 
 
 def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages with a content block of type `image` for each image, for the chat template.
+    """Return messages with a content block of type `image` for each image, as the chat template
+    needs it.
 
-    The places are such blocks in the messages, or else the marks `<image>` in their texts (as in
-    verl), or else the beginning of the first user message (as in TRL).
-    Raises a `UserError` if the number of places differs.
+    Existing blocks are kept. Otherwise, each mark `<image>` in the texts becomes a block, as in
+    verl. Without marks, all blocks are put before the text of the first user message, as in TRL.
+    Raises a `UserError` if the number of blocks or marks differs from `images`.
 
     >>> with_places([{"role": "user", "content": "What is it?"}], 1)
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -174,7 +178,7 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
         first = next((message for message in placed if message.get("role") == "user"), None)
         if first is None:
             raise UserError(f"the row has {counted}, and no message of the user to put them into")
-        # TRL puts all images before the text of the first user message.
+        # Like TRL, put all images before the text of the first user message.
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
         raise UserError(
@@ -205,7 +209,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
     text = block.get("text")
-    if not isinstance(text, str):  # a block of another kind
+    if not isinstance(text, str):  # not a text block
         return [block]
     parts = filter(None, _MARK.split(text))
     return [
@@ -216,34 +220,33 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
 # Conversations
 
 Gap = tuple[int, int]
-"""(start, end) characters of a response that are not trained: turns of users and tools, and headers
-between turns."""
+"""(start, end) of characters of a response that are not trained: turns of users and tools, and
+headers between turns."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows as the text to tokenise."""
+    """The texts of rows, ready to tokenise."""
 
     prompts: list[str]
     responses: dict[str, list[str]]
     chat: bool = False
-    """Whether the chat template made the texts. It writes all special tokens."""
+    """Whether the chat template rendered the texts. If so, they contain all special tokens."""
     has_bos: bool = False
     """Whether plain prompts already begin with the beginning-of-sequence token."""
     whole: bool = False
-    """Whether each text is one sequence to model, without a prompt."""
+    """Whether to train on whole texts, without a prompt."""
     own_system: int = 0
-    """Rows whose own system message takes precedence over the setting `system`."""
+    """Number of rows whose own system message takes precedence over the setting `system`."""
     gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
-    """Untrained parts of each response, in order, by column and row. A column without gaps may be
-    missing."""
+    """Gaps of each row's response, keyed by token column. Columns without gaps may be missing."""
     rows: Sequence[int] | None = None
-    """Source row of each row; None if every source row makes one row."""
+    """Index of the source row of each row; None if each source row becomes exactly one row."""
     turns: int = 0
     trained_turns: int = 0
 
     def keeping(self, kept: Sequence[int]) -> Texts:
-        """Return a subset of the rows, by index."""
+        """Return the rows with these indices."""
         return replace(
             self,
             prompts=[self.prompts[row] for row in kept],
@@ -258,11 +261,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class _Dialogue:
-    """The messages of one row: a prompt, and its responses by column. A response begins with an
-    assistant message.
+    """The messages of one row: a prompt, and its responses keyed by token column. Each response
+    begins with an assistant message.
 
-    With `begun`, the prompt ends inside an assistant turn, and each response begins with that
-    complete turn.
+    If `begun`, the prompt ends inside an assistant turn, and each response begins with the complete
+    turn.
     """
 
     prompt: Messages
@@ -271,14 +274,14 @@ class _Dialogue:
 
     @property
     def turns(self) -> int:
-        """Number of assistant turns in the row. Turns of the prompt count once."""
+        """Number of assistant turns in the row's prompt and all responses."""
         messages = [*self.prompt, *(m for response in self.responses.values() for m in response)]
         return sum(message["role"] == "assistant" for message in messages) - self.begun
 
 
 @dataclass
 class _Run:
-    """Assistant turns in one row. Each turn's text extends the text before it."""
+    """Assistant turns that share a row, because each turn's text extends the text before it."""
 
     prompt: str
     response: str
@@ -290,10 +293,10 @@ class Renderer:
     """Renders rows of messages with the chat template.
 
     Args:
-        system: system prompt for rows without one.
+        system: system prompt for rows without one of their own.
         variables: variables of the template for all rows.
-        own_systems: system prompts by row.
-        images: number of images, by row; None if the source has no images.
+        own_systems: system prompt of each row, from a column.
+        images: number of images in each row; None if the source has no images.
     """
 
     def __init__(
@@ -317,17 +320,18 @@ class Renderer:
     def render(
         self, divide: Callable[[int], _Dialogue], columns: Mapping[str, str], *, split: bool = False
     ) -> Texts:
-        """Render all rows as text. Gaps exclude everything but assistant turns from training.
+        """Render all rows as text. Everything except assistant turns becomes a gap.
 
         Args:
-            divide: row -> its messages. All rows have the same responses.
-            columns: file column of each response.
-            split: make several rows of a conversation if the template changes earlier turns when
-                later ones follow, so that each turn is trained after the same text as in
-                generation. Without `split`, this is an error.
+            divide: function that returns the messages of a row, given its index. All rows must have
+                the same response columns.
+            columns: column in the file of each response, keyed by token column.
+            split: whether to split a conversation into several rows if the template changes earlier
+                turns once later ones follow. Then, each turn is trained after the same text as in
+                generation. Without `split`, such a template is an error.
 
         Raises:
-            UserError: the rendering of a row cannot be split into prompt and response.
+            UserError: the text of a row cannot be split into prompt and response.
         """
         prompts: list[str] = []
         responses: dict[str, list[str]] = {name: [] for name in columns}
@@ -368,7 +372,8 @@ class Renderer:
         )
 
     def _render_row(self, row: int, dialogue: _Dialogue) -> tuple[bool, str, dict[str, list[_Run]]]:
-        """Return whether the row keeps its own system prompt, its prompt, and its responses."""
+        """Return (whether the row's own system prompt takes precedence, prompt, responses keyed by
+        token column)."""
         messages, is_own = self._with_system(row, dialogue.prompt)
         for response in dialogue.responses.values():
             _refuse_places(response)
@@ -390,8 +395,7 @@ class Renderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response. `first` is the text to the end of the first
-        one."""
+        """Collect a response's assistant turns. `first` is the text to the end of the first one."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):
@@ -400,7 +404,7 @@ class Renderer:
             text = self._finished(row, conversation[: k + 1])
             opened = self._prompt(row, conversation[:k], [text])
             run = runs[-1]
-            # The template kept the earlier turns, so this turn extends the row.
+            # The template kept the earlier turns unchanged, so this turn extends the row.
             if opened.startswith(ended):
                 start = len(run.prompt)
                 run.gaps.append((len(ended) - start, len(opened) - start))
@@ -414,10 +418,11 @@ class Renderer:
     def _prompt(
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
-        """Render the prompt with the header for generation, with which all finished turns begin.
-        Some templates open a turn for generation with text that finished turns lack (`<think>`).
-        The prompt then ends with the header of finished turns."""
-        # With `begun`, the last message is an unfinished assistant turn.
+        """Render the prompt, including the header of the assistant's turn. The result must be the
+        beginning of all `finished` texts. For generation, some templates open a turn with text that
+        finished turns lack (`<think>`); in that case, the prompt ends with the header of finished
+        turns."""
+        # If `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
             return prompt
@@ -437,7 +442,7 @@ class Renderer:
     def _finished(self, row: int, messages: Messages) -> str:
         """Render messages up to the token that ends the last turn, where generation stops."""
         text = self._text(row, messages)
-        stripped = text.rstrip("\n")  # templates often add a newline
+        stripped = text.rstrip("\n")  # templates often add a newline after this token
         return stripped if stripped.endswith(self._tokenizer.special_texts) else text
 
     def _text(self, row: int, messages: Messages, **how: bool) -> str:
@@ -446,7 +451,7 @@ class Renderer:
         chat = self._tokenizer.chat
         text = chat.render(messages, tools=tools, **how, **{**self._variables, **own})
         for role in (message["role"] for message in messages):
-            # Templates silently skip roles that they do not know.
+            # Check the role, because templates silently skip unknown roles.
             if role not in _ROLES and not any(role in source for source in chat.sources.values()):
                 raise UserError(
                     f"a message has the role {role!r}, which the chat template does not know; roles are {', '.join(_ROLES)}"
@@ -454,7 +459,8 @@ class Renderer:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt. Also return whether the row's own one takes precedence."""
+        """Add the system prompt to messages. Also return whether the row's own system prompt takes
+        precedence over the setting `system`."""
         has_own = messages[0]["role"] in _SYSTEM_ROLES
         column = self._own_systems[row] if self._own_systems else None
         is_column = column is not None and bool(column.strip())
@@ -475,17 +481,18 @@ def _end(text: str, other: str, characters: int = 30) -> str:
     return repr(text[max(0, same - 15) : same + characters])
 
 
-# Dividing the messages of a row into a prompt and responses
+# Dividing a row's messages into a prompt and responses
 
 
 def divide_after_prompt(
     prompt: Messages, responses: Mapping[str, Messages], columns: Mapping[str, str]
 ) -> _Dialogue:
-    """Pair a prompt with its responses, by token column. `columns` are the file's.
+    """Combine a prompt with its responses, which are keyed by token column. `columns` maps the same
+    keys to columns of the file.
 
-    A response is either the assistant's turn, or a whole conversation that repeats the prompt,
-    which is then used once. If a prompt ends with an assistant turn, the response continues it
-    (TRL's rule). Raises a `UserError` if a response has neither form.
+    A response is either the assistant's turn, or a whole conversation that repeats the prompt; the
+    repeated prompt is dropped. If the prompt ends with an assistant turn, the response continues
+    that turn (TRL's rule). Raises a `UserError` if a response has neither form.
     """
     begun = prompt[-1]["role"] == "assistant"
     if not responses:
@@ -501,8 +508,9 @@ def divide_after_prompt(
 
 
 def divide_last_turn(messages: Messages, column: str, answered: bool) -> _Dialogue:
-    """Split a conversation before its last message, if the first row ends with the assistant's turn
-    (`answered`). Otherwise it is a prompt. Raises a `UserError` if the row ends differently."""
+    """Split a conversation into a prompt and its last message, the response. If conversations are
+    not `answered`, the whole conversation is the prompt. Raises a `UserError` if the last message
+    does not fit `answered`, which the first row determines."""
     if (messages[-1]["role"] == "assistant") != answered:
         said = "without it (a prompt)", "with the assistant's turn (a response)"
         raise UserError(
@@ -517,8 +525,8 @@ def divide_last_turn(messages: Messages, column: str, answered: bool) -> _Dialog
 
 
 def divide_all_turns(messages: Messages, column: str) -> _Dialogue:
-    """Split a conversation before its first assistant turn. Messages after the last assistant turn
-    are dropped. Raises a `UserError` if there is none, or the conversation begins with it."""
+    """Split a conversation before its first assistant turn, and drop messages after the last one.
+    Raises a `UserError` if there is no assistant turn or the conversation begins with one."""
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         begins = "begins with the assistant's turn, with no message before it"
@@ -527,7 +535,7 @@ def divide_all_turns(messages: Messages, column: str) -> _Dialogue:
 
 
 def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-    """Return the whole conversation of a response, and the number of messages of its prompt."""
+    """Return the conversation of a prompt and response, and the prompt's number of messages."""
     systems = sum(message["role"] in _SYSTEM_ROLES for message in prompt[:1])
     # The response may repeat the prompt with or without its system message.
     for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
@@ -545,8 +553,9 @@ def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages,
 def divide_wholes(
     wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1
 ) -> _Dialogue:
-    """Split whole conversations before an assistant turn, after the longest shared beginning of at
-    least `start` messages. Raises a `UserError` if there is no such place."""
+    """Split whole conversations into their shared prompt and the responses. The prompt is the
+    longest shared beginning that has at least `start` messages and is followed by assistant turns.
+    Raises a `UserError` if there is none."""
     _check_ends(wholes, columns)
     first, *others = wholes.values()
     names = " and ".join(repr(columns[name]) for name in wholes)
@@ -558,7 +567,7 @@ def divide_wholes(
             raise UserError(f"{names} begin with different messages: no common prompt")
     else:
         shared = start
-    # Go back to a place where all responses begin with an assistant turn.
+    # Go back until all responses begin with an assistant turn.
     for end in range(min(shared, most), start - 1, -1):
         if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
             return _Dialogue(first[:end], {name: whole[end:] for name, whole in wholes.items()})
@@ -574,7 +583,8 @@ def _check_ends(wholes: Mapping[str, Messages], columns: Mapping[str, str]) -> N
 
 
 def _continued(prompt: Messages, response: Messages) -> Messages:
-    """Complete the assistant turn that ends the prompt, if the response continues it."""
+    """Return the response with the complete assistant turn whose beginning ends the prompt; empty
+    if the response does not continue that turn."""
     *before, last = prompt
     repeats = len(response) > len(before) and all(map(_same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response

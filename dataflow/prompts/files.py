@@ -1,6 +1,6 @@
-"""Read rows from files, folders, Hugging Face data sets or memory, as Arrow tables.
+"""Read rows from files, folders, Hugging Face data sets or memory into Arrow tables.
 
-Files are Parquet, JSONL, JSON, CSV, TSV, or data sets saved by `datasets`.
+Files may be Parquet, JSONL, JSON, CSV or TSV files, or data sets saved by `datasets`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _COMPRESSED = ".gz"
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a source, and the place of each for messages."""
+    """Rows of a source. Error messages can name the file and line of a row."""
 
     name: str
     table: pa.Table
     runs: tuple[tuple[str, int], ...]
-    """(file, number of its first row), in order."""
+    """(file, index of its first row) for each file, in order."""
     choices: tuple[str, ...] = ()
-    """Defaults that were used: `subset 'main' of main, socratic`."""
+    """Descriptions of defaults that were used, such as `subset 'main' of main, socratic`."""
     start: int = 0
-    """Number of the first row, if the table is a part of the rows."""
+    """Index of the table's first row, if the table is only a part of the rows."""
 
     def place(self, row: int) -> str:
-        """Return the place of a row, counted from 1: `train.jsonl, line 7`."""
+        """Return the place of a row, such as `train.jsonl, line 7`. Lines and rows count from 1."""
         row += self.start
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if _kind(Path(file)) == ".jsonl":
-            # Blank lines are not rows, so count lines again.
+            # Blank lines are not rows, so count the lines.
             for line, _ in itertools.islice(_lines(Path(file)), row - first, None):
                 return f"{file}, line {line}"
         return f"{file}, row {row - first + 1}"
@@ -60,14 +60,14 @@ class Rows:
         return ", ".join(file for file, _ in self.runs)
 
     def error(self, problem: str, row: int | None = None) -> UserError:
-        """Return an error that names a row, or the files."""
+        """Return an error that names the row or, without one, the files."""
         return UserError(f"{self.files if row is None else self.place(row)}: {problem}")
 
     def part(self, start: int, length: int) -> Rows:
         return replace(self, table=self.table.slice(start, length), start=self.start + start)
 
     def column(self, path: str, role: str = "column") -> pa.ChunkedArray:
-        """Return a column, or a field of a struct column if the path has dots."""
+        """Return a column or, if the path has dots, a field of a struct column."""
         table = self.table
         if path in table.column_names:
             return table.column(path)
@@ -88,12 +88,12 @@ class Rows:
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix of the format: `.jsonl` for `train.jsonl` and `train.jsonl.gz`."""
+    """Return the suffix that names the format: `.jsonl` for `train.jsonl` and `train.jsonl.gz`."""
     return Path(path.stem).suffix if path.suffix == _COMPRESSED else path.suffix
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a file with their numbers, from 1."""
+    """Yield (number, line) for each line of a file that is not blank. Numbers count from 1."""
     with gzip.open(path) if path.suffix == _COMPRESSED else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -105,8 +105,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     source: str | Path | Sequence[str | Path], subset: str | None, split: str | None, limit: int | None
 ) -> Rows:
-    """Read up to `limit` rows of a file, of files one after the other, of a folder, or of a data
-    set with a Hugging Face id. Folders and data sets may have subsets and splits."""
+    """Read up to `limit` rows. `source` is a file, a list of files, a folder, or the Hugging Face
+    id of a data set. Folders and data sets may have subsets and splits."""
     alone = isinstance(source, (str, Path))
     paths: Any = [source] if alone else source
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
@@ -139,12 +139,12 @@ _ACCEPTED_ROWS = "a list of dictionaries, a datasets.Dataset, a pandas DataFrame
 
 
 def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
-    """Convert rows in memory, of the types `_ACCEPTED_ROWS`, to a table without changing values.
+    """Convert rows in memory, of a type in `_ACCEPTED_ROWS`, to a table without changing values.
     Missing keys become null.
 
     Raises:
-        UserError: the rows have another type, or none exist, or a value has neither an Arrow nor a
-            JSON type.
+        UserError: the rows have another type, there are no rows, or a value has neither an Arrow
+            nor a JSON type.
 
     >>> rows_in_memory([{"a": 1}, {"a": 2, "b": "x"}], "rows").table.to_pylist()
     [{'a': 1, 'b': None}, {'a': 2, 'b': 'x'}]
@@ -154,7 +154,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
     """
     if isinstance(rows, pa.Table | pa.RecordBatch):
         table = pa.table(rows).slice(0, limit)
-    # A `datasets.Dataset`, known by its method, because the library need not be installed.
+    # A `datasets.Dataset`, recognized by its method, because the library may not be installed.
     elif hasattr(rows, "with_format"):
         table = rows.with_format("arrow")[:limit]
     elif _is_frame(rows):
@@ -169,7 +169,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
 
 
 def is_rows(value: object) -> bool:
-    """Return whether a value is rows in memory, not a path or a list of paths."""
+    """Return whether a value contains rows. Otherwise, it is a path or a list of paths."""
     if isinstance(value, str | Path):
         return False
     listed = isinstance(value, Sequence) and any(isinstance(row, Mapping) for row in value)
@@ -179,7 +179,7 @@ def is_rows(value: object) -> bool:
 
 def _is_frame(value: object) -> bool:
     kind = type(value)
-    # By name, so that pandas need not be installed.
+    # Compare names, because pandas may not be installed.
     return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
 
 
@@ -233,7 +233,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Splits, and the words for them in names of files and folders."""
+"""Words for each split in the names of files and folders, keyed by split."""
 
 _OTHER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -243,12 +243,12 @@ def _find_files(
 ) -> tuple[list[Path], str | None, tuple[str, ...]]:
     """Find the files of one split in a folder, sorted by name.
 
-    A word in the names of files (`train-00000-of-00002.parquet`) or folders (`test/`) identifies a
-    split. Other folders with files are subsets. Without `split`, a folder with several splits gives
-    `train`.
+    Words in the names of files (`train-00000-of-00002.parquet`) or folders (`test/`) identify
+    splits. Other folders with files are subsets. If there are several splits and `split` is None,
+    the split is `train`.
 
     Returns:
-        The files; the split, or None if the files have no splits; the defaults that were used.
+        (files, split, defaults that were used). The split is None if the files have no splits.
     """
     subsets = _subsets(folder)
     choices: list[str] = []
@@ -284,9 +284,10 @@ def _find_files(
 def choose(
     what: str, known: Sequence[str], wanted: str | None, where: str, usual: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """Choose the subset or split to read: the wanted one, else the only one, else a usual one.
+    """Choose the subset or split to read: `wanted` if given, else the only one, else the first in
+    `usual` that exists.
 
-    Also returns lines to tell the user if a default was used.
+    Also return a list with a description of the default, if one was used.
 
     >>> choose("split", ["train", "test"], None, "sums", ["train"])
     ('train', ["split 'train' of train, test"])
@@ -314,7 +315,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Return the readable files in a folder, and in its folders named `data` or after a split."""
+    """Return the readable files in a folder and its subfolders named `data` or after a split."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -326,7 +327,8 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
 
 
 def _subsets(folder: Path) -> Mapping[str, list[Path]]:
-    """Return subset -> files: the inner folders, if this folder has no readable files itself."""
+    """Return the files of each subset, keyed by subset. The subsets are the subfolders, if the
+    folder itself has no readable files."""
     inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     are_splits = any(p.name == "data" or _split_of(Path(p.name)) for p in inner)
     if are_splits or any(map(_is_data, folder.iterdir())):
@@ -335,13 +337,14 @@ def _subsets(folder: Path) -> Mapping[str, list[Path]]:
 
 
 def _split_of(path: Path) -> str | None:
-    """Return the split in a path's name, preferring the file's own name.
+    """Return the split that a path names; None if there is none. The file's own name takes
+    precedence over folder names.
 
     >>> _split_of(Path("data/train-00000-of-00002.parquet")), _split_of(Path("dev/a.jsonl")), _split_of(Path("a.jsonl"))
     ('train', 'validation', None)
     """
     for part in reversed(path.parts):
-        # Whole words only: `latest.jsonl` is not a test split.
+        # Match whole words only, because `latest.jsonl` is not a test split.
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in _SPLITS.items():
             if any(name in words for name in names):
@@ -357,16 +360,16 @@ def _names(files: Sequence[Path]) -> str:
 
 
 _TIMEOUT_S = 10.0
-"""[s] Time limit for asking the hub about a data set."""
+"""[s] Time limit for a request to the hub about a data set."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name looks like the id of a data set: OWNER/NAME.
+    """Return whether a name has the form of a data set's id, OWNER/NAME.
 
     >>> is_hub_id("openai/gsm8k"), is_hub_id("data/train.jsonl"), is_hub_id("train.parquet")
     (True, False, False)
     """
-    # A local folder OWNER makes the name a path.
+    # If a local folder OWNER exists, the name is a path.
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is None or Path(name).parent.is_dir():
         return False
     return re.search(r"\.(parquet|jsonl?|csv|tsv|arrow|gz)$", name) is None
@@ -405,7 +408,8 @@ def _read_hub(name: str, subset: str | None, split: str | None, limit: int | Non
 
 
 def _cached(name: str) -> str | None:
-    """Return the folder of a data set in the hub's local cache, unless it only has a card."""
+    """Return the folder of a data set in the local Hugging Face cache. Return None if the data set
+    is not cached, or only its card is."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -419,7 +423,7 @@ def _cached(name: str) -> str | None:
 
 
 def _check_reachable(name: str, cache: Path) -> None:
-    """Ask the hub once, so that a missing network fails at once instead of after many retries."""
+    """Make one request to the hub, to find a missing network at once and not after retries."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -433,7 +437,7 @@ def _check_reachable(name: str, cache: Path) -> None:
         raise UserError(
             f"{name!r} is not a file or folder, and not a data set on the Hugging Face hub"
         ) from None
-    except Exception as error:  # no network, offline mode, or a timeout; the class depends on the client
+    except Exception as error:  # such as no network, offline mode or a timeout; classes vary
         # `datasets` can read its own cache without the network.
         if (cache / name.replace("/", "___")).is_dir():
             return
@@ -450,11 +454,11 @@ def _first_line(error: Exception) -> str:
 # Files
 
 _ONE_BLOCK = 2**28
-"""[bytes] Parse files up to this size as one block. Larger files use blocks of `_BLOCK` bytes, and
-each row must fit in a block."""
+"""[bytes] Files up to this size are parsed as one block. Larger files are parsed in blocks of
+`_BLOCK` bytes, and each row must fit in a block."""
 _BLOCK = 2**26
 _ROWS = 8192
-"""Rows of JSON to hold as Python objects at a time."""
+"""Number of rows of JSON to hold as Python objects at the same time."""
 
 
 def _read_files(name: str, paths: Sequence[Path], limit: int | None) -> Rows:
@@ -504,11 +508,11 @@ def _read(path: Path, limit: int | None) -> pa.Table:
         table = _READERS[_kind(path)](path, limit)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a gzip file that can be read ({error})") from None
-    except OSError as error:  # no permission, a broken disk
+    except OSError as error:  # such as a missing permission or a broken disk
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has no rows")
-    # Drop metadata of other libraries (pandas' index, datasets' features).
+    # Drop metadata of other libraries (the index of pandas, the features of datasets).
     return table.replace_schema_metadata(None)
 
 
@@ -531,7 +535,7 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
 
 
 def _read_arrow(path: Path, limit: int | None) -> pa.Table:
-    """Memory-map an Arrow stream, as `datasets` saves it, or an Arrow file."""
+    """Memory-map an Arrow stream, the format in which `datasets` saves, or an Arrow file."""
     source = pa.memory_map(str(path))
     try:
         try:
@@ -553,7 +557,7 @@ def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
 
 
 def _parsed(place: str, line: bytes) -> Any:
-    """Parse a line of JSON. pyarrow's own reader changes values, and crashes on some files."""
+    """Parse a line of JSON. pyarrow's own JSON reader changes values and crashes on some files."""
     _refuse_deep(place, line)
     try:
         return json.loads(line.decode().strip())
@@ -564,8 +568,8 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows to a table without changing values. `where` tells the user where to put an
-    object."""
+    """Convert rows, pairs of a place and a value, to a table without changing values. `where` is
+    part of the error for a row that is not an object."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):
@@ -573,7 +577,7 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
         keys = dict.fromkeys(key for _, row in part for key in row)
-        # Rows without keys still count as rows.
+        # Count rows without keys as rows.
         without_columns = pa.table({"": pa.nulls(len(part))}).select([])
         parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else without_columns)
     if not parts:
@@ -608,7 +612,7 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
     data = _bytes(path)
     _refuse_deep(str(path), data)
     try:
-        # Accepts a byte order mark.
+        # `utf-8-sig` accepts a byte order mark.
         rows = itertools.islice(_values(data.decode("utf-8-sig")), limit)
         return _table(_numbered(rows, path), str(path))
     except UserError:
@@ -642,7 +646,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
-    """Read CSV with a header. CSV has no types, so every column is text."""
+    """Read a CSV file with a header. All columns are text, because CSV has no types."""
     import pyarrow.csv
 
     data = _bytes(path)
@@ -651,12 +655,12 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
-    # A file with semicolons would otherwise be read as a single column.
+    # Reject semicolons as separators, which would give a single column.
     if len(header) == 1 and ";" in header[0]:
         raise UserError(
             f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
         )
-    # pyarrow could read all rows after an open quote as one field.
+    # Reject an open quote, because pyarrow could read all rows after it as one field.
     _refuse_open_quote(path, data, delimiter)
     types = dict.fromkeys(header, pa.string())
     try:
@@ -718,16 +722,16 @@ def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
 
 
 MAX_NESTING = 100
-"""Most levels of nested objects and lists in a row. Parsers are recursive and would crash the
-process at some ten thousand levels."""
+"""Maximum nesting depth of objects and lists in a row. Parsers are recursive, and would crash the
+process at tens of thousands of levels."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 _CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _refuse_deep(place: str, text: bytes) -> None:
-    """Refuse JSON with more than MAX_NESTING levels before it is parsed."""
-    # A fast check that almost all rows pass.
+    """Raise a UserError if JSON, before parsing, is nested more than MAX_NESTING levels deep."""
+    # Almost all rows pass this fast check.
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
     level = 0
@@ -739,7 +743,7 @@ def _refuse_deep(place: str, text: bytes) -> None:
 
 
 def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse lone surrogates (halves of characters), and values that JSON cannot represent."""
+    """Raise a UserError for lone surrogates (half characters) and values without a JSON form."""
     for place, row in rows:
         half = lone_surrogate(row.get(key))
         if half is not None:
@@ -756,7 +760,8 @@ def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> N
 
 
 def lone_surrogate(value: object) -> str | None:
-    """Return the first lone surrogate in a text, or in the texts of a list or an object.
+    """Return the first lone surrogate in a text, or in the texts of a list or object; None if there
+    is none.
 
     >>> lone_surrogate(["a" + chr(0xD83D)]), lone_surrogate("a\U0001f600") is None
     ('\\ud83d', True)
@@ -771,7 +776,7 @@ def lone_surrogate(value: object) -> str | None:
 
 
 def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
-    """Parse a CSV file that pyarrow cannot read, to name the first wrong row."""
+    """Raise a UserError that names the first invalid row of a CSV file that pyarrow cannot read."""
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         try:
             line.decode()
@@ -791,7 +796,7 @@ def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
-    """Refuse CSV that ends inside quotes: it was cut off, or has an extra quote."""
+    """Raise a UserError if CSV ends inside quotes: it was cut off or has an extra quote."""
     opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
     text, at = data.removeprefix(codecs.BOM_UTF8), 0
     while (found := opens.search(text, at)) is not None:
@@ -806,7 +811,7 @@ def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_mixed(name: str, rows: Rows) -> None:
-    """Refuse a column with a value whose type differs from the same field in earlier rows."""
+    """Raise a UserError if a value differs in type from the same field in earlier rows."""
     seen: dict[str, tuple[str, int]] = {}
 
     def visit(name: str, value: Any, row: int) -> None:
@@ -831,9 +836,9 @@ def refuse_mixed(name: str, rows: Rows) -> None:
 
 
 def short(value: Any) -> str:
-    """Return a value as JSON, in at most 60 characters."""
+    """Return a value as JSON, cut to at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    # A lone surrogate cannot be printed.
+    # Escape lone surrogates, which cannot be printed.
     return beginning(_SURROGATE.sub(lambda half: ascii(half[0])[1:-1], text), 60)
 
 

@@ -1,5 +1,5 @@
-"""Formats: the columns for prompts and responses in common data sets, and in data for TRL, verl,
-OpenRLHF and slime; and the settings that choose other columns.
+"""Formats: which columns hold prompts and responses, in common data sets and in data for TRL, verl,
+OpenRLHF and slime. `ReadSettings` can choose other columns.
 
 To add a format, add it to `FORMATS` and to docs/data.md.
 """
@@ -24,10 +24,10 @@ from .files import Rows, lone_surrogate, start_of
 
 @dataclass(frozen=True)
 class Format:
-    """The roles of a file's columns.
+    """The roles of a file's columns. A name with a dot selects a field of a struct column.
 
-    `dialogue` is a column of whole conversations. If one ends with the assistant's turn, it becomes
-    a prompt and its response. A name with a dot selects a field of a struct column.
+    `dialogue` is a column of whole conversations. A conversation that ends with the assistant's
+    turn is split into a prompt and a response.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Format:
     dialogue: str | None = None
     text: str | None = None
     context: str | None = None
-    """Text to append to the prompt after a blank line."""
+    """Column with text that is appended to the prompt after a blank line."""
     system: str | None = None
     marks: tuple[str, ...] = ()
-    """Further columns that identify the format."""
+    """Additional columns that a file must have to match the format."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Columns of texts and messages."""
+        """Columns with texts or messages."""
         prompt = (self.system, self.prompt, self.context, self.dialogue, self.text)
         return tuple(filter(None, (*prompt, self.response, self.chosen, self.rejected)))
 
@@ -55,7 +55,7 @@ class Format:
 
     @property
     def responses(self) -> dict[str, str]:
-        """Token column -> column of the file, for responses."""
+        """Columns of the file with responses, keyed by token column."""
         if self.chosen and self.rejected:
             return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
         return {"response_ids": self.response} if self.response else {}
@@ -95,16 +95,16 @@ FORMATS = (
     Format("problems", prompt="problem"),
     Format("TRL language modeling", text="text"),
 )
-"""Known formats, the most specific first. A file has the first format whose columns it has."""
+"""Known formats, most specific first. A file has the first format all of whose columns it has."""
 
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 def find_format(rows: Rows, how: ReadSettings) -> Format:
-    """Return the format of the rows, from the settings or the first known format that fits. Raises
-    a `UserError` that names the nearest one."""
+    """Return the format that the settings give, or else the first known format that matches the
+    rows. If none matches, raises a `UserError` that names the closest one."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
-    # A column with another role cannot be the system prompt, whatever its name.
+    # A column that has another role cannot be the system prompt.
     used = {*format.columns, how.answer} - {format.system}
     found = [name for name in _SYSTEM_COLUMNS if name in table.column_names and name not in used]
     system = next((name for name in found if is_text(table.schema.field(name).type)), None)
@@ -123,7 +123,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
             return Format(name, prompt=prompt, chosen="chosen", rejected="rejected")
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
         whole = response is None and not is_text(rows.column(prompt, "prompt").type)
-        # As OpenRLHF's `--input_key`. Only TRL's `prompt` may have half a response.
+        # This matches OpenRLHF's `--input_key`. Only TRL's `prompt` may end inside a response.
         if whole and prompt != "prompt":
             return Format(said, dialogue=prompt)
         return Format(said, prompt=prompt, response=response)
@@ -135,7 +135,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
                 "columns 'role' and 'text' make each row one message (OpenAssistant's trees); a row must be a whole "
                 "conversation, in a column 'messages'. To train on the texts alone, leave out 'role'"
             )
-        # OpenRLHF's `input` may be text or messages.
+        # OpenRLHF's column `input` may be text or messages.
         if format.dialogue == "input" and is_text(table.schema.field("input").type):
             format = dataclasses.replace(format, prompt="input", dialogue=None)
         if format.columns == ("prompt",) and response is None:
@@ -159,7 +159,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
 
 
 def refuse_quoted_messages(rows: Rows, format: Format) -> None:
-    """Refuse columns whose texts are all lists of messages, in JSON or Python syntax."""
+    """Raise a UserError if all texts of a column are lists of messages in JSON or Python syntax."""
     quoted = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
     for name in filter(None, (format.prompt, *format.responses.values())):
         column = rows.table.column(name) if name in rows.table.column_names else None
@@ -181,7 +181,7 @@ def _unknown(rows: Rows) -> UserError:
     hint = ""
     for column in best.columns:
         if column not in names:
-            # Only suggest names that are similar enough to be typing errors.
+            # Suggest a name only if it is similar enough to be a typing error.
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     return rows.error(
@@ -191,7 +191,7 @@ def _unknown(rows: Rows) -> UserError:
 
 
 def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
-    """Return the similarity (0 to 1) of the most similar name to the wanted one, and that name."""
+    """Return the name that is most similar to the wanted one, as (similarity from 0 to 1, name)."""
 
     def likeness(name: str) -> float:
         part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is similar to `chosen`
@@ -207,7 +207,7 @@ Kind = Literal["text", "messages"]
 
 
 def column_kind(rows: Rows, column: str) -> Kind:
-    """Return whether a column is text or messages (one or a list). Refuse all other types."""
+    """Return whether a column holds text or messages. Raises a UserError for other types."""
     kind = rows.column(column).type
     if is_text(kind):
         return "text"
@@ -239,13 +239,12 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of text as plain strings. Large strings stay large, because they may not
-    fit."""
+    """Return a text column as plain strings. Large strings stay large, as they may not fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 
 def count_matches(column: pa.ChunkedArray, pattern: str) -> int:
-    """Count the texts that match a regular expression (RE2), without a Python string per row."""
+    """Count the texts that match a regular expression (RE2). Does not create Python strings."""
     found = pc.call_function("match_substring_regex", [column], pc.MatchSubstringOptions(pattern))
     return pc.call_function("sum", [found]).as_py() or 0
 

@@ -3,8 +3,8 @@
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
 
-pyarrow reads the files and the `tokenizers` library tokenizes them, so that errors show before
-torch is imported. docs/data.md shows every format.
+Only pyarrow and the `tokenizers` library read and tokenise the data, so that errors in data appear
+before torch is imported. docs/data.md shows all formats.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from .rendering import (
 )
 from .tokenizer import Tokenizer
 
-# Understanding: a summary of how a data set was read, for the user to check before training.
+# Understanding: a summary of how a data set was read, which users can check before training.
 
 _EXAMPLES = 3
-"""Rows to print."""
+"""Number of example rows to print."""
 
 _SHOWN = 240
-"""Characters to print of a prompt. Responses get half as many, answers and system prompts a
-quarter."""
+"""Number of characters to print of a prompt. Of responses, half as many are printed; of answers and
+system prompts, a quarter."""
 
 _NAMED = 8
-"""Unused columns to print. The others are counted."""
+"""Number of unused columns to print by name. The others are only counted."""
 
 _PARTS = 6
-"""Parts of a response to print."""
+"""Number of parts of a response to print."""
 
 _UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
-"""Message fields that select turns in other trainers."""
+"""Message fields by which other trainers select the turns to train. Weft ignores them."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,23 @@ class _Lengths:
 
     @classmethod
     def of(cls, tokens: npt.ArrayLike) -> _Lengths:
-        """Summarise token counts of rows; there must be at least one row.
+        """Summarise the token counts of rows. There must be at least one row.
 
         >>> _Lengths.of(range(1, 101))
         _Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
         """
-        # `higher` chooses a length that occurs in the data.
+        # The method `higher` returns a length that occurs in the data.
         quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
         return cls(*(int(value) for value in quantiles))
 
     def limit(self, multiple: int = 64) -> int:
-        """Return a limit for such rows: the 99th percentile, rounded up to a multiple, but not
-        above the longest.
+        """Return a suitable length limit: the 99th percentile, rounded up to a multiple of
+        `multiple`, but at most the longest length.
 
         >>> _Lengths(10, 60, 90, 130, 5000).limit(), _Lengths(10, 60, 90, 130, 135).limit(), _Lengths(1, 2, 3, 4, 9).limit()
         (192, 135, 9)
         """
-        # `-(-a // b)` rounds up.
+        # `-(-a // b)` is a / b rounded up.
         return min(-(-self.p99 // multiple) * multiple, self.longest)
 
     def __str__(self) -> str:
@@ -105,51 +105,50 @@ class _Lengths:
 
 @dataclass(frozen=True)
 class _Example:
-    """A row as the model will see it."""
+    """An example row as the model sees it."""
 
     prompt: str
     response: str | None = None
-    """The trained response (the chosen one of a pair), if any."""
+    """The trained response; of a pair, the chosen one."""
     answer: Any = None
     rejected: str | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts of each response with several turns, by token column. Trained and untrained parts
-    alternate; the first is trained."""
+    """For responses with several turns: the parts of the response, keyed by token column. Trained
+    and untrained parts alternate; the first one is trained."""
 
 
 @dataclass(frozen=True)
 class _Understanding:
-    """How a data set was read. A run prints `str` of it at the start.
-
-    Lengths include dropped rows.
+    """Summary of how a data set was read, which a run prints at the start. Lengths include dropped
+    rows.
     """
 
     source: str
-    """Files, or the id of a data set with its subset and split."""
+    """The files, or the id of the data set with its subset and split."""
     rows: int
     format: str
     columns: Mapping[str, str]
     roles: Mapping[str, str]
-    """Role (`prompt`, `answer`, `response`, ...) -> its column."""
+    """Column of each role, keyed by role (`prompt`, `answer`, `response`, ...)."""
     trains: str
     chat: bool
     chat_reason: str
     chat_settings: str
-    """Variables and system prompt that the user set."""
+    """The template variables and system prompt that the user set."""
     prompts: _Lengths
     responses: _Lengths | None
     examples: tuple[_Example, ...]
     extraction: str
     choices: tuple[str, ...]
-    """Defaults that were used: `subset 'main' of main, socratic`."""
+    """Descriptions of defaults that were used, such as `subset 'main' of main, socratic`."""
     images: str
-    """Number of images and of rows with images; empty without images."""
+    """The number of images and of rows with images; empty if there are no images."""
     notes: tuple[str, ...]
-    """Warnings: empty responses, equal pairs, ignored fields."""
+    """Warnings about empty responses, equal pairs, ignored fields and so on."""
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, rows: int, reason: str) -> _Understanding:
-        """Return a copy that counts more dropped rows."""
+        """Return a copy with `rows` more dropped rows for this reason."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
@@ -189,7 +188,7 @@ class _Understanding:
 
 
 class _Observer:
-    """Collects the summary while rows are read, part by part."""
+    """Collects the summary while rows are read part by part."""
 
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
@@ -198,12 +197,12 @@ class _Observer:
         self._empty = self._equal = 0
 
     def see(self, texts: Texts, ids: Mapping[str, pa.Array], answers: pa.ChunkedArray | None) -> None:
-        """Add a part of the rows: their texts, tokens by column, and answers."""
+        """Add a part of the rows: their texts, tokens keyed by column, and answers."""
         self._own_system += texts.own_system
         self._turns += texts.turns
         self._trained_turns += texts.trained_turns
         self._rows += len(texts.prompts)
-        # Extra rows of conversations that the template forced apart.
+        # Count the additional rows of conversations that were split.
         self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
         columns = list(texts.responses.values())
         stops = self._rendering.tokenizer.special_texts
@@ -218,7 +217,7 @@ class _Observer:
             self._add_example({name: column[row].as_py() for name, column in ids.items()}, answer)
 
     def _add_example(self, tokens: Mapping[str, list[int]], answer: Any) -> None:
-        # Decode the tokens, because they are what the model sees.
+        # Show the decoded tokens, because the model sees these.
         decode = self._rendering.tokenizer.backend.decode
         columns = [name for name in tokens if name.endswith("_ids")]
         shown = [decode(tokens[name], skip_special_tokens=False) for name in columns]
@@ -291,7 +290,7 @@ class _Observer:
         lengths: Mapping[str, npt.ArrayLike],
         images: Images | None = None,
     ) -> _Understanding:
-        """Return the summary of all rows. `lengths` are token counts [rows] by token column."""
+        """Return the summary of all rows. `lengths` maps token columns to token counts [rows]."""
         rendering = self._rendering
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
         return _Understanding(
@@ -386,7 +385,7 @@ def _clipped(text: str) -> str:
 
 
 def _shown(text: object, characters: int) -> str:
-    """Return a text on one line, with the middle of a long text left out.
+    """Return a text on one line. The middle of a long text is left out.
 
     >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)
     "'aaaaaaa ... bbbbbbb'"
@@ -397,43 +396,47 @@ def _shown(text: object, characters: int) -> str:
 # Prompts
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
-"""Token columns. Files with one are refused, because another tokenizer may have made its tokens."""
+"""Token columns. Files may not have them, because another tokenizer may have made the tokens."""
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
 _RENAMED = (*map(str, IDENTITY), *_MASKS)
-"""Columns that Weft adds to rows. A file's column with this name is kept as `file_NAME`."""
+"""Columns that Weft adds to rows. A column of the file with such a name is kept as `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
-"""Columns for other media in TRL, verl and OpenRLHF."""
+"""Columns for video and audio in TRL, verl and OpenRLHF."""
 
 _PART = 8192
-"""Rows to hold as Python text at a time; the rest stays in Arrow."""
+"""Number of rows to hold as Python text at the same time. All other rows stay in Arrow."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A source of rows: one row per prompt, tokenised, in the order of the file.
+    """A source with one tokenised row per prompt, in the order of the file.
 
-    Columns of `table`, each a single chunk (with 64-bit offsets above 2 GiB), in this order:
+    `table` has the following columns, in this order. Each column is a single chunk, with 64-bit
+    offsets above 2 GiB.
 
-    - `prompt_ids` (list of int32): tokens of the prompt. Prompts in the chat template end with the
-      header of the assistant's turn; plain text has the special tokens that the tokenizer adds by
-      default.
+    - `prompt_ids` (list of int32): tokens of the prompt. With the chat template, a prompt ends with
+      the header of the assistant's turn. Plain text gets the special tokens that the tokenizer adds
+      by default.
     - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), if the format has
-      responses: the tokens after `prompt_ids`, with the token that ends a response.
+      responses: the tokens after `prompt_ids`, including the token that ends a response.
     - `response_mask`, or `chosen_mask` and `rejected_mask` (lists of uint8), if a response has
-      several turns: 1 for trained tokens, 0 for turns of others.
-    - `prompt` (string): the text of the prompt, after the chat template.
-    - `images` (list of large binary), if rows have images: the encoded images of each row, in the
-      order of their placeholders in `prompt_ids`, one for each.
+      several turns: 1 for trained tokens, 0 for turns of users and tools.
+    - `prompt` (string): text of the prompt, after the chat template.
+    - `images` (list of large binary), if rows have images: the encoded images of each row, one for
+      each placeholder in `prompt_ids`, in the same order.
     - `answer`, if the format has a ground truth: the final answer of a worked solution, or the
-      value of the file. Text is a string; numbers, booleans, lists and objects are JSON text on
-      disk and values in Python (`JsonType`).
-    - all other columns of the file, unchanged. Values without an exact Arrow type are a `JsonType`.
-      Messages in a column `prompt` are kept as `prompt_messages`, worked solutions in a column
-      `answer` as `full_answer`. A column with the name of a Weft column gets the prefix `file_`
-      (`file_parent_id`), and so does a column `prompt` that is not the source of the prompts.
+      value of the file. Text is a string. Numbers, booleans, lists and objects have the type
+      `JsonType`: JSON text on disk, and values in Python.
+    - All other columns of the file, unchanged. Values without an exact Arrow type are stored as
+      `JsonType`.
+
+    Some columns of the file are renamed. Messages in a column `prompt` are kept as
+    `prompt_messages`, and worked solutions in a column `answer` as `full_answer`. A column with the
+    name of a Weft column gets the prefix `file_` (`file_parent_id`), and so does a column `prompt`
+    that is not the source of the prompts.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -449,15 +452,14 @@ class Prompts:
     table: pa.Table = field(repr=False)
     format: str = ""
     dropped: int = 0
-    """Rows dropped by `filter`, or because a text exceeded `max_prompt_tokens`, the model's
-    context, or the limit for tokenising."""
+    """Number of rows dropped, by `filter` or because a text exceeds `max_prompt_tokens`, the
+    model's context, or the limit for tokenising."""
     too_long: TooLong = field(default="error", repr=False)
-    """Whether to refuse or drop prompts that exceed the context of the model that answers them."""
+    """How to handle prompts that exceed the context of the model: "error" or "drop"."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
-    """Columns of the file that were kept unchanged. They belong to the user, whatever their
-    names."""
+    """Columns copied unchanged from the file. They are never taken for Weft's columns."""
     understood: _Understanding | None = field(default=None, repr=False)
-    """How the rows were read; None if the table was not read here."""
+    """Summary of how the rows were read; None if they were not read by `read` or `from_rows`."""
 
     @classmethod
     def read(
@@ -472,19 +474,21 @@ class Prompts:
         """Read prompts from files, a folder, or a data set of the Hugging Face hub.
 
         Args:
-            path: a file or a list of files: `.parquet`, `.jsonl` (one object per line), `.json`
-                (the same, or one array of objects), `.csv` or `.tsv` (with a header), `.arrow`.
-                Text files may be compressed (`.jsonl.gz`). Or a folder of files. Or a Hugging Face
-                id, from the local cache or the network (needs the extra `datasets`).
+            path: a file, a list of files, a folder of files, or the Hugging Face id of a data set.
+                Files are `.parquet`, `.jsonl` (one object per line), `.json` (the same, or one
+                array of objects), `.csv` or `.tsv` (with a header), or `.arrow`. Text files may be
+                compressed (`.jsonl.gz`). A data set is read from the local cache or the network,
+                which requires the extra `datasets`.
             tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
-            split: split of a folder or data set: `train`, `test`, ...; the default is the only one,
-                else `train`.
-            subset: subset of a folder or data set; the default is the only one, else `default` or
-                `main`.
-            settings: the fields of `ReadSettings`.
+            split: split of a folder or data set, such as `train` or `test`. Default: the only split
+                or, if there are several, `train`.
+            subset: subset of a folder or data set. Default: the only subset or, if there are
+                several, `default` or `main`.
+            settings: fields of `ReadSettings`.
 
         Raises:
-            UserError: naming the file, the row, the rule, the value, and the nearest valid value.
+            UserError: the data cannot be read. The message names the file, the row, the rule, the
+                value and the closest valid value.
 
         >>> import json, pathlib, tempfile
         >>> from tokenizers import Tokenizer as Backend, models
@@ -509,13 +513,14 @@ class Prompts:
         name: str = "rows",
         **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Make prompts from rows in memory, in any of the formats for files.
+        """Create prompts from rows in memory, which may have any of the formats for files.
 
         Args:
-            rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
-            tokenizer: as for `read`.
+            rows: a list of dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow
+                table.
+            tokenizer: see `read`.
             name: name of the source.
-            settings: the fields of `ReadSettings`.
+            settings: fields of `ReadSettings`.
         """
         how = ReadSettings(**settings)
         return cls._of(rows_in_memory(rows, name, how.limit), tokenizer, how)
@@ -525,11 +530,11 @@ class Prompts:
         _refuse_columns(exact)
         names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
         exact = replace(exact, table=exact.table.rename_columns(names))
-        # Texts, messages and images need plain types; answers and further columns stay exact.
+        # Texts, messages and images need plain types. Answers and other columns stay exact.
         rows = replace(exact, table=readable_by_arrow(exact.table))
         images = find_images(rows)
         format = find_format(rows, how)
-        # `prompt` will hold the rendered text, so rename the file's column.
+        # Rename the file's column `prompt`, because that column will hold the rendered text.
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact = replace(exact, table=exact.table.rename_columns(names))
@@ -540,7 +545,7 @@ class Prompts:
             name = column.partition(".")[0]
             if is_json(rows.table.schema.field(name).type):
                 refuse_mixed(name, rows)
-        # After the checks above, because loading may download files.
+        # Load this after the checks above, because it may download files.
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.decide(rows, format, tokenizer, how)
         answers = find_answers(exact, format, how.answer, how.extract_answer)
@@ -552,7 +557,7 @@ class Prompts:
             part = rows.part(start, _PART)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, counts)
-            # Drop these before tokenising, which would take minutes.
+            # Drop texts that are too long before tokenising them, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
                 texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])
@@ -573,7 +578,7 @@ class Prompts:
         understood = observer.understanding(rows, answers, lengths, images)
         if dropped:
             understood = understood.without(dropped, f"longer than {MAX_CHARACTERS:,} characters")
-        if dropped or len(source_rows) > len(exact.table):  # conversations were split
+        if dropped or len(source_rows) > len(exact.table):  # rows dropped, or conversations split
             exact = replace(exact, table=exact.table.take(source_rows))
             answers = answers and replace(answers, values=answers.values.take(source_rows))
             images = images and replace(images, values=images.values.take(pa.array(source_rows)))
@@ -588,7 +593,7 @@ class Prompts:
     def _up_to_limit(
         self, lengths: np.ndarray, limit: int, rows: Rows, source_rows: np.ndarray
     ) -> Prompts:
-        """Drop prompts that are longer than `max_prompt_tokens`, or raise an error."""
+        """Drop prompts longer than `max_prompt_tokens`, or raise a UserError (see `too_long`)."""
         long = np.flatnonzero(lengths > limit)
         if not len(long):
             return self._compact()
@@ -603,25 +608,32 @@ class Prompts:
         return self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
 
     def up_to(self, tokens: int) -> Prompts:
-        """Drop prompts with more tokens, if `too_long` is `drop` and some prompts are left."""
+        """Drop prompts with more than `tokens` tokens. Does nothing unless `too_long` is `drop` and
+        some prompts remain."""
         reason = f"longer than {tokens} tokens, which leaves the model no room for a response"
         return self.keeping_short(_lengths(self.table, "prompt_ids") <= tokens, reason)
 
     def keeping_short(self, kept: np.ndarray, reason: str) -> Prompts:
-        """Drop rows that are too long for a model, if `too_long` is `drop` and some rows are left.
-        `kept` is [rows] bool; `reason` completes "rows were dropped: ..."."""
+        """Drop rows that are too long for a model. Does nothing unless `too_long` is `drop` and
+        some rows remain.
+
+        Args:
+            kept: [rows] bool, whether to keep each row.
+            reason: the reason, which completes "rows were dropped: ...".
+        """
         if self.too_long != "drop" or kept.all() or not kept.any():
             return self
         return self._keeping(kept, reason)
 
     def hold_out(self, rows: int, seed: int = 0) -> tuple[Prompts, Prompts]:
-        """Split off rows for evaluation. Returns two sources without common prompts: the rows to
-        train on, and `rows` random ones to evaluate on.
+        """Split off random rows for evaluation.
 
-        If a drawn prompt occurs several times, its other rows are dropped.
+        Returns:
+            Two sources without common prompts: the rows to train on, and `rows` random rows to
+            evaluate on. Other rows with the same prompts as the latter are dropped.
 
         Raises:
-            UserError: `rows` is not an integer, or leaves nothing to train or evaluate on.
+            UserError: `rows` is not an integer, or no rows would remain to train or evaluate on.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -637,7 +649,7 @@ class Prompts:
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
         held_out, asked = self.table.filter(pa.array(drawn)), self._asked
-        # Remove all copies of held-out prompts, so that evaluation stays unseen.
+        # Remove all copies of held-out prompts, so that training does not see them.
         taken = {one for one, is_drawn in zip(asked, drawn, strict=True) if is_drawn}
         rest = self.table.filter(pa.array([one not in taken for one in asked], pa.bool_()))
         if rows < 1 or not len(rest):
@@ -650,13 +662,14 @@ class Prompts:
         return replace(self, table=rest)._compact(), held_out._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
-        """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
+        """Keep the rows for which a function returns True, in their order. `dropped` counts the
+        other rows.
 
-        The function gets each row as a dictionary of its columns. An error inside it is raised
-        unchanged, with a note that names the row.
+        The function gets each row as a dictionary. Its errors are raised unchanged, with a note
+        that names the row.
 
         Raises:
-            UserError: the function does not return True or False, or keeps no row.
+            UserError: the function returns something other than True or False, or keeps no row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -677,11 +690,11 @@ class Prompts:
         return self if kept.all() else self._keeping(kept, f"filter({name})")
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
-        """Sort the rows by a key, which gets each row as a dictionary. The sort is stable. A
-        schedule with `shuffle=False` issues rows in this order.
+        """Sort the rows by a key function, which gets each row as a dictionary. The sort is stable.
+        A schedule with `shuffle=False` issues rows in this order.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is nan.
+            UserError: two keys cannot be compared, or a key is NaN.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -710,14 +723,14 @@ class Prompts:
                 try:
                     answer = function(row)
                 except Exception as error:
-                    # Keep the user's traceback, and add the row.
+                    # Add the row to the user's error.
                     error.add_note(f"{self.name}, row {number}")
                     raise
                 yield answer
 
     @property
     def _asked(self) -> list[tuple[Hashable, ...]]:
-        """By row, a key that identifies its prompt: the text, and hashes of its images."""
+        """For each row, a key that identifies its prompt: the text, and hashes of its images."""
         texts = self.table["prompt"].to_pylist()
         if str(IMAGES) not in self.columns:
             return [(text,) for text in texts]
@@ -748,7 +761,7 @@ class Prompts:
 def _with_useful_masks(made: pa.Table) -> pa.Table:
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
-    # Masks of all ones cost memory and mean nothing.
+    # Drop masks that are 1 everywhere, because they only cost memory.
     useful = any(len(values) and not values.to_numpy().all() for values in trained)
     return made if useful else made.drop_columns(masks)
 
@@ -756,7 +769,7 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
 def _with_the_rest(
     made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None
 ) -> pa.Table:
-    """Return the new columns, and the columns of the file that they do not replace."""
+    """Return the new columns, followed by the columns of the file that they do not replace."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
         columns["answer"] = answers.values
@@ -776,7 +789,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_columns(rows: Rows) -> None:
-    """Refuse duplicate columns, and columns of tokens, video or audio."""
+    """Raise a UserError for duplicate columns, and for columns of tokens, video or audio."""
     names = rows.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -1,4 +1,4 @@
-"""Convert rows to text and tokens. One decision about the chat template holds for all rows."""
+"""Convert rows to text and tokens. All rows use the chat template, or none does."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .formats import (
 from .tokenizer import THINKING, Tokenizer
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
-"""Start of a turn in the texts of HH-RLHF."""
+"""Start of a turn in texts of HH-RLHF."""
 
 
 @dataclass(frozen=True)
 class Rendering:
     """How to convert the rows of a table to text.
 
-    A row is either all plain text or all messages. With the chat template, plain text (a prompt, or
-    text next to messages) becomes the content of one message.
+    A row consists either of plain text or of messages. If the chat template is used, each plain
+    text (a prompt, or text next to messages) becomes the content of one message.
     """
 
     format: Format
@@ -55,15 +55,15 @@ class Rendering:
     settings: ReadSettings
     chat: bool
     reason: str
-    """Why the template is applied or not."""
+    """Why the template is used or not."""
     repeats: bool
-    """Whether every text response repeats its prompt, which is then removed."""
+    """Whether each text response repeats its prompt. If so, the repeated prompt is removed."""
     has_bos: bool = False
     """Whether plain texts already begin with the beginning-of-sequence token."""
     answered: bool = False
-    """Whether conversations have responses."""
+    """Whether conversations end with a response."""
     variables: Mapping[str, Any] | None = None
-    """Variables of the chat template, for all rows."""
+    """Variables of the chat template for all rows."""
 
     @property
     def many_turns(self) -> bool:
@@ -72,7 +72,7 @@ class Rendering:
 
     @classmethod
     def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
-        """Decide for all rows. Raises a `UserError` for a column or setting that does not fit."""
+        """Decide for all rows. Raises a `UserError` for an unsuitable column or setting."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
         if format.dialogue and kinds[format.dialogue] == "text":
@@ -99,8 +99,8 @@ class Rendering:
         )
 
     def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
-        """Return prompts and responses of rows, or of a part of them. `images` is the number of
-        images in each row; None if the source has none."""
+        """Return the prompts and responses of rows. `images` is the number of images in each row;
+        None if the source has no images."""
         format, parts = self.format, self.format.responses
         if format.text:
             return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)
@@ -176,12 +176,12 @@ def _as_messages(texts: Sequence[str], role: str) -> list[Messages]:
 
 
 def _repeat_prompts(rows: Rows, format: Format, kinds: Mapping[str, Kind]) -> bool:
-    """Return whether every response repeats its prompt, and is therefore the whole text."""
+    """Return whether each response begins with its prompt."""
     paths = [path for path in (format.prompt, *format.responses.values()) if path]
     if not format.prompt or len(paths) < 2 or format.context or {*map(kinds.get, paths)} != {"text"}:
         return False
     columns = [as_text(rows.column(path)) for path in paths]
-    # In parts, because texts take more memory in Python than in Arrow.
+    # Convert in parts, because texts take more memory in Python than in Arrow.
     for start in range(0, len(rows.table), 8192):
         prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
         for texts in responses:
@@ -214,7 +214,7 @@ def _needs_template(
         return False, "each text is one sequence"
     if format.prompt is None:
         return False, "the prompt is what both responses begin with"
-    # The user's setting takes precedence over the heuristics below.
+    # The user's setting takes precedence over the rules below.
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
@@ -240,7 +240,7 @@ def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
 
 
 def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
-    """Refuse settings and columns of the chat template, which would be ignored."""
+    """Raise a UserError for settings and columns that have no effect without a chat template."""
     variables = {
         name: value
         for name, value in how.chat_template_kwargs.items()
@@ -262,14 +262,15 @@ def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: 
 
 
 def first_with_value(table: pa.Table, column: str | None) -> int | None:
-    """Return the first row with a value in a column that may not exist, or None."""
+    """Return the index of the first row with a value in a column; None if there is none."""
     values = table.column(column) if column in table.column_names else ()
     none: tuple[Any, ...] = (None, [], "", {})
     return next((row for row, value in enumerate(values) if value.as_py() not in none), None)
 
 
 def _strings(rows: Rows, path: str, *, blank: bool = True) -> list[str]:
-    """Return a text column as Python strings. Refuse null, and blank text unless it is allowed."""
+    """Return a text column as strings. Raises a UserError for null and, unless `blank`, for blank
+    text."""
     texts = as_text(rows.column(path)).to_pylist()
     for row, text in enumerate(texts):
         if text is None or not (blank or text.strip()):
@@ -278,23 +279,23 @@ def _strings(rows: Rows, path: str, *, blank: bool = True) -> list[str]:
 
 
 def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) -> Texts:
-    """Split pairs of texts without a prompt column.
+    """Split the texts of pairs without a prompt column into a shared prompt and responses.
 
-    The prompt is the shared beginning, up to its last mark `Assistant:` (HH-RLHF) or, without
-    marks, its last complete word. With marks, the turns `Human:` in a response are gaps.
+    The prompt is the shared beginning, up to its last `Assistant:` (as in HH-RLHF) or, without
+    such marks, up to its last complete word. With marks, `Human:` turns in a response are gaps.
     """
     prompts: list[str] = []
     tails: dict[str, list[str]] = {name: [] for name in pairs}
     gaps: dict[str, list[list[Gap]]] = {name: [] for name in pairs}
     for row, pair in enumerate(zip(*pairs.values(), strict=True)):
-        low, high = min(pair), max(pair)  # all texts share the common start of these two
+        low, high = min(pair), max(pair)  # all texts share the common beginning of these two
         differ = (k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
         start = low[: next(differ, len(low))]
         marks = [found.end() for found in _TURNS.finditer(start) if found[1] == "Assistant"]
         if marks:
             cut = marks[-1]
-        # Cut before the last white space of the common beginning, so that no word is split and
-        # tokens begin with their space.
+        # Cut before the last white space of the common beginning. Then, no word is split, and
+        # tokens keep their leading space.
         elif words := re.match(r"(.*\S)\s", start, re.DOTALL):
             cut = words.end(1)
         else:
@@ -329,13 +330,13 @@ def _turns_of_others(response: str) -> list[Gap]:
 
 
 MAX_CHARACTERS = 4_000_000
-"""Longest text to tokenise, about a million tokens of English. Tokenizers take minutes for longer
-ones."""
+"""Maximum number of characters of a text to tokenise, about a million tokens of English. Tokenizers
+take minutes for longer texts."""
 
 
 def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Array]:
-    """Return the `*_ids` columns of rows (lists of int32), and a `*_mask` (lists of uint8) for
-    responses that may have gaps. Raises a `UserError` for a text without tokens."""
+    """Return the columns `*_ids` of rows (lists of int32) and, for responses that may have gaps,
+    the columns `*_mask` (lists of uint8). Raises a `UserError` for a text without tokens."""
 
     def error(problem: str, row: int) -> UserError:
         return rows.error(problem, texts.source_row(row))
@@ -354,15 +355,14 @@ def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Arr
             raise error(f"the prompt {short(texts.prompts[row])} has no tokens", row)
     if not texts.responses and not texts.whole:
         return {"prompt_ids": _lists(prompts)}
-    # Templates write the token that ends a turn. Plain text has none, and a model must learn to
-    # stop.
+    # Append a stop token to plain text, so that a model learns to stop. Templates write their own.
     stop = None if texts.chat else _stop_token(tokenizer)
     if texts.whole:
         wholes = [_stopped(prompt, stop) for prompt in prompts]
         for row, ids in enumerate(wholes):
             if len(ids) < 2:
                 raise error(f"the text {short(texts.prompts[row])} has fewer than two tokens", row)
-        # The first token of a text is its prompt; show it so.
+        # The prompt of a whole text is its first token.
         prompts = [ids[:1] for ids in wholes]
         texts.prompts[:] = [_text(tokenizer, ids) for ids in prompts]
         return {"prompt_ids": _lists(prompts), "response_ids": _lists([ids[1:] for ids in wholes])}
@@ -380,7 +380,7 @@ def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Arr
                 )
     columns = {"prompt_ids": _lists(prompts), **{name: _lists(ids) for name, ids in responses.items()}}
     for name, column in masks.items():
-        # Train the appended end-of-sequence token.
+        # The appended end-of-sequence token is trained.
         longer = [
             np.pad(mask, (0, len(ids) - len(mask)), constant_values=1)
             for mask, ids in zip(column, responses[name], strict=True)
@@ -390,7 +390,8 @@ def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Arr
 
 
 def too_many_characters(texts: Texts) -> dict[int, str]:
-    """Return row -> column of its first text that is too long to tokenise, in order."""
+    """Return the rows with texts that are too long to tokenise, in order. Each row maps to the
+    column of its first such text."""
     found: dict[int, str] = {}
     for name, column in {"prompt_ids": texts.prompts, **texts.responses}.items():
         for row, text in enumerate(column):
@@ -400,7 +401,7 @@ def too_many_characters(texts: Texts) -> dict[int, str]:
 
 
 def mask_of(ids: str) -> str:
-    """Return the name of the mask for a token column.
+    """Return the name of the mask column of a token column.
 
     >>> mask_of("response_ids")
     'response_mask'
@@ -411,10 +412,11 @@ def mask_of(ids: str) -> str:
 def _masks(
     name: str, responses: list[np.ndarray], texts: Texts, rows: Rows, tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Mask the tokens of gaps in a column of responses: [tokens] uint8 for each row.
+    """Return the masks of a column of responses, [tokens] uint8 for each row: 0 for tokens in gaps,
+    1 for all others.
 
-    A response with gaps is tokenised again part by part, as in generation, and replaced in
-    `responses`. No token then crosses the end of a turn.
+    A response with gaps is tokenised again, part by part as in generation, and replaced in
+    `responses`. Therefore, no token crosses the end of a turn.
     """
     masks = [np.ones(len(ids), np.uint8) for ids in responses]
     pieces: dict[int, list[str]] = {}
@@ -431,7 +433,7 @@ def _masks(
             responses[row] = whole
             trained = np.arange(len(parts)) % 2 == 0
             masks[row] = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
-        else:  # the tokenizer adds a space to each part
+        else:  # tokenising part by part changes the text, because it adds a space to each part
             try:
                 masks[row] = _mask_by_place(ids, texts.prompts[row], texts_of_row, tokenizer)
             except UserError as error:
@@ -442,7 +444,8 @@ def _masks(
 def _mask_by_place(
     ids: np.ndarray, prompt: str, pieces: Sequence[str], tokenizer: Tokenizer
 ) -> np.ndarray:
-    """Mask the tokens that overlap a gap, by character offsets: [tokens] uint8."""
+    """Return a mask, [tokens] uint8: 0 for tokens that overlap a gap according to their character
+    offsets, 1 for all others."""
     encoding = tokenizer.backend.encode(prompt + "".join(pieces), add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
@@ -463,9 +466,9 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 def _responses(
     prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """Return the tokens of responses, by column. May shorten prompts in place."""
-    # Tokenise prompt and response together, so that the response's first word is split as in
-    # running text.
+    """Return the tokens of responses, keyed by token column. May shorten `prompts` in place."""
+    # Tokenise prompt and response together, so that the response's first word is tokenised as in
+    # continuous text.
     wholes = {
         name: _encode(tokenizer, list(map(str.__add__, texts.prompts, tails)), special)
         for name, tails in texts.responses.items()
@@ -478,15 +481,15 @@ def _responses(
         of_row = {name: column[row] for name, column in wholes.items()}
         if all(np.array_equal(whole[: len(prompt)], prompt) for whole in of_row.values()):
             continue
-        # Prompt and response share a token. The prompt keeps its own tokens, as in generation, and
-        # responses are tokenised separately.
+        # A token spans the end of the prompt. The prompt keeps its own tokens, as in generation,
+        # and the responses are tokenised separately.
         alone = {name: _encode(tokenizer, [texts.responses[name][row]], False)[0] for name in of_row}
         if any(
             _text(tokenizer, np.concatenate([prompt, alone[name]])) != _text(tokenizer, whole)
             for name, whole in of_row.items()
         ):
-            # That changes the text (some tokenizers begin every text with a space), so the shared
-            # token goes to the responses.
+            # Separate tokens change the text, because some tokenizers begin each text with a space.
+            # In that case, the token that spans the end of the prompt goes to the responses.
             same = min(len(prompt), *map(len, of_row.values()))
             differs = np.any([whole[:same] != prompt[:same] for whole in of_row.values()], axis=0)
             cut = int(np.argmax(differs)) if differs.any() else same
@@ -497,7 +500,7 @@ def _responses(
 
 
 def _stopped(response: np.ndarray, stop: int | None) -> np.ndarray:
-    """Append the stop token, if any, to a response, unless it ends with it."""
+    """Append the stop token, if there is one, to a response that does not end with it."""
     ended = stop is None or (len(response) > 0 and response[-1] == stop)
     return response if ended else np.concatenate([response, np.array([stop], np.int32)])
 
@@ -508,11 +511,12 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-    """Return the ids of texts, without end tokens. With `special`, they get one beginning token."""
+    """Return the token ids of texts, without end tokens. `special` adds the tokens that begin a
+    text, but not to texts that already begin with them."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
     rows = [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
     before, after = tokenizer.added if special else ((), ())
-    if after:  # end tokens are added later, only to responses
+    if after:  # end tokens are added later, and only to responses
         rows = [ids[: len(ids) - len(after)] for ids in rows]
     begun = tokenizer.backend.decode(before, skip_special_tokens=False).strip() if before else ""
     for row, text in enumerate(texts if begun else ()):

@@ -1,7 +1,7 @@
-"""The tokenizer of a model folder, without `transformers`.
+"""Loads the tokenizer of a model folder without `transformers`.
 
-`AutoTokenizer` takes three seconds and imports torch. The ids equal those of `AutoTokenizer` and
-its `apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
+`AutoTokenizer` imports torch and takes three seconds to load. This tokenizer returns the same ids
+as `AutoTokenizer` and its `apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 THINKING = ("enable_thinking", "thinking")
-"""Template variables that switch thinking: in Qwen3 and GLM, and in DeepSeek and Granite. Each is
-accepted for every template."""
+"""Template variables that turn thinking on and off: the first in Qwen3 and GLM, the second in
+DeepSeek and Granite. Users may set either one for any template."""
 
 
 @dataclass(frozen=True)
 class _ChatTemplate:
-    """The chat templates of a tokenizer, rendered in a sandbox.
+    """The chat templates of a tokenizer, which are rendered in a sandbox.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     >>> template += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -46,9 +46,9 @@ class _ChatTemplate:
     """
 
     sources: Mapping[str, str]
-    """Jinja source by name (`default`, `tool_use`)."""
+    """Jinja source of each template, keyed by name (`default`, `tool_use`)."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Named tokens (`eos_token`, ...), visible to the template."""
+    """Special tokens that templates can use, keyed by name (`eos_token`, ...)."""
     name: str = "the tokenizer"
 
     def __bool__(self) -> bool:
@@ -66,15 +66,15 @@ class _ChatTemplate:
         """Render messages as text, like `apply_chat_template(tokenize=False)`.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, oldest first. Content is text, or blocks of
-                type `text` and `image`; the template writes the placeholders of images.
-            add_generation_prompt: end with the header of the assistant's turn.
-            continue_last: end inside the last message, so that generation continues it.
+            messages: messages `{"role": ..., "content": ...}`, oldest first. Content is text, or
+                blocks of type `text` and `image`. The template writes the placeholders of images.
+            add_generation_prompt: whether to end with the header of the assistant's turn.
+            continue_last: whether to end inside the last message, so that generation continues it.
             tools: JSON schemas of functions, for templates that support tools.
-            variables: further variables of the template (`enable_thinking=False`).
+            variables: further template variables, such as `enable_thinking=False`.
 
         Raises:
-            UserError: there is no template, or it refuses the messages.
+            UserError: there is no template, or the template rejects the messages.
         """
         messages = [_with_text(message) for message in messages]
         mark = "WEFT_CONTINUES_HERE "
@@ -104,17 +104,18 @@ class _ChatTemplate:
             raise UserError(
                 f"the chat template of {self.name} leaves out the last message, which should be continued"
             )
-        # If the template trimmed the message, it also trimmed the mark's space: trim here as well.
+        # If the template trimmed the mark's space, it also trimmed the message, so trim the text.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template variables for the user's settings: a switch for thinking gets the name
-        that the template has. Raises a `UserError` for a variable that the template lacks."""
+        """Return the template variables for the user's settings. A variable in `THINKING` is
+        renamed to the one that the template reads. Raises a `UserError` for a variable that the
+        template does not read."""
         reads, found = self._reads, dict[str, Any]()
         switch = next((name for name in THINKING if name in reads), None)
         for name, value in given.items():
             if name in THINKING and name not in reads:
-                # A model that cannot think need not be told not to.
+                # Ignore a request to turn thinking off if the template has no switch for it.
                 if switch is None and value:
                     raise UserError(
                         f"chat_template_kwargs: {name}={value!r}: the chat template of {self.name} has no switch for thinking "
@@ -134,7 +135,7 @@ class _ChatTemplate:
 
     @functools.cached_property
     def _reads(self) -> set[str]:
-        """Variables that the templates read and do not set themselves."""
+        """Variables that the templates read but do not set."""
         from jinja2 import meta
 
         found: set[str] = set()
@@ -164,8 +165,9 @@ class _ChatTemplate:
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its text blocks joined into one string. Blocks with images among them
-    are left to the template. Other content is refused: most templates would write its Python form.
+    """Return a message with its text blocks joined into one string. If there are images among the
+    blocks, the template handles the blocks. Raises a UserError for other content, because most
+    templates would write its Python representation.
     """
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
@@ -194,13 +196,13 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Return a sandboxed environment like the one of `transformers`."""
+    """Return a sandboxed Jinja environment like that of `transformers`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class _Generation(Extension):
-        """Supports `{% generation %}`, which marks the assistant's text, without an effect."""
+        """Accepts and ignores `{% generation %}`, which marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -220,7 +222,7 @@ def _environment() -> jinja2.Environment:
         separators: Any = None,
         sort_keys: Any = False,
     ) -> str:
-        # Jinja's own filter escapes HTML, which models should not see.
+        # Replaces Jinja's own filter, which escapes HTML characters.
         how = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
         return json.dumps(value, sort_keys=sort_keys, **how)
 
@@ -236,21 +238,22 @@ def _environment() -> jinja2.Environment:
 # Tokenizer
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Special tokens that a chat template can use by name, as in `transformers`."""
+"""Names of special tokens that a chat template can use, as in `transformers`."""
 
 _CONFIG, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _SPECIAL, "*.jinja", "additional_chat_templates/*")
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_CHUNK = 8192  # texts per call; limits the memory of encodings, and keeps the library's threads busy
+_CHUNK = 8192  # texts per call: limits the memory for encodings, but keeps all threads busy
 
 
 class Tokenizer:
     """Converts text to token ids, and messages to text.
 
     Args:
-        backend: the tokenizer itself.
-        chat_template: Jinja source, or several by name (`default`, `tool_use`).
-        special_tokens: named tokens (`eos_token`, ...), visible to the template.
+        backend: tokenizer of the `tokenizers` library.
+        chat_template: Jinja source, or several sources keyed by name (`default`, `tool_use`).
+        special_tokens: special tokens that the template can use, keyed by name (`eos_token`, ...).
+        name: name of the tokenizer in error messages.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "the": 1, "sky": 2}, unk_token="<unk>"))
@@ -268,7 +271,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         name: str = "the tokenizer",
     ) -> None:
-        # A tokenizer.json may enable padding or truncation, but lengths here must be the real ones.
+        # A tokenizer.json may enable padding or truncation, which would change texts' lengths.
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -281,8 +284,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
-        """Load the tokenizer of a model folder, or of a Hugging Face id (cached, else downloaded).
-        Raises a `UserError` if there is none, or it has no readable `tokenizer.json`."""
+        """Load the tokenizer of a model folder or Hugging Face id. If the id is not in the local
+        cache, it is downloaded. Raises a `UserError` if there is no readable `tokenizer.json`."""
         if isinstance(source, Tokenizer):
             return source
         import tokenizers
@@ -305,10 +308,10 @@ class Tokenizer:
             ) from None
 
         config = _json(folder / _CONFIG)
-        if "added_tokens_decoder" not in config:  # old models have a separate file of special tokens
+        if "added_tokens_decoder" not in config:  # old models have a file for special tokens
             config |= _json(folder / _SPECIAL)
         named = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
-        # `AutoTokenizer` adds them as well, and the ids must be equal.
+        # `AutoTokenizer` also adds these tokens, and ids must be equal.
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
@@ -329,7 +332,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids that the tokenizer adds before and after a text."""
+        """Token ids that the tokenizer adds (before, after) a text."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
@@ -341,14 +344,14 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Ids that end a response in training data -> their source."""
+        """Where each token that ends a response in training data comes from, keyed by token id."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"
         if self.chat:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
-                # Templates often add a newline after the end of a turn.
+                # Templates often add a newline after the token that ends a turn.
                 text = self.chat.render(turns).rstrip()
             except UserError:  # the template needs other messages
                 return ends
@@ -366,16 +369,16 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Encode B texts, by default with the special tokens that the tokenizer adds.
+        """Encode B texts. By default, the tokenizer adds its special tokens.
 
         Returns:
-            `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
-            `([], [0])` for no texts.
+            (ids, offsets): the ids `[T]` int32 of all texts, concatenated, and the offsets
+            `[B + 1]` int64 of the texts. `([], [0])` for no texts.
         """
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):
-            # The fast variant leaves out character offsets, which are not needed.
+            # The fast variant does not compute character offsets.
             encodings = self.backend.encode_batch_fast(
                 texts[start : start + _CHUNK], add_special_tokens=add_special_tokens
             )
@@ -386,17 +389,18 @@ class Tokenizer:
         return (np.concatenate(values) if values else np.zeros(0, np.int32)), np.cumsum(lengths)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of rows of token ids, without special tokens."""
+        """Decode rows of token ids. Special tokens are left out."""
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def decode_ragged(self, values: np.ndarray, offsets: np.ndarray) -> list[str]:
-        """Return the texts of the rows of a ragged column, without special tokens."""
-        ids = np.ascontiguousarray(values, np.uint32).data  # avoids a Python object per token
+        """Decode the rows of a ragged column. Special tokens are left out."""
+        ids = np.ascontiguousarray(values, np.uint32).data  # avoids one Python object per token
         return self.decode([ids[start:end] for start, end in itertools.pairwise(offsets.tolist())])
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return Jinja source by name. Template files take precedence over the configuration."""
+    """Return the Jinja source of each chat template, keyed by name. Template files take precedence
+    over the configuration."""
     file = folder / "chat_template.jinja"
     files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -411,7 +415,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """Add the declared tokens that `tokenizer.json` lacks, in the order of their ids."""
+    """Add declared tokens that `tokenizer.json` lacks, in order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}

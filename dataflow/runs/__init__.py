@@ -1,14 +1,15 @@
-"""A run on disk, `runs/NAME/`, as every layer reads it.
+"""Reads and writes the directory of a run, `runs/NAME/`. All layers use this package.
 
-files.py             names of files and folders, and the durable file operations
+files.py             names of files and folders, and durable file operations
 directory.py         RunDirectory: creates and opens a run
-lock.py              one writer per run
-log.py               the write-ahead log; log_archive.py has the parts that were cut off
-requests.py          requests to a driver: stop, stacks
+lock.py              ensures that a run has one writer
+log.py               the write-ahead log
+log_archive.py       compressed earlier parts of the log
+requests.py          requests to a driver: to stop, or to report stacks
 alerts.py            messages for the user
 tables.py            metrics and timeline, as tables that grow
-follow.py            reads what was added to a run since the last look
+follow.py            reads the data added to a run since the last read
 samples.py           recorded samples
-facts.py             the state of a run: live, ended, killed, damaged or empty
-manifest.py          sizes and checksums of a folder
+facts.py             the state of a run: running, ended, killed, damaged or empty
+manifest.py          sizes and checksums of the files in a folder
 """

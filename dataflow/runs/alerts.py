@@ -1,10 +1,10 @@
-"""Alerts of a run, in `alerts.jsonl` of its directory: symptoms, dead processes, replacements, low
-memory.
+"""Alerts of a run, such as symptoms, dead or replaced processes, and low memory. The file
+`alerts.jsonl` in the run directory stores them.
 
     {"time": 1763851200.2, "step": 12, "name": "no_signal", "text": "...", "ends": false}
 
-Each line is a JSON object. Lines are appended in order, over all starts of the run.
-docs/watching.md lists the names.
+Each line is a JSON object. All starts of the run append to the same file. docs/watching.md lists
+the names.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from ..untrusted_text import redacted
 from .files import ALERTS
 
 MOST_BYTES = 32 << 20
-"""Read at most this many bytes from the end of the file, because a damaged file may have any
-size."""
+"""[bytes] Read at most the end of the file, because a damaged file may have any size."""
 MAX_PENDING = 1000
-"""Most alerts to keep while the file cannot be written; the oldest are dropped."""
+"""Maximum number of alerts to keep while the file cannot be written. The oldest are dropped."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class Alert:
     name: str
     text: str
     step: int = 0
-    """Number of finished steps."""
+    """Number of steps finished when the alert was reported."""
     time: float = 0.0
-    """Seconds since 1970."""
+    """[s] Unix time."""
     ends: bool = False
-    """Whether the run ended because of it."""
+    """Whether the alert ended the run."""
 
 
 class Alerts:
@@ -51,12 +50,12 @@ class Alerts:
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = run / ALERTS, clock
         self._pending: deque[Alert] = deque(maxlen=MAX_PENDING)
-        """Alerts that are not written yet, for example because the disk was full."""
+        """Alerts that are not written yet, for example because the disk is full."""
         self.step = 0
         """Number of finished steps."""
 
     def report(self, name: str, text: str, *, ends: bool = False) -> Alert:
-        """Add an alert. If it cannot be written, it is written with the next one. Never raises."""
+        """Add an alert. If writing it fails, the next call writes it as well. Never raises."""
         alert = Alert(name, redacted(text), self.step, self._clock(), ends)
         self._pending.append(alert)
         self.flush()
@@ -76,11 +75,11 @@ class Alerts:
 
 
 def _append(descriptor: int, lines: bytes) -> None:
-    """Append all lines or none. First end a partial line that a killed process left."""
+    """Append all lines or none. If a killed process left a partial line, end that line first."""
     before = os.fstat(descriptor).st_size
     torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
     try:
-        # One system call, so that a kill leaves at most one partial line.
+        # Use one system call, so that a kill leaves at most one partial line.
         os.writev(descriptor, [b"\n" * torn, lines])
         if os.fstat(descriptor).st_size != before + torn + len(lines):
             raise OSError("the disk is full")
@@ -90,17 +89,16 @@ def _append(descriptor: int, lines: bytes) -> None:
 
 
 MAX_STEP = 1 << 53
-"""Larger step numbers count as damage, because JavaScript cannot represent them exactly."""
+"""Lines with larger step numbers are invalid, because JavaScript cannot represent them exactly."""
 
 
 def read_alerts(run: Path) -> list[Alert]:
-    """Return the alerts in the last MOST_BYTES of a run's file, oldest first; empty without a file.
-
-    Invalid lines, for example from a full disk, are skipped.
+    """Return the alerts in the last MOST_BYTES of a run's file, oldest first; empty if there is no
+    file. Invalid lines, for example after a full disk, are skipped.
     """
     try:
         with open_file(run / ALERTS) as file:
-            # May start in the middle of a line, which is then skipped as invalid.
+            # This may start in the middle of a line, which is then skipped as invalid.
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except (OSError, UserError):
@@ -117,7 +115,7 @@ def read_alerts(run: Path) -> list[Alert]:
 
 
 def _is_sound(alert: Alert) -> bool:
-    """Return whether an alert has valid fields, because a user may have edited the file."""
+    """Return whether the fields of an alert are valid. A user may have edited the file."""
     named = isinstance(alert.name, str) and isinstance(alert.text, str)
     counted = isinstance(alert.step, int) and 0 <= alert.step <= MAX_STEP
     return named and counted and isinstance(alert.time, int | float) and math.isfinite(alert.time)

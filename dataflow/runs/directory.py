@@ -1,4 +1,4 @@
-"""RunDirectory: create, reopen and write the directory of a run, `runs/NAME/`."""
+"""RunDirectory: creates, reopens and writes the directory of a run, `runs/NAME/`."""
 
 from __future__ import annotations
 
@@ -63,34 +63,34 @@ from .tables import (
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
-"""Files of a run for people. A run can be resumed without them."""
+"""Files of a run for people and the dashboard. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
-"""Values of `resume` that cannot name a run."""
+"""Values of `resume` with a special meaning, which cannot be names of runs."""
 MAX_NAME_BYTES = 200
-"""File systems allow 255 bytes; the rest is for suffixes."""
+"""[bytes] Maximum length of a run's name. File systems allow 255, so there is room for suffixes."""
 RECENT = 64
-"""Recent steps whose metrics are kept in memory, for metrics that are measured later."""
+"""Number of recent steps whose metrics stay in memory, because some metrics arrive later."""
 
 
 class RunDirectory:
     """The directory of a run: `config.json`, `graph.mmd`, metrics and timeline (`tables.py`),
-    `samples/`, `logs/`, `checkpoints/`."""
+    `samples/`, `logs/` and `checkpoints/`."""
 
     flush_interval_s = 0.5
-    """[s] Longest delay until new metrics and timeline entries are on disk."""
+    """[s] Maximum delay until new metrics and timeline entries are on disk."""
 
     def __init__(
         self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1"
     ) -> None:
         self.path = path
         self.lock = lock
-        """Lock of the run; None for reading only."""
+        """Lock of the run; None if the directory is only read."""
         self.notes: list[str] = []
-        """Lines to print at the start: why the run starts or resumes at this step, and which
+        """Lines to print when the run starts: why it starts or resumes at this step, and which
         damaged files were set aside."""
         self.origin = origin
-        """The first step of this start of the run, and the reason."""
+        """Text that says at which step the run starts or resumes, and why."""
         self._disk = Disk()
         self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
         self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
@@ -99,15 +99,16 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
-        """Create a new run directory in the folder of all runs. It never reuses one.
+        """Create a new run directory in the folder of all runs, `root`.
 
         Args:
-            name: name of the run; the default is the time.
-            aside: move a used directory of that name to `NAME.begun-1` (or -2, ...).
-            why: the reason why the run starts from the beginning, if it was meant to resume.
+            name: name of the run. Default: the current time.
+            aside: if the directory of a run with this name exists, move it to `NAME.begun-1` (or
+                -2, ...).
+            why: if the run was meant to resume, the reason why it starts from the beginning.
 
         Raises:
-            UserError: `name` is taken.
+            UserError: a run with this name exists, and `aside` is false.
         """
         require_folder(root, f"root {str(root)!r}", private=False)
         path = _unused(root.resolve()) if name is None else root.resolve() / name
@@ -132,16 +133,17 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes after a step, at this position of the log.
-        Damaged files are set aside and named in `notes`; none of them is needed.
+        """Open the directory of a run that resumes. Damaged files are set aside and listed in
+        `notes`; the run does not need them.
 
         Args:
-            step: last step to keep; metrics and calls of later steps are dropped.
-            time_s: seconds from the start of the run to the end of that step.
-            origin: where the run resumes, and why.
+            step: last step to keep. Metrics and calls of later steps are dropped.
+            time_s: [s] time from the start of the run to the end of that step.
+            position: position in the log at which the run resumes.
+            origin: text that says where the run resumes, and why.
         """
         directory = cls(path, lock, origin=origin)
-        # A link counts as its target.
+        # Links to files are allowed.
         for name in (*FILES, *(name + PARTIAL for name in FILES)):
             if os.path.lexists(path / name) and not (path / name).is_file():
                 directory._set_aside(name, "it is not a file")
@@ -157,7 +159,7 @@ class RunDirectory:
         metrics = directory._read(METRICS, read_metrics, ("step",))
         found = metrics.to_pylist() if metrics else []
         rows = {row["step"]: present(row) for row in found if row["step"] is not None}
-        # Some metrics are lost: fill the gaps from the log.
+        # If the metrics of some steps are lost, fill the gaps from the log.
         if any(earlier not in rows for earlier in range(step + 1)):
             logged = samples_by_step(path / BUFFER / LOG, step, position)
             rows = {row["step"]: row for row in logged} | rows
@@ -169,8 +171,8 @@ class RunDirectory:
         return directory
 
     def give_up_rows(self) -> None:
-        """Set aside the log and the samples. The run resumes without its rows in flight."""
-        # Samples only count under leases that the log has finished.
+        """Set aside the log and the samples, so that the run resumes without its rows in flight."""
+        # Set the samples aside too, because without the log their finished leases are unknown.
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
@@ -185,19 +187,18 @@ class RunDirectory:
 
     @property
     def starts(self) -> int:
-        """How often the run was restarted. It makes the names of segment writers unique."""
+        """Number of restarts of the run. It makes the names of segment writers unique."""
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
-        """Raise TakenOverError if another driver took over the run (see `RunLock.check`)."""
+        """Raise a TakenOverError if another driver took over the run (see `RunLock.check`)."""
         if self.lock is not None:
             self.lock.check(sure=sure)
 
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table with these columns. If it is damaged or missing, add a note and return
-        None."""
+        """Read a table with these columns. If it is missing or damaged, note it; return None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -212,7 +213,7 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and samples of leases (graph, number) that do not count."""
+        """Remove unfinished files, and samples of leases with `is_void(graph, number)`."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -220,11 +221,11 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
-        Raises a TakenOverError if another driver took over the run."""
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`. Secrets are
+        hidden. Raises a TakenOverError if another driver took over the run."""
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
-        # Through JSON first, so that secrets in nested models are fields that can be hidden.
+        # Convert to JSON first, so that secrets in nested models become fields that can be hidden.
         plain = without_secrets(json.loads(json.dumps(started, default=_plain)))
         structure = {name: graph.structure() for name, graph in graphs.items()}
         for name, text in (
@@ -235,7 +236,7 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of a step, with its number as "step". Return all of that step so far."""
+        """Add metrics of the step `row["step"]`. Return all metrics of that step so far."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -245,17 +246,17 @@ class RunDirectory:
         return known
 
     def add_call(self, **entry: Any) -> None:
-        """Add a finished call to the timeline; `entry` has the columns of `tables.CALLS`."""
+        """Add a finished call to the timeline. `entry` has the columns of `tables.CALLS`."""
         self._timeline.add(**entry)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        # After `close`, the stream is a Parquet file.
+        # `close` has converted the stream to a Parquet file.
         table = None if (rows := by_step(self._metrics.read())) else read_metrics(self.path)
         return rows if table is None else [present(row) for row in table.to_pylist()]
 
     def values(self, name: str) -> dict[int, float]:
-        """Return step -> value of one metric. Thread-safe, also during the run."""
+        """Return the values of a metric, keyed by step. Thread-safe, also during the run."""
         return values_of(self._metrics.read(), name)
 
     @property
@@ -264,11 +265,12 @@ class RunDirectory:
         return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and calls to their files; `when_due` at most every `flush_interval_s`.
+        """Append new metrics and calls to their files. With `when_due`, only if the last flush is
+        more than `flush_interval_s` ago.
 
         Raises:
             TakenOverError: another driver took over the run.
-            OSError: for example, the disk is full. You may flush again.
+            OSError: for example, the disk is full. A later flush may succeed.
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
@@ -278,7 +280,7 @@ class RunDirectory:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Convert metrics and timeline to Parquet at the end of the run."""
+        """End the run: convert metrics and timeline to Parquet."""
         self.check()
         for stream in (self._metrics, self._timeline):
             stream.close()
@@ -286,14 +288,14 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name that is unsafe as part of a path. The UserError names `what` and a valid
-    name."""
+    """Raise a UserError if a name is unsafe as part of a path. The message calls it `what` and
+    suggests a valid name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
-    # A character has up to four bytes.
+    # Allow four bytes for each character.
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
     raise UserError(
         f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
@@ -303,8 +305,8 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse an invalid name for a run, or a value of `resume`. Raises UserError with a valid
-    one."""
+    """Raise a UserError if a name is invalid for a run or is a special value of `resume`. The
+    message suggests a valid name."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -314,8 +316,8 @@ def check_run_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Raise UserError if this user may not read and write a folder of an existing run."""
-    # `os.access` checks the real user by default, and files are opened by the effective one.
+    """Raise a UserError if this user may not read and write a folder of an existing run."""
+    # `os.access` checks the real user by default, but the effective user opens files.
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
@@ -323,9 +325,9 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run, with a new epoch. Raises UserError if another has it."""
+    """Take the lock of an existing run, with a new epoch. Raises a UserError if it is held."""
     after = 0
-    # Without the lock folder, other files may still know the last epoch.
+    # If the lock folder is gone, get the last epoch from other files.
     if not epochs(run):
         try:
             after = int(read_json(run / CONFIG)["starts"]) + 1
@@ -335,8 +337,7 @@ def hold(run: Path) -> RunLock:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move a run directory to `NAME.begun-1` (or -2, ...). Raises UserError if its driver is
-    alive."""
+    """Move a run to `NAME.begun-1` (or -2, ...). Raises a UserError if its driver is alive."""
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
     if lock is not None:
@@ -345,13 +346,12 @@ def set_run_aside(path: Path) -> Path:
 
 
 def make_aside(run: Path) -> Path:
-    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory."""
+    """Create a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory."""
     return _first_new(run.with_name(f"{run.name}.begun-{number}") for number in itertools.count(1))
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Make the first of these folders that does not exist. Concurrent calls get different
-    folders."""
+    """Create the first folder that does not exist yet. Concurrent calls get different folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -364,17 +364,17 @@ def is_used(path: Path) -> bool:
 
 
 def _unused(root: Path) -> Path:
-    """Make a new folder named after the time."""
+    """Create a new folder named after the current time."""
     name = time.strftime("%Y%m%d-%H%M%S")
     return _first_new(root / name if k == 1 else root / f"{name}-{k}" for k in itertools.count(1))
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder and its parents, unless it exists. Raises a UserError if that fails.
+    """Create a folder and its parents if it does not exist. Raises a UserError if that fails.
 
     Args:
-        what: its name in messages, as the user gave it.
-        private: deny access to other users.
+        what: the folder's description in messages, as the user gave it.
+        private: whether to deny access to other users.
     """
     try:
         if private:
@@ -382,7 +382,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
         else:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        # Callers handle a full disk.
+        # Leave a full disk to the caller.
         if is_full(error):
             raise
         at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
@@ -395,7 +395,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Convert configuration values to JSON: models by field, functions and classes by name."""
+    """Convert a value to JSON types: a model to its fields, a function or class to its name."""
     if isinstance(value, Config):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if hasattr(value, "__qualname__"):

@@ -1,5 +1,4 @@
-"""RunFacts: the state of a run from its directory, whether it is live, ended, killed, damaged or
-empty."""
+"""RunFacts: the state of a run, read from its directory. Works for damaged runs as well."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from .files import CONFIG, METRICS
 from .lock import Holder, Life, life_of
 
 MOST_CONFIG = 16 << 20
-"""Most bytes to read of a configuration, because it is read on each request."""
+"""[bytes] Maximum size of a configuration file to read. Limited, because each request reads it."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class RunFacts:
     life: Life
     holder: Holder | None
     config: Mapping[str, Any]
-    """Configuration at the start; empty if it cannot be read."""
+    """Configuration of the latest start; empty if it cannot be read."""
     last: Mapping[str, float]
-    """Metrics of the last step; empty before the first."""
+    """Metrics of the last step; empty before the first step ends."""
     alerts: tuple[Alert, ...]
     damage: tuple[str, ...]
 
@@ -51,14 +50,14 @@ class RunFacts:
 
     @property
     def error(self) -> str | None:
-        """The error that ended the latest start of the run, or None."""
-        # Ignore an error of an earlier start.
+        """The error that ended the latest start of the run; None if there is none."""
+        # Ignore errors of earlier starts.
         ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
         return self.alerts[-1].text if ended else None
 
     @property
     def since(self) -> float:
-        """When the latest driver took the run, in seconds since 1970; 0 if unknown."""
+        """[s] Unix time when the latest driver took the run; 0 if unknown."""
         with suppress(ValueError):
             return calendar.timegm(
                 time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC")
@@ -67,7 +66,7 @@ class RunFacts:
 
     @property
     def status(self) -> str:
-        """One of: running, done, stopped (before its last step), failed, killed, empty, unknown."""
+        """One of running, done, stopped (before the last step), failed, killed, empty, unknown."""
         if self.life is Life.ALIVE:
             return "running"
         if self.life is Life.DEAD:
@@ -80,12 +79,12 @@ class RunFacts:
 
     @property
     def trouble(self) -> str:
-        """The first line of the last alert; empty if there are none."""
+        """The first line of the last alert; empty if there are no alerts."""
         return self.alerts[-1].text.partition("\n")[0] if self.alerts else ""
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the last step, or None if it measured none (SFT, DPO)."""
+        """Mean reward of the last step; None for methods without rewards, such as SFT and DPO."""
         return self.last_of("mean")
 
     @property
@@ -93,7 +92,7 @@ class RunFacts:
         return self.last_of("loss")
 
     def last_of(self, metric: str) -> float | None:
-        """Return a training metric of the last step from any group that measured it, or None."""
+        """Return a training metric of the last step, from any worker group that measured it."""
         name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 
@@ -115,8 +114,8 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """Return the state of a run. Never writes, and never raises for a damaged run. `last` has the
-    metrics of its last step; None reads them."""
+    """Return the state of a run. Never writes, and never raises an error for a damaged run. `last`
+    gives the metrics of the last step, if the caller has already read them."""
     damage: list[str] = []
     life, holder = life_of(run)
     last = _last(run, damage) if last is None else last
@@ -129,7 +128,7 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
         return without_secrets(read_json(run / CONFIG, MOST_CONFIG))
     except FileNotFoundError:
         pass
-    except UserError as error:  # it names the file
+    except UserError as error:  # the message names the file
         damage.append(str(error))
     except OSError as error:
         damage.append(f"{run / CONFIG}: {error}")

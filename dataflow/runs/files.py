@@ -12,29 +12,29 @@ from pathlib import Path
 
 CONFIG = "config.json"
 GRAPH, MERMAID = "graph.json", "graph.mmd"
-"""The graphs, as JSON and as a Mermaid diagram."""
+"""All graphs as JSON, and the training graph as a Mermaid diagram."""
 STREAM, PARQUET = ".arrows", ".parquet"
-"""Suffixes of tables, during the run and after it."""
+"""Suffixes of tables during the run and after it."""
 METRICS, TIMELINE, PROCESSES = "metrics", "timeline", "processes"
-"""Tables, without their suffixes; `processes` always stays a stream."""
+"""Names of tables, without suffix. `processes` stays a stream after the run."""
 SAMPLES = "samples"
 SAMPLES_ARCHIVE = "samples.parquet"
-"""All samples, if they were archived."""
+"""All samples of the run, if they were archived."""
 ALERTS = "alerts.jsonl"
 LIVE = "live.json"
 """Current state of the run."""
 STOP, STACKS = "stop.json", "stacks.json"
 """Requests to the driver."""
 LOCK = "lock"
-"""Lock files of current and earlier drivers."""
+"""Folder with the lock files of current and earlier drivers."""
 CHECKPOINTS = "checkpoints"
 SKIPPED = "skipped"
-"""Rows of bad optimizer steps, by worker group."""
+"""Folder with the rows of bad optimizer steps of each worker group."""
 TRACKERS = "trackers"
-"""State of each tracker: the metrics that it has sent."""
+"""Folder with the state of each tracker: which metrics it has sent."""
 LOGS = "logs"
 BUFFER = "buffer"
-"""The sample buffer. It contains:"""
+"""Folder of the sample buffer, which contains:"""
 LOG = "ledger.log"
 SEGMENTS = "segments"
 
@@ -47,13 +47,12 @@ LEFT = (
     f"{SAMPLES}/*.arrow",
     f"{CHECKPOINTS}/step_*",
 )
-"""Files that identify a run directory. `config.json` does not, because model folders also have
-one."""
+"""Patterns of files that identify a run directory. `config.json` is not one of them, because model
+folders also contain it."""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has a run or a part of one; False if it is missing or not
-    readable."""
+    """Return whether a folder contains a run or a part of one. False if it cannot be read."""
     with suppress(OSError):
         return any(list(folder.glob(name)) for name in LEFT)
     return False
@@ -65,7 +64,7 @@ def is_run(folder: Path) -> bool:
 PAUSE_S = 1.0
 """[s] Pause between two attempts to write to a full disk."""
 MAX_PAUSE_S = 3600.0
-"""[s] Longest wait for space on a disk."""
+"""[s] Maximum wait for space on a disk."""
 PARTIAL = ".partial"
 """Suffix of files that are being written."""
 
@@ -75,30 +74,29 @@ def is_full(error: BaseException) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, readable only by the owner."""
+    """Create a folder and its missing parents, readable only by the owner."""
     if not path.is_dir():
-        # `mkdir(parents=True)` would give the parents the default rights.
+        # `mkdir(parents=True)` would create the parents with default permissions.
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_file(path: Path) -> None:
-    """Make an empty file that only the owner can read, for a library that opens it by name."""
+    """Create an empty file that only the owner can read, for a library that opens it by name."""
     remove(path)
     path.touch(mode=0o600)
 
 
 def make_private(path: Path) -> None:
-    """Remove all rights of other users from a file or folder that a library made."""
-    with suppress(PermissionError):  # another user owns it and gave this process access
+    """Deny other users access to a file or folder that a library created."""
+    with suppress(PermissionError):  # another user owns it
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder. Return its new
-    path."""
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...). Return the new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
-    # `exists` is false for a link whose target is gone.
+    # Check for links too, because `exists` is false for a link whose target is gone.
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
     return aside
@@ -106,10 +104,10 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace `path` atomically by a file that a library writes under the yielded, private name.
+    """Replace `path` atomically by a new file, which the caller writes to the yielded path.
 
-    Readers find either the old or the complete new file, even after a power loss. If writing fails,
-    the new file is removed.
+    Readers find either the old or the complete new file, even after a power failure. If writing
+    fails, the new file is removed. Other users cannot read it.
     """
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
@@ -124,7 +122,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    # `rmtree` refuses links, and the target of a link must stay.
+    # Remove a link and not its target.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -132,21 +130,20 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The real disk. Durability depends on these operations; tests replace them with failing
-    ones."""
+    """The disk operations on which durability depends. Tests replace them by failing ones."""
 
     def open(self, path: Path) -> int:
-        """Open a file for appending; create it if needed. Return its descriptor."""
+        """Open a file for appending, or create it. Return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Append all of the data to the file. It survives the death of this process."""
+        """Append all data to the file. The data survives the death of this process."""
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
 
     def sync(self, descriptor: int) -> None:
-        """Make written data survive a power loss."""
+        """Make written data survive a power failure."""
         os.fdatasync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
@@ -156,7 +153,7 @@ class Disk:
         os.replace(source, target)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names in a folder survive a power loss."""
+        """Make the file names in a folder survive a power failure."""
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -167,7 +164,7 @@ class Disk:
         os.close(descriptor)
 
     def write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
-        """Write a new file and sync it. A file of that name is removed."""
+        """Write a new file and sync it. An existing file with that name is removed first."""
         remove(path)
         descriptor = self.open(path)
         try:
@@ -178,8 +175,8 @@ class Disk:
             self.close(descriptor)
 
     def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
-        """Replace the contents of a file atomically, and sync them. Raises OSError if, for example,
-        the disk is full. The file keeps its previous contents."""
+        """Replace the content of a file atomically, and sync it. Raises an OSError if, for example,
+        the disk is full; the file then keeps its previous content."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.write_new(partial, [data] if isinstance(data, bytes) else data)

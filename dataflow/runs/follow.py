@@ -1,5 +1,4 @@
-"""Follow a run while another process writes it: each look reads only what was added since the last
-one."""
+"""Follow a run that another process writes. Each read returns the data added since the last."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from .files import (
 )
 
 MOST_FOOTER = 64 << 20
-"""[bytes] Largest footer of a Parquet file to read; enough for 300,000 columns."""
+"""[bytes] Maximum size of a Parquet file's footer to read; enough for 300,000 columns."""
 
 
 class _StreamTail:
-    """Reads new rows of a stream, which need not exist yet, while another process appends to it."""
+    """Reads new rows of a stream file, which another process writes and may not have created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,17 +39,18 @@ class _StreamTail:
         self._file: tuple[int, int] | None = None
         """Device and inode of the file that the offset belongs to."""
         self.begun = 0
-        """How often reading started over. If it has grown, discard earlier rows."""
+        """How many times reading has started over. If this has grown, discard earlier rows."""
         self._schema: pa.Schema | None = None
 
     def new_batches(self) -> list[pa.RecordBatch]:
-        """Return the complete new messages; none without a file. If the file was replaced or cut,
-        return all of its messages. Raises pyarrow.ArrowException if the file is not a stream."""
+        """Return the complete new messages; none if there is no file. If the file was replaced or
+        truncated, return all its messages. Raises a pyarrow.ArrowException if the file is not a
+        stream."""
         try:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 this = found.st_dev, found.st_ino
-                # The file was replaced (a resume) or truncated.
+                # Start over if the file was replaced (by a resumed run) or truncated.
                 if this != self._file or found.st_size < self._offset:
                     self._file, self._offset, self._schema = this, 0, None
                     self.begun += 1
@@ -73,21 +73,20 @@ class _StreamTail:
 
 
 class _News(NamedTuple):
-    """New rows since the last look."""
+    """New rows since the last read."""
 
     anew: bool = False
-    """Whether to discard all rows that were read before."""
+    """Whether to discard all rows read before."""
     batches: Sequence[pa.RecordBatch] = ()
     """New rows of the stream."""
     table: pa.Table | None = None
     """All rows of the Parquet file."""
     left_out: int = 0
-    """Columns of the Parquet file that were not read."""
+    """Number of columns of the Parquet file that were not read."""
 
 
 class FollowedTable:
-    """A table that a run writes, or will write. It reads at most `most_columns` of a Parquet
-    file."""
+    """A table that a run writes or will write. Of Parquet, reads at most `most_columns` columns."""
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns
@@ -96,18 +95,18 @@ class FollowedTable:
         self._begun = 0
         self._damage: Exception | None = None
         self._read_from: object = None
-        """Inode, size and time of the Parquet file that was read."""
+        """Inode, size and modification time of the Parquet file that was read."""
 
     @property
     def path(self) -> Path:
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> _News:
-        """Return new rows, or empty news without a file. Raises OSError, pyarrow.ArrowException or
+        """Return new rows; none if there is no file. Raises an OSError, pyarrow.ArrowException or
         ValueError if the file cannot be read."""
         if self._stream.is_file():
             batches = self._tail.new_batches()
-            # The writer may have started the stream over.
+            # Check whether the writer has started the stream over.
             anew = self._tail.begun != self._begun
             if anew:
                 self._begun, self._read_from = self._tail.begun, None
@@ -119,14 +118,14 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                # Drop the traceback, which would grow and keep frames alive with each look.
+                # Drop the traceback, which would grow and keep frames alive with each read.
                 raise self._damage.with_traceback(None)
             return _News()
         self._read_from, self._damage = None, None
         try:
             news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            # An OSError with a number may be temporary; other errors stay until the file changes.
+            # An OSError with an errno may be temporary. Other errors stay until the file changes.
             if not (isinstance(error, OSError) and error.errno):
                 self._read_from, self._damage = this, error
             raise
@@ -158,11 +157,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checkpoints": (CHECKPOINTS,),
     "logs": (LOGS,),
 }
-"""Part of a run -> its files and folders. A folder changes with its entries."""
+"""Files and folders of each part of a run, keyed by part. A folder changes when its entries do."""
 
 
 def state_of(run: Path) -> dict[str, object]:
-    """Return part -> a value that changes whenever the part changes."""
+    """Return a value for each part of a run that changes whenever the part changes."""
     return {part: tuple(_stat(run / name) for name in names) for part, names in PARTS.items()}
 
 
@@ -175,7 +174,7 @@ def _stat(path: Path) -> tuple[int, int, int] | None:
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the parts that differ.
+    """Return the parts that differ between two results of `state_of`.
 
     >>> changed({"metrics": 1, "live": 1}, {"metrics": 2, "live": 1})
     ['metrics']

@@ -1,24 +1,25 @@
-"""RunLock: ensures that a run has one writer. A file in the run directory names the holder, and
-each start of the run has its own epoch.
+"""RunLock: ensures that a run has only one writer. A file in the run directory names the holder of
+the run. Each start of the run has its own epoch.
 
     runs/NAME/lock/epoch_000003    {"epoch": 3, "host": "node-7", "pid": 4711, "since": "2026-11-22 04:20:15 UTC", ...}
                                    {"ended": "2026-11-22 09:02:51 UTC"}
 
-A driver takes a run by hard-linking its file to the next number. This fails if the name exists, so
-only one of two drivers succeeds, even on NFS. If it finds no other holder, it becomes the holder
-and removes the older files. A holder is in one of three states:
+To take a run, a driver writes a file and hard-links it to the name with the next epoch. Linking
+fails if the name exists, so only one of two drivers succeeds, even on NFS. If no other holder is
+alive, the driver becomes the holder and removes the older files. A holder is in one of three
+states:
 
 - ended: its file has a second line. Any driver may take the run.
-- alive: its process is alive on this machine, or its file on another machine was touched within
-  DEAD_AFTER_S. Other drivers are refused.
-- dead: its process is gone, which is known at once on the same machine (pid and start time), or its
-  file was not touched for DEAD_AFTER_S by the file system's clock, which all machines share. Any
-  driver may take the run.
+- alive: its process runs on this machine, or it runs on another machine and touched its file within
+  DEAD_AFTER_S. Other drivers cannot take the run.
+- dead: its process is gone, which other processes on the same machine detect at once (by pid and
+  start time); or it has not touched its file for DEAD_AFTER_S, by the file system's clock, which
+  all machines share. Any driver may take the run.
 
-A holder that counts as dead may be alive: suspended, or cut off from the file system. Its file was
-removed, and it checks this before it acts on logged records and before it writes to the run. It
-then ends with a `TakenOverError`. Anything it wrote in between went to unlinked files (see
-`dataflow/runs/log.py`).
+A holder that counts as dead may still be alive: suspended, or cut off from the file system. The new
+holder has removed its file. The old holder checks for its file before it acts on logged records and
+before it writes to the run, and ends with a `TakenOverError` if it is gone. Anything it wrote in
+between went to unlinked files (see `dataflow/runs/log.py`).
 
 NFS clients may cache a file's attributes for up to 60 s (`acregmax`), which is less than
 DEAD_AFTER_S. The heartbeat opens the file, which makes the client ask the server.
@@ -50,13 +51,13 @@ from .files import LOCK, make_folder
 BEAT_S = 10.0
 """[s] Interval of heartbeats."""
 DEAD_AFTER_S = 90.0
-"""[s] A holder on another machine counts as dead after this time without a heartbeat."""
+"""[s] Time without a heartbeat after which a holder on another machine counts as dead."""
 TRY_S = 1.0
-"""[s] Time to keep trying to take a run that other drivers are taking as well."""
+"""[s] How long to keep trying to take a run if other drivers try to take it at the same time."""
 MOST_BYTES = 1 << 16
-"""Most bytes to read of a holder's file."""
+"""[bytes] Maximum number of bytes to read of a holder's file."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""Errors of file systems without hard links."""
+"""Error numbers of file systems without hard links."""
 _NAME = re.compile(r"epoch_(\d+)")
 
 
@@ -67,10 +68,10 @@ class Holder:
     epoch: int
     host: str
     machine: str
-    """Boot id of the kernel and namespace of process ids. Pids are comparable if both are equal."""
+    """Boot id of the kernel and namespace of pids. Pids of equal machines can be compared."""
     pid: int
     started: str
-    """Start time of the process from the kernel. It distinguishes processes with the same pid."""
+    """Start time of the process, from the kernel. Distinguishes processes with the same pid."""
     since: str
 
     @classmethod
@@ -84,7 +85,7 @@ class Holder:
 
     @property
     def has_ended_here(self) -> bool:
-        """Whether it was a process of this machine that is gone."""
+        """Whether the holder was a process on this machine that has ended."""
         started = _started(self.pid)
         other = bool(started and self.started and started != self.started)
         return self.is_here and (started is None or other)
@@ -94,7 +95,7 @@ class Holder:
 
 
 class RunLock:
-    """A run that this process holds, until `release` or until this object is garbage-collected."""
+    """A run that this process holds until `release`, or until this object is garbage-collected."""
 
     def __init__(self, run: Path, claim: _Claim) -> None:
         self.run = run
@@ -102,15 +103,15 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Take a run with an epoch after `after`. Raises UserError if another process holds it."""
+        """Take a run, with an epoch larger than `after`. Raises a UserError if it is held."""
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
-        """Begin the next epoch. Raises TakenOverError if another process holds the run."""
+        """Begin the next epoch. Raises a TakenOverError if another process holds the run."""
         self.check(sure=True)
         before = self._claim
         claim = _take(self.run / LOCK, before.holder.epoch, own=before.path)
-        # The run continues, so the old claim must not note its end.
+        # The run continues, so the old claim must not write that it has ended.
         self._release.detach()
         self._hold(claim)
         before.let_go()
@@ -125,18 +126,18 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> dict[str, Any]:
-        """Return the first record of this holder in the log: its epoch, larger than all earlier."""
+        """Return this holder's first record for the log. Its epoch exceeds all earlier ones."""
         holder = asdict(self._claim.holder)
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Check that this process may write. Raises TakenOverError if another process took over the
-        run. With `sure`, ask the file server; otherwise this machine's cached state is enough."""
+        """Raise a TakenOverError if another process took over the run, so that this process may not
+        write. `sure` asks the file server; otherwise, this machine's cached state is used."""
         if self._claim.is_held(sure=sure):
             return
         try:
             other = _read(max(epochs(self.run).items())[1])
-        except (OSError, ValueError):  # it is missing or damaged
+        except (OSError, ValueError):  # the file is missing or damaged
             other = None
         gone = f"has no lock any more: {self._claim.path} was removed, or the run moved"
         who = f"is held by {other}" if other else gone
@@ -148,7 +149,7 @@ class RunLock:
         self._release()
 
     def give_back(self) -> None:
-        """Release a run that was not written to, and restore the files of earlier holders."""
+        """Release a run to which nothing was written, and restore the files of earlier holders."""
         if self._claim.is_held(sure=True):
             self._claim.restore()
         self.release()
@@ -156,14 +157,13 @@ class RunLock:
 
 @dataclass
 class _Claim:
-    """A holder's file. It stays open while the run is held, so that its inode number is not
-    reused."""
+    """A holder's file. It stays open while the run is held, which reserves its inode number."""
 
     path: Path
     holder: Holder
     descriptor: int
     replaced: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
-    """Removed file of an earlier holder -> its content, and its modification time in ns."""
+    """(content, modification time in ns) of earlier holders' removed files, keyed by path."""
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -181,7 +181,7 @@ class _Claim:
                     os.utime(self.descriptor)
 
     def is_held(self, *, sure: bool) -> bool:
-        """Return whether the file still has its name. Temporary errors count as held."""
+        """Return whether the file still exists under its name. A temporary error counts as yes."""
         with self._lock:
             if self._lost or self.descriptor < 0:
                 return not self._lost
@@ -197,13 +197,13 @@ class _Claim:
                     found = os.stat(self.path)
                 self._lost = not os.path.samestat(found, os.fstat(self.descriptor))
             except OSError as error:
-                # Other errors may be temporary, and must not end the run.
+                # All other errors may be temporary, and must not end the run.
                 self._lost = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
             return not self._lost
 
     def note_end(self) -> None:
-        """Note in this holder's file, which may have been unlinked, that it has ended."""
-        # Not in a forked child, which does not own the run.
+        """Write to this holder's file that the holder has ended. The file may be unlinked."""
+        # A forked child does not own the run.
         if self.holder.pid == os.getpid():
             with suppress(OSError):
                 os.write(self.descriptor, _line({"ended": _now()}))
@@ -219,7 +219,7 @@ class _Claim:
             finally:
                 os.close(descriptor)
         self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # other files are there
+        with suppress(OSError):  # the folder has other files
             self.path.parent.rmdir()
 
     def let_go(self) -> None:
@@ -231,8 +231,8 @@ class _Claim:
 
 
 def _take(folder: Path, after: int, own: Path | None) -> _Claim:
-    """Take the lock in a folder, with an epoch larger than `after`. `own` is this process's
-    file."""
+    """Take the lock in a folder, with an epoch larger than `after`. `own` is the file that this
+    process already holds, if any."""
     try:
         return _try_to_take(folder, after, own)
     except OSError as error:
@@ -247,7 +247,7 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         found = epochs(folder.parent)
         claim, number = _write(folder, Holder.here(max([after, *found]) + 1))
         try:
-            # The file system's clock, which all machines share.
+            # Use the file system's clock, which all machines share.
             now = os.fstat(claim.descriptor).st_mtime
             for epoch, path in sorted(found.items(), reverse=True):
                 if path != own:
@@ -256,7 +256,7 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
                 # Check again, because another driver may have linked its file in between.
                 if set(epochs(folder.parent)) == {*found, claim.holder.epoch}:
                     break
-                claim.path.unlink()  # another driver was faster: look again
+                claim.path.unlink()  # another driver was faster: try again
         except BaseException:
             claim.let_go()
             raise
@@ -282,16 +282,16 @@ def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
     unnamed = folder / f".{uuid.uuid4().hex}"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     os.write(descriptor, _line(asdict(holder)))
-    # The name must never refer to an incomplete file.
+    # Sync first, because the name must never refer to an incomplete file.
     os.fsync(descriptor)
     return _Claim(folder / f"epoch_{holder.epoch:06d}", holder, descriptor), unnamed
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Link a file to its name; return False if the name is taken."""
+    """Give a file its final name. Return False if the name is taken."""
     try:
         os.link(source, target)
-    except FileExistsError:  # the server's first answer may have been lost, and the request repeated
+    except FileExistsError:  # an NFS client may have repeated a request that succeeded
         with suppress(FileNotFoundError):
             return os.path.samefile(source, target)
         return False
@@ -302,7 +302,7 @@ def _link(source: Path, target: Path) -> bool:
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
-        # Without hard links, reserve the name with an empty file, then replace it.
+        # Without hard links, reserve the name with an empty file and then replace that file.
         source.rename(target)
     return True
 
@@ -314,12 +314,12 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
         return
     try:
         holder = _parse(lines, path)
-    except ValueError:  # damaged, or still being written on a file system without links
+    except ValueError:  # damaged, or still being written on a file system without hard links
         holder = None
     if holder is not None and (len(lines) > 1 or holder.has_ended_here):
         return
     silent = now - touched
-    # A process of this machine that has not ended is alive, however old its heartbeat.
+    # A process of this machine that has not ended is alive, even if its heartbeat is old.
     if holder is not None and holder.is_here:
         own = holder.pid == os.getpid()
         end = "close the other driver of this process" if own else f"end it (kill {holder.pid})"
@@ -337,20 +337,20 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
 
 
 class Life(Enum):
-    """State of a run's driver, from its lock file."""
+    """State of a run's driver according to its lock file."""
 
     ALIVE = "alive"
-    """Its process is alive, or its last heartbeat from another machine is recent."""
+    """The driver's process is alive or, on another machine, its last heartbeat is recent."""
     ENDED = "ended"
-    """It ended regularly."""
+    """The driver released the run."""
     DEAD = "dead"
-    """Its process is gone, or its heartbeats stopped, without a regular end."""
+    """The driver's process is gone, or its heartbeats stopped, before it released the run."""
     UNKNOWN = "unknown"
-    """No lock file names a driver, or none can be read."""
+    """There is no valid lock file."""
 
 
 def life_of(run: Path) -> tuple[Life, Holder | None]:
-    """Return the state of the latest driver of a run. Never writes or raises."""
+    """Return the state of a run's latest driver. Never writes, and never raises an error."""
     try:
         path = max(epochs(run).items())[1]
         touched, lines = _lines(path)
@@ -365,20 +365,20 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
 
 
 def epochs(run: Path) -> dict[int, Path]:
-    """Return epoch -> file of its holder."""
+    """Return the file of each holder, keyed by epoch."""
     folder = run / LOCK
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return {int(name[1]): path for name, path in found if name}
 
 
 def _lines(path: Path) -> tuple[float, list[bytes]]:
-    """Return the modification time of a holder's file, and its lines."""
+    """Return the modification time and the lines of a holder's file."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Return the holder in the first line of its file. Raises ValueError if it is invalid."""
+    """Parse a holder from the first line of its file. Raises a ValueError if it is invalid."""
     try:
         holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:
@@ -408,16 +408,17 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process here; "" if unknown; None if it is gone or a zombie."""
+    """Return the start time of a process on this machine; "" if it is unknown, None if the process
+    is gone or a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:  # it belongs to another user
+    except PermissionError:  # the process belongs to another user
         pass
     try:
-        # The program's name comes before, and may contain spaces and parentheses.
+        # The program's name comes before these fields, and may contain spaces and parentheses.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:  # hidden, or not on Linux
+    except OSError:  # /proc is hidden or does not exist
         return ""
     return None if state in "ZX" else rest[18]

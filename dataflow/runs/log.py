@@ -1,19 +1,19 @@
-"""The write-ahead log of a run: one JSON record per line, each with the checksum of all records up
-to it.
+"""The write-ahead log of a run: one JSON record per line, with a checksum that covers all records
+so far.
 
     1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
 
-The checksum is the CRC-32 of this record, started from the previous record's checksum. It detects
-torn, changed, missing and repeated lines, and proves that the lines before are valid. Records are
-written together (group commit): `append` makes no system call, `commit` makes one. A log position
-is a byte offset; checkpoints refer to positions.
+The checksum is the CRC-32 of the record, started from the previous record's checksum. It detects
+incomplete, changed, missing and repeated lines. A valid line therefore shows that all lines before
+it are valid. Records are written together (group commit): `append` makes no system call, `commit`
+makes one. A log position is a byte offset; checkpoints refer to positions.
 
 After a cut (`cut`), the file of a log begins at a later position. Earlier records are in an archive
-(`log_archive.py`); `LogReader` reads both.
+(`log_archive.py`). `LogReader` reads both.
 
 A log has one writer. A new writer copies the records to keep into a new file, which replaces the
-old one. A previous writer that is still alive then appends to an unlinked file, and the lock of
-the run (`lock.py`) stops it before it acts on its records.
+old file. If the previous writer is still alive, it appends to an unlinked file, and the lock of the
+run (`lock.py`) stops it before it acts on its records.
 """
 
 from __future__ import annotations
@@ -55,12 +55,16 @@ from .log_archive import (
 )
 
 Record = Mapping[str, Any]
-"""An event: `do` is its kind, which determines the other fields. All values are JSON values."""
+"""An event, with JSON values. `do` is its kind, which determines the other fields."""
 
 FORMAT = 6
-"""Format of the records and of the graphs described in them. The reader also accepts older formats:
-format 3 has all rows of a record in one segment, format 4 writes every number separately (see
-`unpacked`), and claims of format 5 have no `too_old`."""
+"""Format of the records and of the graphs that they describe. The reader also accepts older
+formats, which differ as follows:
+
+- 5: claims have no `too_old`.
+- 4: all numbers are written separately (see `unpacked`).
+- 3: all rows of a record are in one segment.
+"""
 OLDEST = 3
 
 _CHUNK_BYTES = 1 << 20
@@ -70,25 +74,25 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 SYNC_INTERVAL_S = 0.5
-"""[s] Part of a log that a power loss may cost. A sync takes milliseconds, and the rows of half a
-second are soon made again."""
+"""[s] At most this much of the log is lost at a power failure. A sync takes milliseconds, and the
+rows of half a second are quickly generated again."""
 
 
 @dataclass(frozen=True)
 class _PreparedCut:
-    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is
+    """The new file for a log after a cut. It is open until the log takes it (`Log.cut`) or it is
     dropped."""
 
     path: Path
     descriptor: int
     start: Position
-    """Where the file begins."""
+    """Position in the log at which the file begins."""
     copied: int
-    """Byte offset in the log after the last copied record."""
+    """Byte offset in the log of the end of the last copied record."""
     disk: Disk
 
     def drop(self) -> None:
-        """Close and remove the file, unless another writer's file has its name."""
+        """Close the file, and remove it unless another writer's file has taken its name."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
                 self.path.unlink()
@@ -96,7 +100,7 @@ class _PreparedCut:
 
 
 class Log:
-    """The log of a run, open for appending: new, or after the end of an earlier one (`at`)."""
+    """The log of a run, open for appending. It is new, or continues an earlier log at `at`."""
 
     def __init__(
         self,
@@ -108,23 +112,23 @@ class Log:
         clock: Callable[[], float] = time.monotonic,
         fence: RunLock | None = None,
     ) -> None:
-        """Open the log. Records after `at` are cut off, and kept as `NAME.cut-OFFSET`.
+        """Open the log. Records after `at` are cut off and kept as `NAME.cut-OFFSET`.
 
         Args:
             at: position to append at.
-            sync_interval_s: most seconds of the log that a power loss may cost. If the process
-                dies, no committed record is lost.
-            fence: checked by `commit`; its record is the first that this writer appends.
+            sync_interval_s: [s] at most this much of the log is lost at a power failure. If only
+                the process dies, no committed record is lost.
+            fence: lock that `commit` checks. The first record of this writer is the lock's record.
         """
         self.path = path
         self._disk = disk or Disk()
         self._clock = clock
         self._sync_interval_s = sync_interval_s
         self._pending: tuple[int, list[bytes]] = at.offset, []
-        """Unwritten lines and their offset, in one value, so that an interrupt (Ctrl-C) cannot
-        separate them."""
+        """Offset of the unwritten lines, and the lines. They are one value, so that an interrupt
+        (Ctrl-C) cannot separate them."""
         self._torn = False
-        """Whether part of a failed write may be in the file at the offset of the pending lines."""
+        """Whether the file may contain part of a failed write of the pending lines."""
         self._end = at.offset, at.checksum
         self._unsynced = False
         self._fence = fence
@@ -133,14 +137,14 @@ class Log:
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
         self._descriptor = self._begin_file(at.offset)
-        # After the new file is in place: until then, the old one may need these parts.
+        # Drop parts only once the new file is in place, because the old one may need them.
         drop_parts_behind(path, self.start)
         self._synced = clock()
         if fence is not None:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> Position:
-        """Return where the file begins for a log that continues at a position."""
+        """Return the position at which the file of a log that continues at `at` begins."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
@@ -149,7 +153,7 @@ class Log:
         return at if at.offset else Position()
 
     def _begin_file(self, end: int) -> int:
-        """Atomically replace the log by a file of this writer with the records up to this byte."""
+        """Atomically replace the log by this writer's file, with the records up to offset `end`."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
@@ -160,7 +164,7 @@ class Log:
                 with open_file(self.path) as before:
                     for data in records(before.fileno(), self.start, self.start.offset, end):
                         self._disk.write(descriptor, data)
-            # Sync before the rename, because the name must never refer to incomplete records.
+            # Sync first, because the name must never refer to incomplete records.
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -171,11 +175,11 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
-        """Keep the records behind a position for inspection; recovery does not read them."""
+        """Keep the records after an offset in a separate file, only for inspection."""
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
-        except UserError:  # the archive with it is lost
+        except UserError:  # the archived part with this offset is lost
             chunks = raw(self.path, start_of(self.path).offset)
             first = next(chunks, b"")
         if not first:
@@ -184,7 +188,7 @@ class Log:
         unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
         try:
             self._disk.write_new(unnamed, chain([first], chunks))
-            # Another cut at the same offset may have kept other records.
+            # An earlier cut at the same offset may have kept other records.
             while kept.exists() and not _begins_with(unnamed, kept):
                 number += 1
                 kept = self.path.with_name(f"{name}-{number}")
@@ -195,7 +199,7 @@ class Log:
 
     @property
     def position(self) -> Position:
-        """The end of the appended records, committed or not."""
+        """The position after all appended records, committed or not."""
         return Position(*self._end)
 
     def append(self, record: Record) -> None:
@@ -213,14 +217,14 @@ class Log:
         """Write the appended records with one system call.
 
         Args:
-            sync: sync the file even if the last sync is more recent than the interval.
-            fenced: check first that this process still owns the log. Without it, nothing may act on
-                the records before the next fenced commit, because a replaced writer appends to an
-                unlinked file.
+            sync: sync the file even if `sync_interval_s` has not passed since the last sync.
+            fenced: first check that this process still owns the log. A replaced writer appends to
+                an unlinked file. Therefore, after a commit without this check, do not act on the
+                records until the next commit with the check.
 
         Raises:
             TakenOverError: another process took over the log.
-            OSError: for example, the disk is full. The next commit writes the records.
+            OSError: for example, the disk is full. The next commit writes the records again.
         """
         if fenced:
             self._check()
@@ -230,12 +234,12 @@ class Log:
             self._torn = False
         if lines:
             data = b"".join(lines)
-            # Set before the write, so that an interrupt leaves the right state.
+            # Set these before the write, so that the state is right after an interrupt.
             self._torn = self._unsynced = True
             try:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
-            except OSError:  # for example, the disk is full: the next commit writes all of it again
+            except OSError:  # for example, the disk is full; the next commit writes all lines again
                 self._disk.truncate(self._descriptor, place(self.start, offset))
                 raise
             self._torn = False
@@ -246,9 +250,9 @@ class Log:
 
     def prepare_cut(self, at: Position) -> Callable[[], _PreparedCut]:
         """Prepare to move the committed records before a position to the archive. Returns a
-        function for any thread, which returns the file to pass to `cut`. If it raises OSError, for
-        example on a full disk, it leaves no files."""
-        # A duplicate, because the log may close its own while the thread works.
+        function that does the work in any thread, and returns the file to pass to `cut`. If it
+        raises an OSError, for example because the disk is full, it leaves no files."""
+        # Duplicate the descriptor, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
@@ -272,8 +276,8 @@ class Log:
         return work
 
     def cut(self, cut: _PreparedCut) -> None:
-        """Switch to a file that `prepare_cut` made. All records must be committed. If it fails, the
-        file is dropped.
+        """Switch to a file prepared by `prepare_cut`. All records must be committed. If this fails,
+        the file is dropped.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -316,10 +320,10 @@ class Log:
 
 
 class LogReader:
-    """Iterates over the valid records of a log in order, including archived ones. The log may be
-    written at the same time.
+    """Iterates over the valid records of a log in order, including archived ones. Another process
+    may write to the log at the same time.
 
-    Iterating raises UserError if a part of the archive is missing. Afterwards, `end` is the
+    Iterating raises a UserError if a part of the archive is missing. Afterwards, `end` is the
     position after the last valid record, and `damage` describes the problem there, if any.
     """
 
@@ -346,7 +350,7 @@ class LogReader:
             checksum, record = zlib.crc32(line[9:-1], self.end.checksum), None
             if not line.endswith(b"\n"):
                 problem = f"the last record is torn after {len(line)} bytes"
-            # Stop at the first mismatch: later checksums depend on this record.
+            # Stop at the first mismatch, because later checksums depend on this record.
             elif line[:9] != b"%08x " % checksum:
                 named = line[:8].decode(errors="replace")
                 problem = f"a record's checksum is {named!r}, not {checksum:08x}"
@@ -362,15 +366,15 @@ class LogReader:
 
 
 DAMAGED = "damaged: "
-"""Prefix of lines that report lost records or files."""
+"""Prefix of messages about lost records or files."""
 
 
 def lost_records(path: Path, end: Position) -> str:
     """Describe the complete lines after the end of the valid part of a log; empty if there are
     none.
 
-    A killed process leaves at most one incomplete line. Complete lines mean that the log was
-    changed, or that the disk lost a part of it.
+    A killed process leaves at most one incomplete line. Complete lines show that the log was
+    changed, or that the disk lost part of it.
     """
     behind = sum(line.endswith(b"\n") for line in lines(raw(path, end.offset)))
     if not behind:
@@ -385,14 +389,14 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """Return a line about lost records; none if only the last line is torn."""
+    """Return a message about lost records, as a list; empty if only the last line is incomplete."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
 
 def unpacked(record: dict[str, Any]) -> dict[str, Any]:
-    """Expand a record: ids as [first, number] become separate ids, and a single value of tokens or
-    versions is repeated.
+    """Expand a compressed record: [first, number] becomes consecutive ids, and a single value of
+    `tokens` or `versions` is repeated for each id.
 
     >>> unpacked({"ids": [3, [8, 4]], "tokens": 0})
     {'ids': [3, 8, 9, 10, 11], 'tokens': [0, 0, 0, 0, 0]}
@@ -414,7 +418,8 @@ def graph_record(name: str, outline: Record) -> Record:
 
 
 def described_graph(record: Record) -> Graph:
-    """Return the graph of a record, for reading. Raises FormatError for other versions of Weft."""
+    """Return the graph that a record describes. The graph cannot run. Raises a FormatError if this
+    version of Weft cannot read the record's format."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
@@ -429,7 +434,8 @@ def has_position(path: Path, position: Position) -> bool:
     """Return whether a record of the log ends at this position with this checksum. Positions before
     the beginning of the file cannot be checked and are accepted.
 
-    The checksum differs if the log was cut off and then continued differently.
+    The checksum differs if the log was cut off before this position and then continued with other
+    records.
     """
     with open_file(path) as file:
         start = file_start(file)
@@ -438,7 +444,7 @@ def has_position(path: Path, position: Position) -> bool:
         at = place(start, position.offset)
         if file.seek(0, 2) < at:
             return False
-        # Read backwards in growing steps until the last complete line.
+        # Read backwards, in growing steps, to the beginning of the last complete line.
         size, tail = 1 << 12, b""
         while tail.count(b"\n", 0, -1) == 0 and len(tail) < at:
             begin = max(0, at - size)
@@ -450,11 +456,11 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """Return the damage to a log's file before a position; None if it is valid."""
+    """Describe the damage to a log's file before a position. Return None if there is none."""
     with open_file(path) as file:
         start = file_start(file)
         offset, checksum = start.offset, start.checksum
-        # Checksums alone are much faster to check than records.
+        # Only compare checksums, which is much faster than parsing records.
         for line in file:
             if offset >= end.offset:
                 break
@@ -472,7 +478,7 @@ def damage_before(path: Path, end: Position) -> str | None:
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split chunks of text into lines, each with its line end."""
+    """Split chunks of bytes into lines. Lines keep their line end."""
     rest = b""
     for data in chunks:
         *whole, rest = (rest + data).split(b"\n")
@@ -482,7 +488,7 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def last_epoch(path: Path) -> int:
-    """Return the largest epoch in a log; 0 if it has none."""
+    """Return the largest epoch in a log; 0 if there is none."""
     try:
         return max((r["epoch"] for r in LogReader(path) if r.get("do") == "epoch"), default=0)
     except OSError:
@@ -490,8 +496,9 @@ def last_epoch(path: Path) -> int:
 
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
-    """Find out whether two writers appended to a log, after whose valid records it is damaged.
-    Returns the end of the earlier record that the invalid one follows, or None."""
+    """Find out whether two writers appended to a log. Return the end of the record after which the
+    invalid record at `damage` was written, according to its checksum. Return None if it is not one
+    of the last `look_back` records."""
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:
@@ -529,13 +536,13 @@ class LogCutting:
 
         IDLE ──begin──> ARCHIVING, in a thread ──finish──> IDLE
 
-    The driver can append to the log during this time. Failures only cost disk space: they are
-    logged, and the next checkpoint tries again.
+    The driver can append to the log meanwhile. A failure only costs disk space: it is reported in
+    the driver's log, and the next checkpoint tries again.
 
     Args:
-        min_bytes: bytes before the oldest kept checkpoint that make a cut worthwhile.
-        run: starts the work and returns its future; None uses a thread.
-        timeout_s: longest wait for the archive in `finish(wait=True)` and `close`.
+        min_bytes: cut the log once this many bytes precede the oldest kept checkpoint.
+        run: function that starts the work and returns its future. Default: use a thread.
+        timeout_s: [s] maximum wait for the archive in `finish(wait=True)` and `close`.
     """
 
     def __init__(
@@ -553,16 +560,16 @@ class LogCutting:
         self._work: Future[_PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Archive the records before the oldest kept checkpoint, if there are enough. All records
-        must be committed."""
+        """Start archiving the records before `needed`, the position of the oldest kept checkpoint,
+        if there are enough of them. All records must be committed."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
     def finish(self, *, wait: bool = False) -> None:
-        """Switch the log to its shorter file, if that is ready. All records must be committed.
+        """Switch the log to its shorter file if that file is ready. All records must be committed.
 
         Args:
-            wait: wait until it is ready. After the timeout, log a warning and leave the log as it is.
+            wait: wait until the file is ready. After the timeout, warn and leave the log unchanged.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -571,7 +578,7 @@ class LogCutting:
             return
         work, self._work = self._work, None
         if not self._ends_in_time(work):
-            # The thread may end later; its file is then useless.
+            # The thread may end later. Its file is useless then.
             work.add_done_callback(_drop)
             return
         try:
@@ -580,7 +587,7 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait for the archiving, up to the timeout. Drop a file that the log did not take."""
+        """Wait for the archiving, up to the timeout. Drop a file that the log has not taken."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)
@@ -603,7 +610,7 @@ def _drop(work: Future[_PreparedCut]) -> None:
 
 
 def _in_thread(work: Work) -> Future[_PreparedCut]:
-    """Run work in a daemon thread, which does not keep the process alive."""
+    """Run `work` in a daemon thread, which does not keep the process alive."""
     future: Future[_PreparedCut] = Future()
 
     def run() -> None:

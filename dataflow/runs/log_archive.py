@@ -1,11 +1,11 @@
-"""Archive of the part of a log before a cut, as compressed files.
+"""Archive of the records before a log's cut, in compressed files called parts.
 
     buffer/ledger.log     {"do":"cut","offset":16779311,…}, then the records from there on
     buffer/history/ledger-000000000000.00000000-000016779311.1f0c5a33.log.zst   the records from byte 0 to byte 16779311, unchanged
 
-Positions are byte offsets in the whole log, including its archive. The name of a part has the
-offsets and checksums of its begin and end. A run does not need these parts; `weft buffer check`,
-`table` and `why` read them. `zstd -d` unpacks one.
+Positions are byte offsets in the whole log, including its archive. The name of a part contains the
+offsets and checksums of its beginning and end. A run does not need these parts, but `weft buffer
+check`, `table` and `why` read them. Unpack one with `zstd -d`.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from ..safe_files import open_file
 from .files import Disk, make_folder, remove
 
 HISTORY = "history"
-"""Folder of the parts, next to the log."""
+"""Name of the folder of the parts, next to the log."""
 CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.zst")
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two records of a log, with the checksum that the next record starts from."""
+    """A place between two records of a log, with the checksum of the records before it."""
 
     offset: int = 0
-    """Bytes from the beginning of the log, including its archive."""
+    """[bytes] Distance from the beginning of the log, including its archive."""
     checksum: int = 0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Records that were cut off a log."""
+    """A file with records from before a cut."""
 
     path: Path
     begin: Position
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the log's bytes from `start` to the part's end. Raises OSError if damaged."""
+        """Yield the bytes of the log from the offset `start` to the end of the part. Raises an
+        OSError if the file is damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -59,8 +60,7 @@ class _Part:
 
 
 def header(start: Position) -> bytes:
-    """Return the first line of a file that begins at this position of its log; empty at offset
-    0."""
+    """Return the header line of a log's file that begins at `start`; empty at offset 0."""
     if not start.offset:
         return b""
     fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
@@ -69,25 +69,25 @@ def header(start: Position) -> bytes:
 
 
 def place(start: Position, offset: int) -> int:
-    """Return the place of an offset in a log's file that begins at `start`."""
+    """Convert an offset in the log to the offset in the log's file, which begins at `start`."""
     return offset - start.offset + len(header(start))
 
 
 def file_start(file: BinaryIO) -> Position:
-    """Read where the file of a log begins, and seek to its first record."""
-    # A header is short, but without one, the first line may be a long record.
+    """Return the position at which a log's file begins, and seek to its first record."""
+    # Limit the length: a header is short, but without one, the first line may be a long record.
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
     if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
         fields = json.loads(line[9:])
         return Position(fields["offset"], fields["checksum"])
-    # No header: the file begins at offset 0.
+    # Without a header, the file begins at offset 0.
     file.seek(0)
     return Position()
 
 
 def start_of(log: Path) -> Position:
-    """Return where the file of a log begins; offset 0 if there is no such file."""
+    """Return the position at which a log's file begins; offset 0 if there is no file."""
     try:
         with open_file(log) as file:
             return file_start(file)
@@ -96,8 +96,9 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts from an offset to the log's file. Raises UserError if one is missing."""
-    # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
+    """Return the parts with the records from offset `since` to the beginning of the log's file,
+    `start`. Raises a UserError if a part is missing."""
+    # Follow the parts backwards by offset and checksum, which ignores parts of other logs.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
     end = start
@@ -113,20 +114,21 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records from the start of a log's file to a position into a part. Raises an
-    OSError, for example on a full disk. No part is left."""
+    """Compress the records of a log's file from its `start` to `end` into a part. Raises an OSError
+    and leaves no part if, for example, the disk is full."""
     _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return name and compressed bytes of a part with the records before a position, or None."""
+    """Return the name and the compressed bytes of a part with the records of the log's file before
+    a position. Return None if there are none."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
 
     def chunks() -> Iterator[bytes]:
         with open_file(log) as file:
-            # The caller would store a part under the wrong name.
+            # After a cut, the part's name would be wrong.
             if file_start(file) != start:
                 raise OSError(f"{log} was cut while it was being packed")
             yield from records(file.fileno(), start, start.offset, end.offset)
@@ -135,15 +137,17 @@ def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
 
 
 def drop_parts_behind(log: Path, start: Position) -> None:
-    """Remove parts that a rollback or an unfinished cut left behind the file's start."""
+    """Remove parts that end after the beginning of the log's file, which a rollback or an
+    unfinished cut left."""
     for part in _found(log):
         if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
 
 
 def split(log: Path, at: Position, disk: Disk) -> None:
-    """Split the part that has a position there, for a log that will continue from it. Raises
-    UserError without such a part, OSError for example on a full disk."""
+    """Create a part that ends at a position inside an existing part, for a log that will continue
+    there. Raises a UserError if a part is missing, and an OSError if, for example, the disk is
+    full."""
     for part in parts(log, start_of(log), at.offset):
         if part.begin.offset < at.offset < part.end.offset:
             chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
@@ -151,8 +155,8 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the records between two offsets of a log, both in its file that begins at `start`, in
-    chunks."""
+    """Yield the bytes between two offsets of a log, in chunks. Both offsets must be in the log's
+    file, which begins at `start`."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)
@@ -160,8 +164,8 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield a log's bytes from an offset on, with its archive. Raises UserError if some are
-    missing."""
+    """Yield the bytes of a log from an offset on, including its archive. Raises a UserError if a
+    part of the archive is missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):
@@ -193,7 +197,7 @@ def _write_part(part: _Part, chunks: Iterator[bytes], disk: Disk) -> None:
 
 
 def _compressed(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Compress each chunk into a zstd frame; concatenated frames are a valid stream."""
+    """Compress each chunk into a zstd frame. Concatenated frames are a valid zstd stream."""
     for data in chunks:
         yield pa.compress(data, codec="zstd", asbytes=True)
 

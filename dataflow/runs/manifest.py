@@ -1,9 +1,10 @@
-"""Manifest: size and checksum of every file in a folder, to verify a checkpoint before it is read.
+"""Manifest: the size and checksum of each file in a folder. It serves to verify a checkpoint before
+reading it.
 
     {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
 
-The last checksum covers the list of files, and the text format is canonical, so that any changed
-byte of the manifest is detected.
+The last checksum covers the list of files. Together with the canonical text format, it detects any
+changed byte of the manifest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MANIFEST = "manifest.json"
 _PARTIAL = MANIFEST + PARTIAL
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
-"""Files to read in parallel. Reading and hashing both release the GIL."""
+"""Number of files to read in parallel. Reading and hashing both release the GIL."""
 
 _Entry = Mapping[str, Any]
 
@@ -33,21 +34,21 @@ _Entry = Mapping[str, Any]
 def write_manifest(
     folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Sync every file in a folder and make it private, then write their sizes and checksums.
-    `advance` is called after each chunk that is read, from several threads. Raises an OSError, and
-    writes no manifest, if a file cannot be read or the disk is full."""
+    """Sync all files in a folder, make them private, and write the manifest. `advance` is called
+    after each chunk that is read, from several threads. Raises an OSError, and writes no manifest,
+    if a file cannot be read or the disk is full."""
     disk = disk or Disk()
-    # Remove it first: a crash must not leave a manifest of other contents.
+    # Remove the old manifest first, so that a crash cannot leave one of other contents.
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
-    # `chmod` follows links, and their targets may be outside the folder.
+    # Skip links, because `chmod` would follow them to targets outside the folder.
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = pool.map(lambda name: describe(folder / name, disk, advance), names)
         files = dict(zip(names, entries, strict=True))
-    # Deepest folders first, so that each name is on disk before its parent's.
+    # Sync the deepest folders first, so that each name is on disk before its parent's name.
     inside = {folder / parent for name in names for parent in Path(name).parents}
     for parent in sorted(inside, reverse=True):
         disk.sync_folder(parent)
@@ -55,9 +56,9 @@ def write_manifest(
 
 
 def verify_manifest(folder: Path) -> list[str]:
-    """Compare the files in a folder with its manifest. Returns `FILE PROBLEM` for each file that is
-    missing, changed, unreadable, of another size, or not in the manifest, sorted by file. If the
-    manifest is damaged, only that is listed."""
+    """Compare the files in a folder with its manifest. Return a line `FILE PROBLEM`, sorted by
+    file, for each file that is missing, changed, unreadable, of another size, or not in the
+    manifest. If the manifest is damaged, return only a line about that."""
     try:
         written = read_file(folder / MANIFEST)
     except FileNotFoundError:
@@ -94,8 +95,9 @@ def _unreadable(error: OSError | UserError) -> str:
 
 
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
-    """Return `bytes` and checksum `xxh3_64` of a file, and sync it if there is a disk for that.
-    Raises OSError if it cannot be read, UserError if it is not a regular file."""
+    """Return the size `bytes` and the checksum `xxh3_64` of a file. If `sync` is given, also sync
+    the file to disk. Raises an OSError if the file cannot be read, and a UserError if it is not a
+    regular file."""
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open_file(path) as file:
@@ -110,7 +112,7 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
 
 def _files(folder: Path) -> list[str]:
-    """Return every file in the folder except its manifest. Follows links."""
+    """Return the paths of all files in a folder, relative to it, except the manifest."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name != MANIFEST)
 

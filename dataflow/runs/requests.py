@@ -1,11 +1,12 @@
-"""Requests to the driver of a run, as files in the run directory, so that they work from any
+"""Requests to the driver of a run. They are files in the run directory, so they work from any
 machine.
 
     runs/NAME/stop.json      {"epoch": 3, "at": 1763851200.2, "host": "node-7"}        end the run
     runs/NAME/stacks.json    {"epoch": 3, "at": 1763851200.2, "worker": "actor[0]"}    write a worker's stack to `live.json`
 
-The driver with that epoch handles a request once. Later drivers ignore it, so that an old request
-does not stop a resumed run. No process is signalled, because a pid may belong to another process.
+The driver with this epoch handles the request once. Later drivers ignore it, so that an old request
+does not stop a resumed run. Files are safer than signals, because the driver's pid may have been
+reused by another process.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..safe_files import read_json
 from .files import STACKS, STOP, Disk
 
 LOOK_S = 1.0
-"""[s] Interval of checks for a stop request."""
+"""[s] Interval at which the driver checks for a stop request."""
 
 
 def request_stop(run: Path, epoch: int) -> None:
-    """Ask the driver of a run, with this epoch, to end it. Raises OSError without write access."""
+    """Ask the driver with this epoch to end the run. Raises an OSError without write access."""
     _request(run / STOP, epoch, host=platform.node())
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver for a worker's stack, such as `actor[0]`. Raises OSError like
-    `request_stop`."""
+    """Ask the driver with this epoch for the stack of a worker, such as `actor[0]`. Raises an
+    OSError without write access."""
     _request(run / STACKS, epoch, worker=worker)
 
 
@@ -46,15 +47,15 @@ class RunRequests:
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._epoch, self._clock = run, epoch, clock
         self._heeded: dict[str, Any] = {}
-        """Name of a file -> the last request in it."""
+        """The last handled request in each file, keyed by file name."""
         self._looked = -LOOK_S
         self._asked = False
 
     def new(self, file: str) -> Mapping[str, Any]:
-        """Return a request that is new since the last call for this file, or an empty mapping."""
+        """Return the request in a file; an empty mapping if there is no new one."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._run / file)
-            # The file stays, so remember the request.
+            # Remember the request, because the file stays.
             if asked.get("epoch") == self._epoch and asked != self._heeded.get(file):
                 self._heeded[file] = asked
                 return asked
@@ -62,7 +63,7 @@ class RunRequests:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether the run was asked to end. The answer is at most LOOK_S old."""
+        """Whether there is a request to end the run. The answer is at most LOOK_S old."""
         now = self._clock()
         if not self._asked and now - self._looked >= LOOK_S:
             self._looked = now

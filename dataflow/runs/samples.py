@@ -2,12 +2,12 @@
 
     runs/NAME/samples/train_000012.57.0.arrow     rows of graph train and step 12, written under lease 57 by rank 0
 
-Each file is written under a lease of the recorder, and the log tells which leases were finished.
-Readers skip files of other leases: the run was killed while writing them, or was restored to an
-earlier point. Each row thus appears once.
+The recorder writes each file under a lease, and the log says which leases were finished. Readers
+skip files of unfinished leases: the run was killed while it wrote them, or was restored to an
+earlier point. Therefore, each row appears only once.
 
-`checksums.RANK.txt` has the checksum of each file that a rank wrote. `weft buffer check` compares
-the files with it.
+`checksums.RANK.txt` contains the checksum of each file that a rank wrote. `weft buffer check`
+verifies these checksums.
 """
 
 from __future__ import annotations
@@ -40,19 +40,23 @@ class _FinishedLease(NamedTuple):
     rows: int
     number: int
     step: int | None
-    """Step of an update; None for other nodes."""
+    """Step of an update; None if the node is not an update."""
 
 
 def finished_leases(
     log: Path, of: Callable[[Node], bool], *, end: Position | None = None, notes: list[str] | None = None
 ) -> list[_FinishedLease] | None:
-    """Return the finished leases of some nodes, in the order of the log.
+    """Return the finished leases of the nodes for which `of` is true, in the order of the log.
 
     Args:
-        end: position to read the log up to; None reads the whole valid part.
-        notes: gets a line for each gap in the log.
+        end: position up to which to read the log. Default: the end of its valid part.
+        notes: list to which a line is added for each gap in the log.
 
-    Returns None if no graph of the run has such a node. Raises a FormatError for other versions.
+    Returns:
+        The leases; None if no graph of the run has such a node.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
     """
     nodes: set[tuple[str, str]] = set()
     open_leases: dict[tuple[str, int], tuple[str, int]] = {}
@@ -78,14 +82,14 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log: a row per step, with `samples` if
-    known."""
+    """Recover metrics of steps 0 to `last` from the log. Return one row per step, with the metric
+    `samples` if it is known."""
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
             if lease.step is not None:
                 trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
-    except (OSError, LookupError, TypeError, FormatError, UserError):  # rows then only have steps
+    except (OSError, LookupError, TypeError, FormatError, UserError):  # return only step numbers
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):
@@ -109,14 +113,14 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Files in the folder of samples, one for each rank, with a line for each file that the rank
-wrote."""
+"""Pattern of the files with checksums in the folder of samples. There is one for each rank, with a
+line for each file that the rank wrote."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Write down the checksum of a sample file, written by a rank, before it gets its final
-    path."""
+    """Record the checksum of a sample file that a rank has written to `written`, before the file
+    gets its final path."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     notes = path.with_name(f"checksums.{rank}.txt")
     with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -124,7 +128,7 @@ def note_checksum(path: Path, written: Path, rank: int) -> None:
 
 
 def noted_checksums(run: Path) -> dict[str, str]:
-    """Return sample file name -> known checksum from when it was written."""
+    """Return the recorded checksums, keyed by the name of the sample file."""
     found: dict[str, str] = {}
     for path in (run / SAMPLES).glob("checksums.*.txt"):
         if CHECKSUMS.fullmatch(path.name):
@@ -146,14 +150,14 @@ class _SampleFile:
         """Read the rows, with graph and step. Raises OSError or ArrowException if damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        table.validate(full=True)  # a damaged file could lead to reads out of bounds
+        table.validate(full=True)  # a damaged file could cause reads out of bounds
         graph = pa.array([self.graph] * len(table), pa.string())
         step = pa.array([self.step] * len(table), pa.int64())
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
 def sample_files(run: Path) -> list[_SampleFile]:
-    """Return all sample files of a run, including unfinished leases, sorted by graph and step."""
+    """Return all sample files, also of unfinished leases, sorted by graph and step."""
     found: list[_SampleFile] = []
     for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
@@ -171,18 +175,18 @@ def files_by(found: Sequence[_SampleFile], *fields: str) -> dict[tuple[Any, ...]
 
 
 def unfinished_files(run: Path) -> list[Path]:
-    """Return files that are being written, or that a writer left unfinished."""
+    """Return the sample files that are being written, or that a writer left unfinished."""
     found = (run / SAMPLES).glob(f"*{PARTIAL}")
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder. `notes` gets a line for each gap in the log; samples are then missing. Raises a
-    FormatError for a log of another version of Weft."""
+    recorder. A line for each gap in the log, which means that samples may be missing, is added to
+    `notes`. Raises a FormatError if another version of Weft wrote the log."""
     log = run / BUFFER / LOG
     everything = sample_files(run)
-    # Without a log, finished leases are unknown: take all files.
+    # Take all files without a log, because finished leases are unknown.
     if not everything or not log.is_file():
         return everything
     leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
@@ -193,7 +197,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
 
 
 def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]:
-    """Yield the rows of each file. Unreadable files are skipped, with a line in `notes`."""
+    """Yield the rows of each file. Unreadable files are skipped; `notes` gets a line for each."""
     for part in found:
         try:
             yield part.rows()
@@ -202,7 +206,8 @@ def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all recorded samples, or None. `notes` gets a line for each gap or unreadable file."""
+    """Return all recorded samples; None if there are none. A line for each gap in the log and each
+    unreadable file is added to `notes`."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
@@ -210,11 +215,11 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
 
 def archive(run: Path) -> Path:
     """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path.
-    Raises a UserError if the run recorded no samples, or some of them cannot be read."""
+    Raises a UserError if the run recorded no samples or some of them cannot be read."""
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
     found = recorded(run, wrong)
-    # Read the files twice, so that only one of them is in memory at a time.
+    # Read the files twice, so that only one file at a time is in memory.
     schemas = [table.schema for table in tables(found, wrong)]
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")
@@ -225,7 +230,7 @@ def archive(run: Path) -> Path:
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
-            # Adds missing columns as nulls.
+            # This adds missing columns as nulls.
             complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             writer.write_table(complete.select(schema.names).cast(schema))
     return path

@@ -1,12 +1,13 @@
-"""Tables of a run that grow during it: metrics, timeline and process memory.
+"""Tables that grow during a run: metrics, timeline and process memory.
 
     metrics.arrows    a row for each value of a step: (step, name, value)   -> metrics.parquet, a row for each step
     timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
     processes.arrows  memory of each process, every few seconds
 
-Each is an Arrow IPC stream, so that the cost of a flush does not grow with the run, and any Arrow
-tool can read it. A kill leaves at most a torn message at the end, which readers skip. At the end of
-the run, the streams become Parquet files; `read_metrics` and `read_timeline` read either.
+Each table is an Arrow IPC stream, which any Arrow tool can read. The cost of a flush does not grow
+with the length of the run. A kill leaves at most one incomplete message at the end, which readers
+skip. At the end of the run, metrics and timeline become Parquet files. `read_metrics` and
+`read_timeline` read both forms.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .files import METRICS, PARQUET, STREAM, TIMELINE, Disk, replacing
 ROW_GROUP = 1 << 16
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
-"""Metrics in long form, because steps have different metrics, and some are measured after their
-step."""
+"""Schema of the metrics: one row per value, because steps have different metrics, and some are
+measured after the step."""
 
 CALLS = pa.schema(
     [
@@ -42,8 +43,8 @@ CALLS = pa.schema(
         ("worker_s", pa.float64()),  # of the slowest rank
         ("rows", pa.int64()),
         ("tokens", pa.int64()),
-        ("last", pa.bool_()),  # completes the batch of an update in several calls
-        # for calls on several ranks: when each rank answered, and its own time
+        ("last", pa.bool_()),  # the last call of an update in several calls
+        # For calls on several ranks: when each rank answered, and how long it worked.
         (
             "by_rank",
             pa.list_(
@@ -52,24 +53,24 @@ CALLS = pa.schema(
         ),
     ]
 )
-"""The timeline: a row per call, in order of ending."""
+"""Schema of the timeline: one row per call, in the order in which calls end."""
 BY_RANK = "by_rank"
-"""Column of `CALLS` that timelines of earlier versions lack."""
+"""Name of a column of `CALLS` that timelines of earlier versions lack."""
 
 READINGS = pa.schema(
     [
         ("time_s", pa.float64()),  # since the start of the run
         ("host", pa.string()),
-        ("worker", pa.string()),  # such as actor[0], or driver
+        ("worker", pa.string()),  # such as actor[0] or driver
         ("resident_bytes", pa.int64()),
         ("shared_bytes", pa.int64()),
     ]
 )
-"""Memory readings of the processes of a run, every few seconds."""
+"""Schema of the memory readings of a run's processes, which are taken every few seconds."""
 
 
 class TableStream:
-    """A stream file of rows of one schema, with a single writer."""
+    """An Arrow stream file with rows of one schema and a single writer."""
 
     def __init__(self, path: Path, schema: pa.Schema, *, disk: Disk | None = None) -> None:
         self.path = path
@@ -83,8 +84,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file. Raises OSError if, for example, the disk is full. A
-        partly written message is cut off, and the next flush tries again."""
+        """Append the added rows to the file. Raises an OSError if, for example, the disk is full.
+        Then the partly written message is removed, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -97,16 +98,16 @@ class TableStream:
         try:
             self._disk.write(self._descriptor, data)
         except OSError:
-            # Readers stop at a partial message, so remove it.
+            # Remove the partial message, because readers stop at it.
             self._disk.truncate(self._descriptor, self._size)
             raise
         self._size += len(data)
-        # Only the written rows: another thread may have added more.
+        # Delete only the written rows, because another thread may have added more.
         del self._pending[:number]
 
     def read(self) -> pa.Table:
         """Return all rows so far, flushed or not. Thread-safe."""
-        # Read these first, because a flush moves them to the file.
+        # Read the pending rows first, because a flush moves them to the file.
         pending = pa.Table.from_pylist([dict(row) for row in self._pending], self.schema)
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
 
@@ -130,12 +131,12 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
             return
 
 
-# Metrics, a row per step
+# Metrics, one row per step
 
 
 def by_step(table: pa.Table) -> list[dict[str, float]]:
-    """Return rows of `VALUES` as one mapping per step. A later value of a metric replaces an
-    earlier one.
+    """Convert rows of the schema `VALUES` to one mapping per step. A later value of a metric
+    replaces an earlier one.
 
     >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
     >>> by_step(table)
@@ -148,14 +149,15 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 
 
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
-    """Return step -> value of one metric, for steps that measured it."""
+    """Return the values of a metric, keyed by step, for the steps that measured it."""
     own = table.filter(pc.field("name") == name)
     steps, values = own["step"].to_pylist(), own["value"].to_pylist()
     return {int(step): value for step, value in zip(steps, values, strict=True)}
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """Return a table with a column for each metric; null if a step did not measure it."""
+    """Return a table with one row per step and one column per metric. Values that a step did not
+    measure are null."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
 
@@ -164,14 +166,15 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """Return a row per step and a column per metric, or None. Raises OSError or ArrowException."""
+    """Return a table with one row per step and one column per metric; None if there are no metrics.
+    Raises an OSError or ArrowException if the file is damaged."""
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
     return read_parquet(run / f"{METRICS}{PARQUET}")
 
 
 def last_step(run: Path) -> int | None:
-    """Return the last step with metrics; None if there are none, or they cannot be read."""
+    """Return the last step with metrics; None if there are no metrics or they cannot be read."""
     try:
         table = read_metrics(run)
     except (OSError, pa.ArrowException):
@@ -182,21 +185,23 @@ def last_step(run: Path) -> int | None:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """Return the calls in order of ending, or None. Raises OSError or ArrowException if damaged."""
+    """Return the calls of the timeline, in the order in which they ended; None if there is no
+    timeline. Raises an OSError or ArrowException if the file is damaged."""
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
 def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
-    """Return the calls that ended by a moment of the run. Only BY_RANK may be missing."""
+    """Return the calls that ended within `until_s` seconds of the start of the run. Of the columns,
+    only BY_RANK may be missing."""
     if BY_RANK not in table.column_names:
         table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
     return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
 
 
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a stream in its own schema; an empty table in `schema` if it has none."""
+    """Return a stream's rows in its own schema; an empty table with `schema` if it has none."""
     found = list(batches(path))
     return pa.Table.from_batches(found, found[0].schema if found else schema)
 
@@ -213,7 +218,7 @@ def read_parquet(path: Path) -> pa.Table | None:
 
 
 def to_parquet(run: Path) -> None:
-    """Convert the streams to Parquet. At any moment, one of the two forms is complete."""
+    """Convert metrics and timeline to Parquet. At any time, one of the two forms is complete."""
     for name in (METRICS, TIMELINE):
         stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
         if not stream.is_file():
@@ -242,26 +247,25 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace the table `METRICS` or `TIMELINE` by the rows to keep, in the schema of the
-    stream."""
+    """Replace `METRICS` or `TIMELINE` by the rows to keep, `table`, in the stream's schema."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
         Disk().write_whole(stream, (part.serialize().to_pybytes() for part in parts))
     else:
         stream.unlink(missing_ok=True)
-    # Last, because readers prefer the stream.
+    # Remove this last, because readers prefer the stream.
     (run / f"{name}{PARQUET}").unlink(missing_ok=True)
 
 
 def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """Yield a step's metrics as rows of `VALUES`."""
+    """Yield the metrics of a step as rows of the schema `VALUES`."""
     step = float(row["step"])
     yield from ({"step": step, "name": name, "value": float(value)} for name, value in row.items())
 
 
 def present(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without its nulls.
+    """Return a row without null values.
 
     >>> present({"step": 0.0, "loss": None})
     {'step': 0.0}
@@ -273,7 +277,8 @@ def present(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
-    """Format the first rows of a table for a terminal, with long values cut.
+    """Format the first `limit` rows of a table for a terminal. Values are cut to `width`
+    characters.
 
     >>> print(render_table(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
     level     tokens  done
