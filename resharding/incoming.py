@@ -512,7 +512,7 @@ class _HeldBoxes:
     def __init__(self, publisher: str) -> None:
         self.publisher = publisher
         self.version: int | None = None
-        """The version to which all boxes belong; None if there are none, or if they belong to
+        """The version of all boxes; None if there are none, or if they belong to
         several versions."""
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 

@@ -609,7 +609,7 @@ class _BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields with which a receiver maps the memory."""
+        """Fields that a receiver needs to map the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
         """Return the memory as [bytes] uint8, at least `num_bytes` long. Memory returned earlier
@@ -647,7 +647,7 @@ class _Shadow:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """The version to which all entries belong; None if there are none, or if they belong to
+        """The version of all entries; None if there are none, or if they belong to
         several versions."""
         self.compared = 0
         """Number of elements of the last version that were compared with the previous one."""

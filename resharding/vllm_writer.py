@@ -114,7 +114,7 @@ def record_layout(
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Undo `initialize_layerwise_reload`: restore the tensors with which vLLM's kernels compute."""
+    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use."""
     for layer in model.modules():
         restore_layer(layer)
     if hasattr(model, "_original_do_torchao_reload"):
@@ -122,7 +122,7 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def restore_layer(layer: torch.nn.Module) -> None:
-    """Restore the tensors with which vLLM's kernels compute, if this layer is waiting for
+    """Restore the tensors that vLLM's kernels use, if this layer is waiting for
     weights."""
     info = get_layerwise_info(layer)
     if info.can_load():
@@ -136,7 +136,7 @@ class _Memory:
     name: str
     tensor: torch.Tensor
     kernel: torch.Tensor | None
-    """The tensor with which the model computes. Tied parameters share one object."""
+    """The tensor that the model uses. Tied parameters share one object."""
     reason: str
     """Why a loader may not copy into it; empty if it may."""
     boxes: list[tuple[Box, str]] = field(default_factory=list)
@@ -741,7 +741,7 @@ class WeightWriter:
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
-        """Whether this update has changed memory with which the model computes."""
+        """Whether this update has changed memory that the model uses."""
         self._spare = _SpareMemory()
         self._kept: dict[str, torch.Tensor] = {}
         self._staging = False

@@ -97,7 +97,7 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """Set the policy version with which a group's generation began; None if not begun."""
+        """Set the policy version that began a group's generation; None if not begun."""
         self._tally(group, -1)
         group.version = version
         self._tally(group, 1)

@@ -90,7 +90,7 @@ class RunDirectory:
         """Lines to print when the run starts: why it starts or resumes at this step, and which
         damaged files were set aside."""
         self.origin = origin
-        """Text that says at which step the run starts or resumes, and why."""
+        """The step where the run starts or resumes, and why, as text."""
         self._disk = Disk()
         self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
         self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
@@ -139,8 +139,8 @@ class RunDirectory:
         Args:
             step: last step to keep. Metrics and calls of later steps are dropped.
             time_s: [s] time from the start of the run to the end of that step.
-            position: position in the log at which the run resumes.
-            origin: text that says where the run resumes, and why.
+            position: log position where the run resumes.
+            origin: where the run resumes and why, as text.
         """
         directory = cls(path, lock, origin=origin)
         # Links to files are allowed.

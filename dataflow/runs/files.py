@@ -130,7 +130,7 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The disk operations on which durability depends. Tests replace them by failing ones."""
+    """The disk operations that durability depends on. Tests replace them by failing ones."""
 
     def open(self, path: Path) -> int:
         """Open a file for appending, or create it. Return its descriptor."""

@@ -51,7 +51,7 @@ from .files import LOCK, make_folder
 BEAT_S = 10.0
 """[s] Interval of heartbeats."""
 DEAD_AFTER_S = 90.0
-"""[s] Time without a heartbeat after which a holder on another machine counts as dead."""
+"""[s] A holder on another machine without a heartbeat for this long counts as dead."""
 TRY_S = 1.0
 """[s] How long to keep trying to take a run if other drivers try to take it at the same time."""
 MOST_BYTES = 1 << 16

@@ -86,7 +86,7 @@ class _PreparedCut:
     path: Path
     descriptor: int
     start: Position
-    """Position in the log at which the file begins."""
+    """Log position where the file begins."""
     copied: int
     """Byte offset in the log of the end of the last copied record."""
     disk: Disk
@@ -144,7 +144,7 @@ class Log:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> Position:
-        """Return the position at which the file of a log that continues at `at` begins."""
+        """Return the position where the file of a log that continues at `at` begins."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start

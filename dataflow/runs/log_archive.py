@@ -74,7 +74,7 @@ def place(start: Position, offset: int) -> int:
 
 
 def file_start(file: BinaryIO) -> Position:
-    """Return the position at which a log's file begins, and seek to its first record."""
+    """Return the position where a log's file begins, and seek to its first record."""
     # Limit the length: a header is short, but without one, the first line may be a long record.
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
@@ -87,7 +87,7 @@ def file_start(file: BinaryIO) -> Position:
 
 
 def start_of(log: Path) -> Position:
-    """Return the position at which a log's file begins; offset 0 if there is no file."""
+    """Return the position where a log's file begins; offset 0 if there is no file."""
     try:
         with open_file(log) as file:
             return file_start(file)

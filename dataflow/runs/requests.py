@@ -23,7 +23,7 @@ from ..safe_files import read_json
 from .files import STACKS, STOP, Disk
 
 LOOK_S = 1.0
-"""[s] Interval at which the driver checks for a stop request."""
+"""[s] Interval between the driver's checks for a stop request."""
 
 
 def request_stop(run: Path, epoch: int) -> None:

@@ -49,8 +49,8 @@ def finished_leases(
     """Return the finished leases of the nodes for which `of` is true, in the order of the log.
 
     Args:
-        end: position up to which to read the log. Default: the end of its valid part.
-        notes: list to which a line is added for each gap in the log.
+        end: position where reading the log stops. Default: the end of its valid part.
+        notes: list that receives a line for each gap in the log.
 
     Returns:
         The leases; None if no graph of the run has such a node.

@@ -1,4 +1,4 @@
-"""Imports of benchmarks/, which is no package: each program can import its own folder and the ones
+"""Imports of benchmarks/, which is not a package: each program can import its own folder and the ones
 above."""
 
 import importlib

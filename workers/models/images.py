@@ -188,7 +188,7 @@ def open_image(encoded: Any) -> Any:
 
 
 def probe_images() -> list[bytes]:
-    """Return two images of different sizes, with which models are checked."""
+    """Return two images of different sizes, for checks of models."""
     from PIL import Image
 
     files: list[bytes] = []

@@ -305,7 +305,7 @@ def node_folder(
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
     """Return this node's cached snapshot of a Hugging Face id, or None if it is incomplete or the
-    name is no id. With `weights`, it must contain a model with all its weights."""
+    name is not an id. With `weights`, it must contain a model with all its weights."""
     marks = (CONFIG_FILE,) if weights else MARKS
     found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
     return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None

@@ -189,7 +189,7 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Return the functions and classes that a pickle names, except those of tensors."""
+    """Return the functions and classes that a pickle names, except for tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):

@@ -244,7 +244,7 @@ class _Watch:
         self._changed = threading.Condition()
         self._due_s = math.inf
         self._wakes_s = math.inf
-        """Time at which the thread checks next."""
+        """Time of the thread's next check."""
         self._thread: threading.Thread | None = None
 
     def set(self, due_s: float) -> None:

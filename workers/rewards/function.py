@@ -81,7 +81,7 @@ class Reward(Config):
 
     @cached_property
     def signature(self) -> Signature | None:
-        """The signature, if it is that of another library; None for Weft's own."""
+        """The signature, if another library defines it; None for Weft's own."""
         return find_signature(list(self._takes.parameters))
 
     @cached_property

@@ -30,7 +30,7 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 {response}
 </response>"""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
-"""HTTP status codes after which to retry."""
+"""HTTP status codes that cause a retry."""
 RETRIES = 3
 """Number of retries if there is no reply or its status is in `REPEATED`. The pause doubles with
 each retry, up to LONGEST_PAUSE_S. A sample that still fails is requeued, and tried two more

@@ -27,7 +27,7 @@ from .function import Reward, as_failure, name_of
 from .signature import RewardRows
 
 _TOTALS = ("reward", "score", "rewards")
-"""Keys under which a returned dictionary may hold the reward, in order of preference."""
+"""Keys of the reward in a returned dictionary, in order of preference."""
 _LARGEST = 3.4028234663852886e38
 """Largest reward, because reward columns are float32."""
 PART_S = 1.0

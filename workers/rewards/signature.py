@@ -113,7 +113,7 @@ class Signature:
 
     library: str
     marks: tuple[str, ...]
-    """Parameters by which a function of this library is recognised."""
+    """Parameters that identify a function of this library."""
     gives: tuple[str, ...]
     """Parameters that the library passes; all other parameters are columns."""
     given: Given
