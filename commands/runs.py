@@ -40,7 +40,7 @@ def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> A
         return Answer({"runs": []}, f"no runs in {folder}", notes)
     import pyarrow as pa
 
-    from ..controllers.reports.columns import clock
+    from ..controllers.reports.step_line import clock
     from ..dataflow.runs.tables import render_table
 
     rows = [
@@ -190,7 +190,7 @@ class _WatchedRun:
 
     def show_end(self) -> None:
         """Show the summary of the run, if it has ended."""
-        from ..controllers.reports.columns import ending_of
+        from ..controllers.reports.step_line import ending_of
 
         if self.goes_on:
             return
@@ -203,7 +203,7 @@ class _WatchedRun:
         self.display.ended(ending_of(self.run.name, rows, self._evaluations, seconds, there))
 
     def _show_step(self, step: float) -> None:
-        from ..controllers.reports.columns import Step, score_of
+        from ..controllers.reports.step_line import Step, score_of
 
         row = self._rows[step]
         for name in self._evaluations:

@@ -15,7 +15,7 @@ from ..graph_run import EvaluationRun, GraphRuns
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
-from ..reports.columns import Ending, ending_of
+from ..reports.step_line import Ending, ending_of
 from ..reports.symptoms import Seen
 from ..run_spec import RunHistory, RunSpec
 from ..weight_sync import WeightSync

@@ -1,7 +1,7 @@
 """Reports to the user during a run: progress, symptoms and trackers.
 
 progress.py            decides what to show, and when
-columns.py             what is shown: the columns of a step, an evaluation, the end of a run
+step_line.py           what is shown: the columns of a step, an evaluation, the end of a run
 sample.py              one sample as a person reads it
 displays.py            shows it as plain lines or JSON lines
 terminal.py            shows it in a terminal

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ...dataflow.untrusted_text import cut, show, show_json
-from .columns import Ending, EvaluationScore, Step, clock
 from .sample import Sample
+from .step_line import Ending, EvaluationScore, Step, clock
 
 LONGEST_MESSAGE = 20_000
 """[characters] Longest message to show."""

@@ -18,9 +18,9 @@ from ...dataflow.source import Source
 from ...dataflow.untrusted_text import redacted
 from ..placement import Place
 from ..signals import redirect_to_null
-from .columns import Ending, Step, score_of
 from .displays import Display, JsonLines, PlainLines
 from .sample import Sample, read_sample
+from .step_line import Ending, Step, score_of
 
 Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
 """Form of the display. "auto" is "rich" on a terminal, and "plain" otherwise."""

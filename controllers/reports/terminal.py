@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ...dataflow.untrusted_text import cut, encodable, readable
-from .columns import Ending, EvaluationScore, Step, clock
 from .displays import LONGEST_MESSAGE, Display
 from .sample import Sample
+from .step_line import Ending, EvaluationScore, Step, clock
 
 ROWS_A_HEADER = 20
 WIDEST_FRAME = 100

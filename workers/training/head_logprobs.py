@@ -1,11 +1,11 @@
 """Log-probabilities and entropies of tokens, computed from hidden states.
 
 The logits of a batch (tokens x vocabulary) are by far its largest tensor. They are computed in
-chunks of tokens, in the forward pass and again in the backward pass (StreamBP, arXiv:2506.03077).
-Each chunk's gradients are accumulated before the next chunk starts. Under tensor parallelism, each
-rank holds the head's rows for some of the token ids. Ranks exchange only four numbers per token in
-the forward pass, and the gradient of the hidden states in the backward pass (Vocabulary
-Parallelism, arXiv:2411.05288).
+chunks of tokens (`memory.py` decides their size), in the forward pass and again in the backward
+pass (StreamBP, arXiv:2506.03077). Each chunk's gradients are accumulated before the next chunk
+starts. Under tensor parallelism, each rank holds the head's rows for some of the token ids. Ranks
+exchange only four numbers per token in the forward pass, and the gradient of the hidden states in
+the backward pass (Vocabulary Parallelism, arXiv:2411.05288).
 """
 
 from __future__ import annotations

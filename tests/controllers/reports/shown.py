@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from weft.controllers.reports.columns import ending_of
 from weft.controllers.reports.displays import Display, JsonLines, PlainLines
 from weft.controllers.reports.progress import Progress
+from weft.controllers.reports.step_line import ending_of
 from weft.controllers.reports.terminal import Terminal
 
 DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from shown import DISPLAYS, ROW, run, stream, write_samples, written
 
-from weft.controllers.reports.columns import Ending, EvaluationScore, Step
 from weft.controllers.reports.displays import Display, JsonLines, PlainLines
 from weft.controllers.reports.progress import Progress, display_for
+from weft.controllers.reports.step_line import Ending, EvaluationScore, Step
 from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import read_alerts
 

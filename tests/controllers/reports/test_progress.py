@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from shown import run, stream, write_samples, written
 
-from weft.controllers.reports.columns import Step, ending_of, score_of
 from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.progress import Progress
+from weft.controllers.reports.step_line import Step, ending_of, score_of
 from weft.controllers.reports.terminal import Terminal
 
 
