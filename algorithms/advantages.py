@@ -170,10 +170,10 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 class GreedyBaseline:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
-    The graph samples twice. First it samples greedy responses:
-    `greedy = reward.score(rollout.generate(prompts, sampling=Sampling(temperature=0)), into="baseline_reward")`.
-    Then it calls `rollout.generate(greedy, n=...)`, whose rows inherit the columns of their
-    parents.
+    The graph samples twice. First it samples greedy responses: `greedy =
+    reward.score(rollout.generate(prompts, sampling=Sampling(temperature=0)),
+    into="baseline_reward")`. Then it calls `rollout.generate(greedy, n=...)`, whose rows inherit
+    the columns of their parents.
 
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]

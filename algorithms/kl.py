@@ -133,8 +133,8 @@ class AdaptiveCoefficient(Config):
     """[reward/nat] The coefficient; `updated` changes it. Raise its initial value if the policy
     leaves the reference before the controller reacts."""
     target: float = Field(default=6.0, gt=0)
-    """[nats] Target divergence of a response from the reference. Raise it to let the policy move
-    further away."""
+    """[nats] Target KL divergence of the policy from the reference, per response. Raise it to let
+    the policy move further away."""
     horizon: float = Field(default=10_000, gt=0)
     """[steps] Number of steps for a change of the coefficient by at most a fifth, in the unit of
     `num_steps` (episodes in the paper). Raise it if the coefficient oscillates."""

@@ -69,8 +69,9 @@ class PolicyLoss(AggregatedLoss):
     """Column with the old policy's log-probabilities, the denominator of the ratio. With None,
     token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios combined with
     a weighting correction, use the trainer's `old_logprobs` if the rows have that column. Otherwise
-    they use the current policy: r = 1, a plain policy gradient, which is correct for one optimizer
-    step per update. Set it if another node of the graph computes the column."""
+    they use the current policy, so the ratio is 1 and the loss is a plain policy gradient. This is
+    correct only with one optimizer step per update. Set it if another node of the graph computes
+    the column."""
     correction: Correction | tuple[Correction, ...] = ()
     """Correction for tokens that the generator sampled from a different distribution than the
     trainer's. Several corrections are multiplied. It applies to the policy gradient, but not to the

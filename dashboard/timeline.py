@@ -260,7 +260,8 @@ class Lane:
         return self.idle_s / self.timeline.seconds if self.timeline.seconds else 0.0
 
     def gaps(self, most: int | None = None, shortest_s: float = 0.0) -> list[Gap]:
-        """Return the `most` longest idle stretches of `shortest_s` seconds or more, in time order."""
+        """Return the `most` longest idle stretches of `shortest_s` seconds or more, in time
+        order."""
         lengths = self._idle.end_s - self._idle.start_s
         told = np.flatnonzero(lengths >= shortest_s)
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:most]])

@@ -314,7 +314,8 @@ def entries() -> Iterable[_MetricEntry]:
 
 @cache
 def entry_named(name: str) -> _MetricEntry | None:
-    """Return the entry of a metric, without evaluation and group names, or None."""
+    """Return the table entry of a metric, or None if there is none. `name` has no evaluation or
+    group prefix."""
     # Exact names first: `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
     return next(exact, None) or next(

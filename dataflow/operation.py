@@ -209,7 +209,8 @@ user's file with the same name. A string matches any column with that name."""
 ALL_COLUMNS = "*"
 """In `may_read`: all columns of the rows."""
 CONFIG = "config"
-"""Name of the parameter by which a declaration's function gets the worker group's configuration."""
+"""A function in a declaration (`reads=`, `writes=`, ...) that has a parameter of this name
+receives the worker group's configuration in it."""
 
 
 class Shape(enum.Enum):

@@ -158,7 +158,7 @@ class VllmPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Maps each receiver that did not take all of the last version to the reason."""
+        """Receivers that did not get the complete last version: name -> reason."""
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:

@@ -526,7 +526,8 @@ class _Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def complete_staged(self) -> None:
-        """Called after the last slice: pack the parameters for CPU kernels, and free the rest."""
+        """Pack the staged parameters for CPU kernels, and free the staging memory. Called after
+        the last slice."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)

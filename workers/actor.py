@@ -175,8 +175,8 @@ class ActorWorker(TrainedWorker):
             The metrics of `Updates.update`. If their columns exist, the first step adds
             `mean_logprob_gap` and `max_logprob_gap` (difference in nats between the
             log-probabilities of generator and trainer, under the weights before the update), and
-            `mean_staleness` and `max_staleness` (in versions). With delta transfers, it adds
-            `changed_share`, the share of published elements that changed since the previous
+            `mean_staleness` and `max_staleness` (in versions). With delta transfers, the metrics
+            also include `changed_share`: the share of elements that changed in the last published
             version.
 
         Raises:

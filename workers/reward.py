@@ -63,7 +63,8 @@ class RewardConfig(Config):
     function if it runs Python without a debugger. Asynchronous calls are cancelled. Set it if a
     grader may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
-    """[share] Maximum share of failed samples, out of at least 100. Weft drops a sample that fails
+    """[share] Maximum share of samples that may fail. Before 100 samples are seen, it is a share
+    of 100, so that a few early failures do not end the run. Weft drops a sample that fails
     three times and counts it in `failed_rows`. A larger share ends the run; with 0, the first
     failure does. Raise it for a service that fails often."""
 

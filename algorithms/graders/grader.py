@@ -13,7 +13,7 @@ from ...dataflow.tracing import refusing_rows
 
 
 class Grader(Config):
-    """A frozen value that grades one response.
+    """Base class of graders: immutable, callable objects that grade one response.
 
     A reward worker calls it like a function, with the columns that its parameters name: `response`,
     the text, and `answer`, the ground truth of the prompt. A subclass always gets the answer as

@@ -116,7 +116,7 @@ class _Gathered:
     """Delays rows that an expansion yields one by one, so that each reply carries several rows.
 
     Rows that still wait when the call ends are published, even if it fails. If the process dies,
-    the rows are made again.
+    these rows are lost and Weft generates them again.
     """
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:

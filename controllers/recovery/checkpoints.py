@@ -108,9 +108,9 @@ class CheckpointConfig(Config):
     earlier steps; lower it on a small disk."""
     best: str | None = None
     """Metric that selects the best checkpoint, such as "eval/pass@1". Weft keeps this checkpoint in
-    addition to the `keep` latest. The largest value wins; with a leading "-", the smallest. Each
-    step with this evaluation gets a checkpoint, in addition to `every` and `every_s`. Set it if the
-    last model need not be the best."""
+    addition to the `keep` latest. The largest value wins. Put "-" before the name to select the
+    smallest. Each step with this evaluation gets a checkpoint, in addition to `every` and
+    `every_s`. Set it if the last model need not be the best."""
     copy_to: str | None = None
     """Path, or address such as "s3://bucket/runs" or "gs://bucket/runs". Weft copies each
     checkpoint in the background to a subfolder with the run's name. The copy has everything needed

@@ -441,7 +441,8 @@ class Failures:
     def _start(
         self, group: WorkerGroup, rank: int, tell: Callable[[float], None], began: float
     ) -> list[CallRequest]:
-        """Start the process of a rank. Once it is up, call `tell` with the seconds since `began`."""
+        """Start the process of a rank. Once it is up, call `tell` with the seconds since
+        `began`."""
         self._cluster.replace(group, rank)
         group.starting.add(rank)
 

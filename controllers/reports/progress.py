@@ -116,7 +116,8 @@ class Progress:
         self.say(f"goes on after step {step}, from {checkpoint}")
 
     def alert(self, name: str, text: str, *, ends: bool = False, warning: bool = True) -> None:
-        """Add an alert, and show it as a warning or message unless it ends the run with an error."""
+        """Add an alert, and show it as a warning or message unless it ends the run with an
+        error."""
         self.alerts.report(name, text, ends=ends)
         if not ends:
             self._show(lambda: self._display.say(redacted(text), warning=warning))

@@ -143,9 +143,9 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve over increasing `x` [n] to about `points` points, at least 4. Keep the extremes
-    of each stretch, so no peak is lost. Drop values that are not finite if their stretch has finite
-    ones.
+    """Reduce a curve to about `points` points (4 or more). `x` [n] must be increasing. Keep the
+    extremes of each stretch, so no peak is lost. Drop values that are not finite if their stretch
+    has finite ones.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)

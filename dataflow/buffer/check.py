@@ -38,7 +38,7 @@ class Report:
     records: int
     num_bytes: int
     leases: dict[str, int]
-    """Number of granted, finished, released and open leases, keyed by these words."""
+    """Number of leases by state: `granted`, `finished`, `released` and `open`."""
     restarts: int
     """Number of epochs after the first; in old logs, of restarts that released leases."""
     segments: int

@@ -72,7 +72,8 @@ class LoggedGroup:
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
     """Sample ids reserved for a row's children on a level, keyed by (sample id, level)."""
     arrived: dict[LoggedNode, dict[int, int]] = field(default_factory=dict)
-    """For nodes with a quorum: number of the record that made a row ready, keyed by sample id."""
+    """For each node with a quorum: sample id -> sequence number of the log record that made the
+    row ready."""
     chosen: dict[LoggedNode, set[int]] = field(default_factory=dict)
     offered_short: set[LoggedNode] = field(default_factory=set)
     """Nodes whose quorum missed its deadline, so that they may take fewer rows."""

@@ -412,8 +412,8 @@ class Wiring:
         """For each node: nodes, on its level or deeper ones, for which a row may become ready when
         it finishes a row."""
         self.downstream = [self._downstream(n) for n in nodes]
-        """For each node: nodes that only get rows that it lets through, which are its direct and
-        indirect dependents. Nodes that get the rows it creates are not included, because these
+        """For each node: its direct and indirect dependents that receive only the rows it passes
+        on. Nodes that get the rows it creates are not included, because these
         rows continue even if it creates no more."""
         self.upstream_only = [
             self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))

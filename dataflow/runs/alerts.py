@@ -1,5 +1,5 @@
-"""Alerts of a run, such as symptoms (`controllers/reports/symptoms.py`), dead or replaced processes,
-and low memory. The file `alerts.jsonl` in the run directory stores them.
+"""Alerts of a run, such as symptoms (`controllers/reports/symptoms.py`), dead or replaced
+processes, and low memory. The file `alerts.jsonl` in the run directory stores them.
 
     {"time": 1763851200.2, "step": 12, "name": "no_signal", "text": "...", "ends": false}
 

@@ -115,7 +115,7 @@ SECTIONS = (
     ),
     Section(
         "Losses",
-        "Losses of algorithms, and the values that define their terms.",
+        "Loss functions, and the objects that configure their terms, such as `Clipped` and `KlPenalty`.",
         (
             *(
                 AggregatedLoss,

@@ -189,7 +189,8 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Return the functions and classes that a pickle names, except for tensors."""
+    """Return the functions and classes that a pickle refers to, except those that rebuild
+    tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):

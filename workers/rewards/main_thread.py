@@ -158,7 +158,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def portable_result(value: Any) -> Any:
-    """Convert a result to types that another process knows. Tensors and arrays become lists."""
+    """Convert a result to types that any process can unpickle. Tensors and arrays become lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

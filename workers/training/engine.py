@@ -114,10 +114,10 @@ class ModelConfig(Config):
 
     offload: Literal["nothing", "moments", "everything"] = "nothing"
     """State to keep in host memory while it is not in use. "moments" offloads the optimizer's
-    moments; each step brings them to the device in parts. "everything" offloads parameters (also of
-    frozen models), gradients and moments; each layer is on the device only while it computes, and
-    the host runs the optimizer. Choose "moments" if a model fits on its GPUs but AdamW's state does
-    not, "everything" if the model itself does not fit."""
+    moments; each step brings them to the device in parts. "everything" offloads parameters
+    (including those of frozen models), gradients and moments. Each layer is on the device only
+    while it computes, and the optimizer runs on the host. Choose "moments" if a model fits on its
+    GPUs but AdamW's state does not, "everything" if the model itself does not fit."""
 
     compile: bool = False
     """Compile each layer with `torch.compile`, which fuses elementwise operations. The first step
@@ -221,9 +221,9 @@ class TrainingConfig(OptimizerConfig):
     router_loss: float | None = Field(default=None, gt=0)
     """[factor] Coefficient of the load-balancing loss for a mixture's routers (arXiv:2101.03961,
     equations 4 to 6, as `transformers` computes it); None disables the loss. With it, each step
-    waits for all its rows, and reads them twice unless they carry recorded routes. Set it, for
-    example to the model's own `router_aux_loss_coef`, in supervised training or if
-    `max_expert_load` grows."""
+    waits for all its rows, and reads them twice unless they carry recorded routes. Set it in
+    supervised training, or if `max_expert_load` grows. The model's own `router_aux_loss_coef` is a
+    good first value."""
     lora: Lora | None = None
     """Train an adapter (and the scalar head, if there is one) and freeze the model. None trains the
     whole model. Set it if the model's gradients and moments do not fit into memory."""

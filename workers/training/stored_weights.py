@@ -33,11 +33,11 @@ _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
-    """Open the weights of a model that was built from the same folder. `model` is the user's name
-    for the model. Conversions temporarily change the tensors of the skeleton. `share` is (this
-    rank, number of ranks): the ranks divide the checks that read files, and the first one logs
-    anything unusual. Raises UserError if tensors are missing, unexpected or of another shape, or a
-    file is damaged.
+    """Open the weights in `folder` for `skeleton`, a model that was built from that folder. `model`
+    is the user's name for the model. Conversions temporarily change the tensors of the skeleton.
+    `share` is (this rank, number of ranks): the ranks divide the checks that read files, and the
+    first one logs anything unusual. Raises UserError if tensors are missing, unexpected or of
+    another shape, or a file is damaged.
     """
     files = weight_files(model, folder)
     missing: list[str] = []
