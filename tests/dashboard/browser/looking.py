@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 PAGES = ("curves", "graph", "timeline", "samples", "buffer", "workers", "weights", "alerts")
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 """Limit for one page on a busy machine."""
 
 
