@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Aggregation(Protocol):
-    """Weights for the tokens, and the count by which the weighted sum is divided."""
+    """Weights for the tokens, and the divisor of their weighted sum."""
 
     def weights(self, rows: PackedRows) -> Tensor:
         """Return the token weights: [T] float32, 0 for masked tokens."""

@@ -114,7 +114,7 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 
 
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
-    """Measure whether the responses that are trained on are shorter than those that are sampled.
+    """Measure whether trained responses are shorter than sampled ones.
 
     Short responses finish first. So a run that cancels the slowest responses, or drops stale ones,
     trains on short responses more often than it samples them. The policy then learns to be short

@@ -124,7 +124,7 @@ class PolicyLoss(AggregatedLoss):
         return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:
-        """Return the column with which the ratio compares; None for the current policy."""
+        """Return the column that the ratio compares with; None for the current policy."""
         if self.old or not self._compares_with_trainer:
             return self.old or str(RESPONSE_LOGPROBS)
         return str(OLD_LOGPROBS) if OLD_LOGPROBS in rows else None

@@ -79,7 +79,7 @@ def pairs_with_reference(preferences: Batch) -> Batch:
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     """Keep the best and the worst sample of each group, and drop groups of equal rewards. The
-    metric `tied_groups` counts groups without a best sample, including those with a NaN reward.
+    metric `tied_groups` counts groups without a best sample, including groups with a NaN reward.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)

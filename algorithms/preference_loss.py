@@ -12,7 +12,7 @@ PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)               
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
 
-A pair is a group of two rows, one of which is `preferred`. s_w is the score of the preferred
+A pair is a group of two rows; one is `preferred`. s_w is the score of the preferred
 response, and s_l the score of the other. Every loss on pairs has the form
 
     weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the

@@ -138,7 +138,7 @@ class TrainingRun(GraphRun):
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the data from which to resume without the rows in flight."""
+        """Position in the data for a resume without the rows in flight."""
         return self.start.after(
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )

@@ -247,7 +247,7 @@ WIDEST = 120
 
 
 class Program:
-    """Records calls and writes them as a program, in which results of earlier calls appear by name.
+    """Records calls and writes them as a program. Results of earlier calls appear by name.
 
     The text begins with the imports and the script's definitions that the calls use. If the script
     already uses a name, such as `reward`, the program writes `weft_reward` instead.

@@ -291,7 +291,7 @@ def _nodes() -> Nodes:
 
 
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
-    """Return settings with which all groups share the nodes.
+    """Return settings that let all groups share the nodes.
 
     Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
     others. Without GPUs, such a group has one rank on each node of a cluster, and a single machine

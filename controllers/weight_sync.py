@@ -71,7 +71,7 @@ class WeightSync:
         return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
-        """Return the largest number of versions by which one of these groups is behind its
+        """Return the largest lag, in versions, of one of these groups behind its
         leader."""
         groups, edges = self._groups, [e for e in self._edges if e.follower in generating]
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)

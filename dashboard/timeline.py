@@ -34,7 +34,7 @@ answer [s], and seconds in the worker."""
 
 
 class CallLog:
-    """The calls of a run as arrays, in the order in which they ended. The run may have no calls
+    """The calls of a run as arrays, ordered by their end. The run may have no calls
     yet."""
 
     def __init__(self, run: Path) -> None:

@@ -291,7 +291,7 @@ def _aligned(offset: int) -> int:
 
 
 def device_of(transport: Transport) -> torch.device | None:
-    """Return the device on which this process keeps buckets for a transport, or None for the
+    """Return the device where this process keeps buckets for a transport, or None for the
     host."""
     if transport in ("auto", "gloo"):
         return None

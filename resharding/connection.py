@@ -37,8 +37,8 @@ SILENCE_S = 60.0
 """[s] Longest wait for the next message. `expect` extends it for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""[bytes/s] Slowest rate at which a side may process a version between messages, for example while
-packing a layer of experts."""
+"""[bytes/s] A side must process a version between messages at this rate or
+faster, for example while packing a layer of experts."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20

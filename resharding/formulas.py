@@ -128,7 +128,7 @@ class Parameter:
     split_dim: int | None = None
     """Dimension that tensor parallelism splits; None if each shard holds the whole parameter."""
     layer: int = 0
-    """Layer to which the parameter belongs. Embeddings belong to the first layer, the head to the
+    """Layer of the parameter. Embeddings belong to the first layer, the head to the
     last."""
     tied_layer: int | None = None
     """Another layer whose stage has a copy. For an embedding tied to the head, this is the last

@@ -335,7 +335,7 @@ class _Source:
             self._device = (
                 None if self._transport == "ipc" else device_of(self._transport)
             ) or torch.device("cpu")
-            """Device on which the bytes arrive, unless the memory is mapped."""
+            """Device that the bytes arrive on, unless the memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
             # Bytes in mapped memory do not travel, so deltas would save nothing.
@@ -502,11 +502,11 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
             del _descriptions[next(iter(_descriptions))]
 
 
-# The previous version, to which deltas apply.
+# The previous version, the base of deltas.
 
 
 class _HeldBoxes:
-    """The bits of the boxes that a receiver took last, to which the next version's deltas apply.
+    """The bits of the boxes that a receiver took last. The next version's deltas apply to them.
     Entry numbers are only valid for one publisher."""
 
     def __init__(self, publisher: str) -> None:

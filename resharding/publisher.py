@@ -254,7 +254,7 @@ class _Pass:
     """Whether all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
     base: int | None = None
-    """The version with which `changed` compares; None without deltas."""
+    """The version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
     """For each entry in memory, the positions that changed; None to send the entry whole."""
 
@@ -343,7 +343,7 @@ class _Transfer:
             if self._ended:
                 return []
             members, turn = self._waiting(), _Pass()
-            if not complete:  # late receivers get a separate pass, for which later passes do not wait
+            if not complete:  # late receivers get a separate pass; later passes do not wait for it
                 self._expected &= self._came()
             for session in members:
                 session.turn = turn

@@ -35,7 +35,7 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 # Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
 #
 # Payloads are dictionaries of names, numbers and shapes. Payloads for CUDA IPC also contain the
-# arguments with which torch opens shared memory: bytes, dtypes and torch classes. Any other value
+# arguments that torch needs to open shared memory: bytes, dtypes and torch classes. Any other value
 # is rejected.
 
 

@@ -409,7 +409,7 @@ class _SpareMemory:
 
 class _Layer:
     """A module of the model, with the name `name`, whose own parameters are written together.
-    `written` contains the full names of the parameters and buffers to which slices are written."""
+    `written` contains the full names of the parameters and buffers that slices are written to."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, written: Iterable[str], spare: _SpareMemory
@@ -932,7 +932,7 @@ class WeightWriter:
 def process_tied(model: torch.nn.Module) -> None:
     """Prepare modules that share their weight with a loaded layer, such as a tied output head.
 
-    vLLM's layerwise reload only prepares layers for which weights were loaded. On CPU, the head
+    vLLM's layerwise reload only prepares layers whose weights were loaded. On CPU, the head
     multiplies by a packed copy of its weight, which would otherwise stay at the old version.
     """
     seen: set[int] = set()

@@ -639,7 +639,7 @@ def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
 
 
 LOOPBACK = "127.0.0.1"
-"""Address on which a rank listens if no other machine needs to reach it."""
+"""Address for a rank to listen on if no other machine needs to reach it."""
 
 
 @dataclass(frozen=True)

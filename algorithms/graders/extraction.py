@@ -19,7 +19,7 @@ _PHRASE = re.compile(
 )
 _END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])(?<!\bi\.e)(?<!\be\.g)\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
-"""Number of characters at the end of a response in which to look for an answer without a box."""
+"""Answers without a box are searched for in this number of characters at the end of a response."""
 
 _CANDIDATE = (
     r"(?:\\boxed\s*\{[^{}]*\}|\$[^$\n]{1,100}\$|[*\\$]*[-+−]?\d(?:[\w.,/^%]*[\w%])?\**"

@@ -25,7 +25,7 @@ from .numbers import Quantity, quantity_of
 DEADLINE_S = 10.0
 """[s] Longest time for a comparison."""
 START_S = 120.0
-"""[s] Longest time in which the process may import math-verify."""
+"""[s] Longest time for the process to import math-verify."""
 MAX_CHARACTERS = 200_000
 """Number of characters at the end of a response to read."""
 

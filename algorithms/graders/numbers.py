@@ -214,7 +214,7 @@ _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE
 )
-"""Words after which a number is part of a formula or one of several answers."""
+"""A number after one of these words is part of a formula or one of several answers."""
 
 
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"

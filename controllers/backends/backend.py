@@ -38,7 +38,7 @@ RETRY_S = 20.0
 
 @dataclass(frozen=True)
 class Files:
-    """The files in which a run's processes store the columns of rows."""
+    """Where a run's processes store the columns of rows."""
 
     folder: Path
     """Has a subfolder for each node. Not used if `scratch` is set."""
@@ -124,7 +124,7 @@ class Backend(Protocol):
     in_process: bool = False
     """Whether workers run, and allocate memory, in the driver's process."""
     sync_interval_s: float = SYNC_INTERVAL_S
-    """[s] Interval at which the run's log is synced to disk. A power loss may cost this much of the
+    """[s] Interval between syncs of the run's log to disk. A power loss may cost this much of the
     log, measured on the backend's clock."""
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Start every rank of every group, wait until all are up, and return the groups by name.
 
         Groups that share GPUs start one after the other, and each moves its model to host memory.
-        Ranks of elastic groups for which the cluster has no room are absent.
+        Ranks of elastic groups are absent if the cluster has no room for them.
 
         Raises:
             UserError: A worker cannot start because of an error that the user can fix.
@@ -218,7 +218,7 @@ class Cluster(Protocol):
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """Absent ranks of an elastic group for which the cluster has room."""
+        """Absent ranks of an elastic group that now fit on the cluster."""
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:

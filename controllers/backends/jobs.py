@@ -43,7 +43,7 @@ RESUME = "WEFT_RESUME"
 set it."""
 DEFAULT_ROOT = "~/weft"
 _PACKAGES = ("runtime_resources", "working_dir_files")
-"""The two nested folders in which Ray unpacks the files of jobs."""
+"""The two nested folders where Ray unpacks the files of jobs."""
 
 
 def in_package(folder: Path) -> bool:
@@ -351,7 +351,7 @@ class Jobs:
 
 
 def server_address(given: str | None) -> str:
-    """Return the job server's address: that of the option `--address`, or else of
+    """Return the job server's address: from the option `--address`, or else of
     `RAY_API_SERVER_ADDRESS`.
 
     >>> server_address("http://ray-head:8265/")

@@ -315,7 +315,7 @@ class _Rank:
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Reserve a free port of this machine, at which the ranks of the group meet."""
+        """Reserve a free port of this machine for the rendezvous of the group."""
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
 

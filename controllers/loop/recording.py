@@ -114,7 +114,7 @@ def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: boo
 
 
 def recorded_steps(graph_run: GraphRun, lease: Lease, every: int) -> dict[int, int]:
-    """Return a mapping from each group to record to the step under which its samples are stored.
+    """Return the groups to record, each with the step that its samples are stored under.
 
     Args:
         every: [steps] Record every n-th step; 0 records none.

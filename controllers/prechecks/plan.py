@@ -131,7 +131,7 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
         rows = sizes.rows_of_level[level] / replicas
         tokens, steps = rows * sizes.tokens(level), OptimizerSteps.of_node(node)
         nodes[node.name] = costs.linear(node.name).seconds(rows, tokens, steps)
-    # Calls outside the graph, of which a step makes one each.
+    # Calls outside the graph. A step makes one of each.
     methods = ("publish_weights", "receive_weights", "onload", "offload")
     beside = (f"{group}.{method}" for group in spec.handles for method in methods)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
@@ -274,7 +274,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
 
 
 def this_machine() -> _Machine:
-    """Return the resources of this machine. GPUs are those of the machine that the plan is for."""
+    """Return the resources of this machine, with the GPUs of the machine to plan for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
     gpus, gpu_bytes = machine_gpus(), 0

@@ -107,7 +107,7 @@ class CallOrder(Generic[C]):
 # Execution of one task
 
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions by which Weft or the user ends a call or process. They are not failures of the
+"""Exceptions that Weft or the user raises to end a call or process. They are not failures of the
 worker's code."""
 
 

@@ -80,7 +80,7 @@ def changes(
 
 
 def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a checkpoint, with those of older versions under their current
+    """Return the settings of a checkpoint, with older settings under their current
     names."""
     found = dict(before)
     for name in now:

@@ -48,14 +48,14 @@ class Elastic:
         """(group, rank) -> number of starts since the rank was last up."""
         self._tried: dict[tuple[str, int], float] = {}
         self._short_since: dict[str, float] = {}
-        """Group with too few ranks -> time at which it was first seen with too few."""
+        """Group with too few ranks -> time when it was first seen with too few."""
 
     @property
     def waits(self) -> bool:
         return any(_is_short(group) for group in self._groups)
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Yield absent ranks for which the cluster has room; check at most once every LOOK_S. The
+        """Yield absent ranks that now fit on the cluster; check at most once every LOOK_S. The
         caller must start each rank before it takes the next.
 
         Raises:

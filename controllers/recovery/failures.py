@@ -75,7 +75,7 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""Number of failures after which a sample is dropped. If a call without rows fails this often, the
+"""A sample is dropped after this number of failures. If a call without rows fails this often, the
 run ends."""
 FEWEST_ROWS = 100
 """[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures

@@ -159,7 +159,7 @@ class Ending:
     steps: int
     seconds: float
     best: tuple[EvaluationScore, ...]
-    """Best score of each evaluation for which larger values are better."""
+    """Best score of each evaluation whose larger values are better."""
     last: tuple[EvaluationScore, ...]
     places: Mapping[str, Path]
     """Name of a result, such as samples -> its path."""

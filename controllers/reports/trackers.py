@@ -26,7 +26,7 @@ PROMETHEUS = "prometheus"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run for which a tracker is opened."""
+    """The run that a tracker is opened for."""
 
     name: str
     folder: Path

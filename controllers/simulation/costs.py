@@ -404,7 +404,7 @@ class _Bound:
     pool: str
     """The slowest pool, whose groups are always busy."""
     pools: Mapping[str, float]
-    """Pool -> minimum seconds per step for which its groups are busy."""
+    """Pool -> minimum busy seconds per step of its groups."""
 
 
 def bound(

@@ -87,7 +87,8 @@ class Replica:
 
     Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
     batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. Consecutive decode steps in which no response ends or joins form one
+    between two decode steps. Consecutive decode steps without a response that ends or joins form
+    one
     event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was processed. It may

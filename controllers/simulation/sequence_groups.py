@@ -31,7 +31,7 @@ from ...workers.dispatch import RowCost
 WAYS = 256
 """Maximum number of partitions into powers of two to try; 32 ranks have 202."""
 FEW_RANKS = 8
-"""Maximum number of ranks for which all partitions are tried."""
+"""Up to this number of ranks, all partitions are tried."""
 
 
 @dataclass(frozen=True)

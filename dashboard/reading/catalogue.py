@@ -14,7 +14,7 @@ from ...dataflow.runs.files import is_run
 from .run_reader import RunReader
 
 LOOK_S = 1.0
-"""[s] Age at which the list of runs is refreshed."""
+"""[s] Maximum age of the list of runs before it is refreshed."""
 DEPTH = 3
 """Number of folder levels to search for runs. Each cluster job has a folder of runs."""
 

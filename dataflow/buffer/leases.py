@@ -242,7 +242,7 @@ class Lease:
 
     @property
     def step(self) -> int:
-        """Step for which the first row was issued."""
+        """Step of the first row."""
         return self.taken[0][0].issued_in
 
     @property
@@ -477,7 +477,7 @@ def column_pieces(
 
 
 def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray, list[StoredPart]]:
-    """Return the sample ids of the rows for which a node wrote columns, and their stored parts."""
+    """Return the sample ids of the rows that have columns of a node, and their stored parts."""
     level = graph.level_of(writer)
     i = next(i for i, node in enumerate(graph.nodes) if node.name == writer)
     parts: list[StoredPart | None] = []

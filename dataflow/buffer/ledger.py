@@ -559,7 +559,7 @@ class Ledger:
     # Drop rows
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
-        """Drop ready rows on which a node failed, and return their number. If the node takes
+        """Drop ready rows after a node failed on them, and return their number. If the node takes
         groups, all rows of their groups are dropped; otherwise, later nodes continue with the
         remaining rows. Raises a LeaseError, and changes nothing, if a row is claimed or not
         ready."""
@@ -630,7 +630,7 @@ class Ledger:
 
     @property
     def next_deadline(self) -> float | None:
-        """[s] Time on the clock at which `expire` is due next; None if nothing has a deadline."""
+        """[s] Time on the clock when `expire` is due next; None if nothing has a deadline."""
         quorums, due = self.live.quorum_deadlines, self.leases.next_deadline
         times = [quorums[0][0]] if quorums else []
         return min(times if due is None else [*times, due], default=None)

@@ -503,7 +503,7 @@ class LiveRows:
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
         """Offer rows to node i if all earlier nodes are done with them. `order` lists the places of
-        each group's rows in the order in which they became ready. Default: order of arrival."""
+        each group's rows, ordered by when they became ready. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = (
             wiring.needs_of_row[i],
@@ -582,7 +582,7 @@ class LiveRows:
 
     def finish_rows(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
         """Mark rows as done at node i, and offer them to the next nodes. `order` lists the places
-        of each group's rows in the order in which they finished. Default: order of arrival."""
+        of each group's rows, ordered by when they finished. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
         for group, mask in masks.items():

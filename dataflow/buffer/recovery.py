@@ -317,7 +317,7 @@ def replay(ledger: Ledger, record: Record) -> None:
     """Apply a log record to a ledger, without logging it.
 
     Raises:
-        ValueError: the ledger's state differs from the state in which the record was written.
+        ValueError: the ledger's state differs from the state when the record was written.
         LookupError: the record lacks a field, or another version of Weft wrote it.
     """
     do, later = record["do"], "a later version of Weft wrote it"

@@ -238,7 +238,7 @@ class Group:
         """Step of the last update that trained on the group."""
         self.tokens = tokens
         self.version: int | None = None
-        """Policy version with which generation of the group began."""
+        """Policy version when generation of the group began."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """Whether all rows of each level exist."""
@@ -252,7 +252,7 @@ class Group:
         self.rested = False
         """Whether only recording is left to do."""
         self.order: dict[int, list[int]] | None = None
-        """Places of rows in the order in which they became ready, keyed by node with a quorum."""
+        """Places of rows, ordered by when they became ready, keyed by node with a quorum."""
 
     def state(self, i: int) -> GroupState:
         """Return the group's state at node i, which takes groups."""
@@ -398,7 +398,7 @@ class Wiring:
         """For each node: (level, node) of the nodes that must be done with an ancestor of a row,
         on that level, before the row is ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
-        """For each level: nodes for which a new row may be ready at once."""
+        """For each level: nodes that may be able to process a new row at once."""
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
         """For each level: whether any of its nodes waits for ancestors of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]

@@ -448,7 +448,7 @@ class SampleBuffer:
             staleness: maximum number of updates by which a row's policy may be behind the weights
                 that it trains. Only groups that will be trained on within this bound are admitted.
                 None sets no bound.
-            lag: number of updates by which the generating weights are behind the trained ones.
+            lag: number of updates that the generating weights lag behind the trained ones.
             taken: number of groups that the current update has claimed so far, finished or not.
         """
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes

@@ -41,7 +41,7 @@ GRACE_S = 30.0
 HOLD_S = 10.0
 """[s] Maximum wait for a folder that is being removed."""
 POLL_S = 0.5
-"""[s] Interval at which the daemon checks whether the folder is in use."""
+"""[s] Interval between the daemon's checks whether the folder is in use."""
 LEAST_BYTES = 1 << 30
 """[bytes] Warn if less space than this is free."""
 MOUNTS = Path("/proc/self/mounts")

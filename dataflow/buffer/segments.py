@@ -652,7 +652,7 @@ class SegmentStore:
                 self._delete(stream, sequence)
 
     def free_later(self, segment: Segment) -> None:
-        """Free a segment after the next checkpoint, by which time the current log is on disk."""
+        """Free a segment after the next checkpoint. The current log is on disk by then."""
         self._waiting.append(segment)
 
     def pin(self, checkpoint: str, segments: Iterable[Segment]) -> None:

@@ -435,7 +435,7 @@ class Renderer:
         text = next(text for text in finished if not text.startswith(prompt))
         raise UserError(
             f"the chat template writes {_end(text, prompt)} for the assistant's turn, but {_end(prompt, text)} "
-            "where it is to be generated, so no place divides the prompt from the response; change the template, or the settings "
+            "where it is to be generated, so no place divides the prompt from the response; change the template, or "
             "chat_template_kwargs"
         )
 

@@ -264,4 +264,4 @@ SIGNATURES = (
         missing=_VERIFIERS_MISSING,
     ),
 )
-"""Signatures of other libraries, in the order in which they are tried."""
+"""Signatures of other libraries, in the order they are tried."""

@@ -123,7 +123,7 @@ _SPREAD = 1.0
 """If the standard deviation of the logits is smaller, as in an untrained model, the check amplifies
 parameters, because small logits would hide mistakes."""
 _LARGEST_FACTOR = 16
-"""Upper limit on the factor by which the check amplifies parameters."""
+"""Upper limit on the check's amplification of parameters."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Settings that hold the soft cap of a model's logits."""
 _OF_ROUNDING = 3.0

@@ -125,7 +125,7 @@ class TrainingMemory:
     visiting: int
     """During an update: offloaded moments while they are on the device."""
     snapshot: int
-    """On the host, from the first checkpoint on: the copy from which a rank writes its files."""
+    """On the host, from the first checkpoint on: the copy that a rank writes its files from."""
 
     def exchanged_beside(self, activations: int) -> int:
         """Return the bytes that gradients in transit add to the peak of an update."""

@@ -51,7 +51,7 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
 
 
 NAME = "weft_packed"
-"""Name under which this attention is registered in `transformers`."""
+"""Name of this attention in the registry of `transformers`."""
 VARLEN = "weft_packed_varlen"
 """Name of the variant that uses torch's variable-length kernel for inputs that the kernel
 supports."""

@@ -187,7 +187,7 @@ class SharedPrompts(PackedSequences):
         return self._on_device(self.after)
 
     def sees(self, window: int | None) -> Tensor:
-        """Return the tokens to which each response token attends. With a window, these are at most
+        """Return the tokens that each response token attends to. With a window, these are at most
         that many tokens, including itself; None means all tokens before it. Returns [responses,
         longest response, longest prompt + longest response] bool."""
         if window not in self._seen:

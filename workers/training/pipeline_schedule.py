@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: in which order each stage runs its forward and backward passes.
+"""Pipeline schedules as data: the order of the forward and backward passes of each stage.
 
 A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages`
 of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the

@@ -1,4 +1,4 @@
-"""Snapshots: a training group's part of a checkpoint, from which training resumes.
+"""Snapshots: a training group's part of a checkpoint, needed to resume training.
 
     rank_0.json …                steps, notes and random states of each rank
     state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps

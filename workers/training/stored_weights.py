@@ -227,7 +227,7 @@ class StoredWeights:
         return before
 
     def _names_in_files(self) -> dict[str, str]:
-        """Map the name of each tensor in the model to the alias under which files store it."""
+        """Map the name of each tensor in the model to its alias in the files."""
         known = self._keys.keys() | self._converted.keys()
         aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
