@@ -109,9 +109,10 @@ def evaluate(
     samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
     # The column of the reward group's only grader, if there is one.
     find = getattr(getattr(reward, "config", None), "verdict", None)
-    found = find(str(REWARD)) if verdict is None and find is not None else None
     if verdict is not None:
         found = f"{REWARD}/{verdict}"
+    else:
+        found = find(str(REWARD)) if find is not None else None
     # For a single sample without a grader or threshold, correctness is undefined.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())

@@ -7,6 +7,8 @@ memory.
 A bucket is a list of entries. An entry states a box of a tensor, its dtype, and the position of its
 bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). All other
 parts are copied into bucket memory, which later buckets reuse.
+
+This module also has the checksum of a version, and the encoding of changed elements (deltas).
 """
 
 from __future__ import annotations
@@ -168,16 +170,18 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 
 # Checksum
 #
-#     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
+#     sum(tensor)  =  sum over elements of  bits(element) * row_factor(row) * column_factor(column)
 #
 # modulo 2^64. The column is the index along the last dimension. The row is the flat index over all
-# other dimensions. Both refer to the whole tensor. All weights are odd pseudo-random numbers. So
+# other dimensions. Both refer to the whole tensor. All factors are odd pseudo-random numbers. So
 # the sum is the same however a tensor is cut. A slice that is missing, swapped, shifted or from
 # another version changes the sum; the chance that it does not is about 2^-64. The sum uses the bits
 # of the tensor's dtype, without rounding.
 
 
 _BLOCK_ELEMENTS = 1 << 16
+SIGNED_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> signed integer dtype of that width, to read its bits."""
 
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
@@ -192,10 +196,9 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """
     if not tensor.numel():
         return 0
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().view(signed[tensor.element_size()])
+    bits = tensor.detach().view(SIGNED_BITS[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
-    # For three or more dimensions, the row weights are copies instead of views, and too large to
+    # For three or more dimensions, the row factors are copies instead of views, and too large to
     # cache.
     rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
@@ -227,7 +230,7 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
-    """Return odd pseudo-random weights for the indexes below `count`, for rows (kind 0) or columns
+    """Return odd pseudo-random factors for the indexes below `count`, for rows (kind 0) or columns
     (kind 1)."""
     with np.errstate(over="ignore"):
         mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
@@ -419,9 +422,6 @@ _starts_lock = threading.Lock()
 # Copies in host memory, and the number of threads for a transfer.
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, which has the same shape. In host memory, only the calling
     thread copies.
@@ -431,7 +431,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.
-        bits = _BITS.get(dtype.itemsize)
+        bits = SIGNED_BITS.get(dtype.itemsize)
         if bits is not None:
             np.copyto(_array(target, bits), _array(source, bits))
             return

@@ -1,4 +1,5 @@
-"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
+"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank. It reads the
+layout from what the publishers describe, and keeps the boxes that deltas apply to.
 
 connect ──> layout ──> slices, written on arrival ──> confirm: checks completeness
 

@@ -1,5 +1,5 @@
 """Weights as plain data: which boxes of tensors each rank holds, the copies between two layouts,
-and the records of a version.
+and the records of a version. `mix_bits` is the pseudo-random function of checksums and draws.
 
 Both sides of a transfer use the names and coordinates of the checkpoint. The trainer's layout comes
 from its DTensors. vLLM's layout is recorded while its own loaders run, so Weft needs no table of

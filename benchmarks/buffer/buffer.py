@@ -5,7 +5,9 @@
     .venv/bin/python benchmarks/buffer/buffer.py --small         # a minute, only to see that it works
 
 `rows.py` defines the works, and docs/benchmarks.md explains the comparison. Ratios are of medians
-over the rounds. The last line printed is one JSON object.
+over the rounds. The last line printed is one JSON object: `*_ratio` is Weft's speed over
+TransferQueue's, `dense_over_memcpy` the throughput of dense columns over memcpy's, and `claim_p99_ms` the
+99th percentile of a claim, by groups held.
 """
 
 from __future__ import annotations

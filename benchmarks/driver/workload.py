@@ -37,7 +37,9 @@ Generation is faster, so rows soon fill the staleness bound.
 
 
 class Settings(weft.Config):
-    """Workers have no settings."""
+    """Settings of all workers."""
+
+    max_num_seqs: int = MAX_NUM_SEQS
 
 
 class Rollout(weft.Worker):

@@ -32,13 +32,19 @@ MERGED = {
 }
 """Setting -> the two settings of older versions that it replaces."""
 REMOVED = {
-    "bucket_mib": ("16",),
-    "deadline_s": ("10.0", "60.0"),
-    "deltas": ("'off'",),
-    "opened": ("False",),
-    "short_steps": ("'train'",),
+    "function.deadline_s": ("10.0", "60.0"),
+    "function.opened": ("False",),
+    "schedule.short_steps": ("'train'",),
 }
-"""Setting of older versions -> its defaults, as text."""
+"""End of the name of a setting of older versions that affects results -> its defaults, as text."""
+REWRITTEN = {
+    r", settings=\{\}": "",
+    r", opened=False": "",
+    r"Math\(deadline_s=10\.0\)": "Math()",
+    r"(cap=[^,()]+, floor=[^,()]+), (level='\w+')": r"\2, \1",
+    r"low=([^,()]+), high=([^,()]+), (level='\w+')": r"\3, keep=(\1, \2)",
+}
+"""Pattern in the text of a list of older versions -> its replacement."""
 
 
 def recorded_settings(
@@ -83,6 +89,11 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
     """Return the settings of a checkpoint, with older settings under their current
     names."""
     found = dict(before)
+    for name, text in before.items():
+        if text.startswith("["):
+            for pattern, new in REWRITTEN.items():
+                text = re.sub(pattern, new, text)
+            found[name] = text
     for name in now:
         owner, _, last = name.rpartition(".")
         old = [before.get(f"{owner}.{each}") for each in MERGED.get(last, ())]
@@ -106,7 +117,11 @@ def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     return [
         f"{name} was {_short(text)}, and is no longer a setting"
         for name, text in before.items()
-        if name not in now and text not in REMOVED.get(name.rpartition(".")[2], (text,))
+        if name not in now
+        and (
+            ".function.settings." in name
+            or any(name.endswith(end) and text not in defaults for end, defaults in REMOVED.items())
+        )
     ]
 
 

@@ -351,7 +351,8 @@ class CostModel(Config):
         """Return the number of ranks of one replica of a group: that of its configuration, or else
         that of its `SequenceParallelCost` or `PipelineCost`."""
         configured = ranks_of_a_replica(config)
-        if configured > 1:
+        # The configuration of a training group always says it, also with 1.
+        if configured > 1 or hasattr(config, "sequence_parallel"):
             return configured
         for name, cost in self.nodes.items():
             if name.partition(".")[0] == group and isinstance(cost, SequenceParallelCost | PipelineCost):

@@ -105,7 +105,7 @@ class Replica:
         cost: Generation | None,
         on_reply: OnReply,
         invent: Callable[[int], Segment],
-        max_num_seqs: int = 256,
+        max_num_seqs: int,
         at: float = 0.0,
     ) -> None:
         self.cost = cost

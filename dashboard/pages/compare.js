@@ -70,7 +70,8 @@ function picker({ params, set, runs }) {
 
 function view(data, context) {
   if (data.choose) return [picker(context), empty("Choose two runs.", "Settings, versions, data, metrics and the first different sample are shown side by side.")];
-  return [picker(context), differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), overlaid(data, context), metrics(data, context), first(data, context)];
+  const notes = (data.notes ?? []).map((note) => h("p", { class: "panel notice", role: "alert", key: note }, line(note, 2000)));
+  return [picker(context), ...notes, differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), overlaid(data, context), metrics(data, context), first(data, context)];
 }
 
 export const compare = { title: "Compare", loads: ["run", "with"], follows: ["metrics", "status"], load, view };

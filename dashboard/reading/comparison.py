@@ -252,6 +252,7 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
             part: [{"name": name, "a": one, "b": two} for name, (one, two) in pairs.items()]
             for part, pairs in zip(("settings", "versions", "data"), compared, strict=True)
         },
+        "notes": [*a.facts.damage, *b.facts.damage, *notes],
         "metrics": [{**row, "unit": meaning(row["name"])["unit"]} for row in metrics],
         "first_difference": found
         and {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -76,9 +75,7 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
     try:
         return run.sample_pages.group(number, run.facts.config)
     except UserError:
-        with suppress(UserError):
-            return {"group": number, "waits": why(run, number)}
-        raise
+        return {"group": number, "waits": why(run, number)}
 
 
 def why(run: RunReader, number: int) -> list[str]:

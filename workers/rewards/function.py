@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pydantic
 
-from ...dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS
+from ...dataflow.column import IDENTITY, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import nearest
 from ...dataflow.operation import ALL_COLUMNS
@@ -192,6 +192,9 @@ class Reward(Config):
         columns = {name: values for name, values in rest.items() if name not in fixed}
         wanted = [p.name for p in self._columns if p.name in samples or p.default is p.empty]
         columns |= {name: samples[name] for name in wanted}
+        if self.signature is None and str(PROMPT) not in columns and PROMPT_IDS in samples.rows:
+            # A source may have token ids alone.
+            columns |= {p.name: samples.prompts for p in self._columns if p.name == str(PROMPT)}
         if self.signature is not None:
             taken = {p.name for p in self._open} | (
                 {*self.signature.gives} if self.signature.positional else set()

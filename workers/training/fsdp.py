@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,8 @@ from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
+from ...resharding.incoming import IncomingWeights
+from ...resharding.weights import TensorPart
 from ..dispatch import Coordinates, row_cost_of
 from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
@@ -104,10 +106,6 @@ class FsdpEngine:
             config, context, training, head, self.mesh, self.device
         )
         self.model = self._sharded.model
-        self.named_tensors = self._sharded.named_tensors
-        self.adapter_tensors = self._sharded.adapter_tensors
-        self.published_parts = self._sharded.published_parts
-        self.receive_weights = self._sharded.receive_weights
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
@@ -356,6 +354,19 @@ class FsdpEngine:
         # This is a collective. All ranks reach it, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.named_tensors()
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel.adapter_tensors`."""
+        return self._sharded.adapter_tensors()
+
+    def published_parts(self) -> Iterator[TensorPart]:
+        return self._sharded.published_parts()
+
+    def receive_weights(self, incoming: IncomingWeights) -> str:
+        return self._sharded.receive_weights(incoming)
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ class Lora(Config):
     rank: int = Field(default=16, ge=1, le=65_536)
     """[rank] Rank of the product B A. Raise it if an adapter learns less than full training
     would."""
-    alpha: int | float = Field(default=32, ge=1)
+    alpha: float = Field(default=32, ge=1)
     """[factor] Numerator of the scale s = alpha / rank. Raise it with the rank to keep the scale of
     the update. For rsLoRA at large ranks (arXiv:2312.03732), give a multiple of the rank's square
     root: 32 * 128**0.5."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dataflow.errors import RunError, UserError
+from ...resharding.buckets import SIGNED_BITS
 from ...resharding.weights import Box, TensorPart, contiguous_strides
 from ..worker import Context
 from .engine import ModelConfig
@@ -125,7 +126,6 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
 
 _ROUNDING = 1e-3
 """Relative difference allowed between copies, because kernels add numbers in varying order."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
@@ -153,7 +153,7 @@ def digest(tensor: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     else:
         norm = tensor.sum().double()
-    bits = tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    bits = tensor.view(SIGNED_BITS[tensor.element_size()]).sum(dtype=torch.int64)
     return torch.stack([bits, norm.view(torch.int64)])
 
 

@@ -172,4 +172,4 @@ def test_a_log_that_cannot_be_read_hides_no_error(tmp_path: Path):
     who = "x" * 300  # longer than the name of a file may be
     with process(*python("pass")) as started:
         watch.watch({who: started.pid})
-        assert "does not report its stack" in watch.stacks([who], 0.1)[who]
+        assert "does not report its stack" in watch.stacks([who], 0.1)[who]  # waited out

@@ -253,6 +253,6 @@ def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(
     monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
     monkeypatch.setattr(checks, "START_TIMEOUT_S", 2.0)  # waited out
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
-    with drive(tmp_path, made, prompts(8), backend=Asking(), name="long") as driver:  # waited out
+    with drive(tmp_path, made, prompts(8), backend=Asking(), name="long") as driver:
         assert (driver.directory.path / "asked").exists()
         assert [row["actor/rows"] for row in driver.run()[1:]] == [8, 8]

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from weft.algorithms.corrections import Rejection
+from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.text import TagFormat
 from weft.algorithms.preference_loss import DesirabilityLoss
 from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Sapo
 from weft.controllers.recovery.changed_settings import (
+    _text,
     changes,
     recorded_settings,
     removed_settings,
@@ -25,7 +28,7 @@ OLD = {
     "actor.lora.alpha": "8",
     "actor.lora.rank": "4",
     "actor.lora.rslora": "True",
-    "actor.deltas": "'off'",
+    "actor.deltas": "'auto'",
     "kl.coefficient.value": "0.2",
     "kl.coefficient.target": "6.0",
     "sampling.stop": "[]",
@@ -77,7 +80,6 @@ def test_other_values_of_an_older_version_are_reported_under_their_present_names
     other = {
         "actor.decay_steps": "400",
         "actor.lora.rslora": "False",
-        "actor.bucket_mib": "64",
         "kl.coefficient.target": "3.0",
         "sampling.ignore_stop": "True",
         "correction.low": "0.25",
@@ -85,7 +87,6 @@ def test_other_values_of_an_older_version_are_reported_under_their_present_names
         "loss.desirable_weight": "2.0",
     }
     assert sorted(reported(OLD | other)) == [
-        "actor.bucket_mib was 64, and is no longer a setting",
         "actor.decay was ['linear', 400], is ['linear', 500]",
         "actor.lora.alpha was 8, is 16",
         "correction.keep was [0.25, 2.0], is [0.5, 2.0]",
@@ -93,4 +94,30 @@ def test_other_values_of_an_older_version_are_reported_under_their_present_names
         "loss.weights was [2.0, 1.0], is [1.0, 1.0]",
         "sampling.stop was None, is []",
         "surrogate.temperatures was [1.0, 1.5], is [1.0, 1.05]",
+    ]
+
+
+def test_texts_of_lists_of_an_older_version_are_compared_in_their_present_form():
+    cases = {
+        (TruncatedImportance(), Rejection()): "[TruncatedImportance(cap=2.0, floor=0.0, level='token'), "
+        "Rejection(low=0.5, high=2.0, level='token')]",
+        (TagFormat(), Math()): "[TagFormat(tags=('think',), rest=True, opened=False), "
+        "Math(deadline_s=10.0)]",
+    }
+    for value, text in cases.items():
+        assert with_present_names({"x": text}, {})["x"] == _text(value)
+        assert with_present_names({"x": text.replace("0.0", "0.5", 1)}, {})["x"] != _text(value)
+
+
+def test_a_removed_setting_that_affects_results_is_reported():
+    before = {
+        "reward.deadline_s": "None",
+        "reward.function.deadline_s": "30.0",
+        "reward.function.settings.penalty": "0.5",
+        "schedule.short_steps": "'stop'",
+    }
+    assert removed_settings(before, {}) == [
+        "reward.function.deadline_s was 30.0, and is no longer a setting",
+        "reward.function.settings.penalty was 0.5, and is no longer a setting",
+        "schedule.short_steps was 'stop', and is no longer a setting",
     ]

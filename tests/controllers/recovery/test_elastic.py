@@ -86,7 +86,7 @@ class Spot(SimulatedCluster):
         self.told.pop(rank, None)
         before = self._replicas[group.name, rank]
         self._replicas[group.name, rank] = type(before)(
-            before.cost, self._reply, self._invent, at=self.clock()
+            before.cost, self._reply, self._invent, 256, at=self.clock()
         )
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:

@@ -64,7 +64,7 @@ class Nodes(SimulatedCluster):
         self._dead.discard(rank)
         before = self._replicas[group.name, rank]
         self._replicas[group.name, rank] = type(before)(
-            before.cost, self._reply, self._invent, at=self.clock()
+            before.cost, self._reply, self._invent, 256, at=self.clock()
         )
 
     def _result(

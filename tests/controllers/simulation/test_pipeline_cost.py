@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_runs import apart, calls, costs
 from simulated_runs import run as simulated
-from toy import centred, prompts
+from toy import ToyActor, centred, prompts
 
 from weft.controllers.prechecks.plan_sizes import UpdateSizes, pipeline_plan
 from weft.controllers.ranks.row_io import num_tokens
@@ -44,6 +44,7 @@ def test_equal_microbatches_take_the_ideal_time_and_the_bubble():
     assert 5 + 0.25 < two.seconds(10, 1000) < two.seconds(12, 1200)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), st.floats(0.01, 1), st.floats(1e-4, 0.01))
 def test_times_are_rounded_alike_on_every_machine(tokens: int, per_row_s: float, per_token_s: float):
     cost = PipelineCost(stages=2, microbatch_tokens=100, per_row_s=per_row_s, per_token_s=per_token_s)
@@ -187,7 +188,14 @@ def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path)
     pair: Any = group(ActorWorker, model="m", tensor_parallel=2)
     with pytest.raises(UserError, match="is for 4 ranks, but a replica of 'actor' has 2 ranks"):
         Simulated(CostModel(nodes={"actor.update": shared})).check(apart(1, 4), {"actor": pair})
+    own: Any = group(ToyActor, ranks_per_replica=3)
+    with pytest.raises(
+        UserError, match="for a pipeline of 2 stages, but a replica of 'actor' has 3 ranks"
+    ):
+        Simulated(CostModel(nodes={"actor.update": pipeline})).check(apart(1, 3), {"actor": own})
     actor: Any = group(ActorWorker, model="m")
+    with pytest.raises(UserError, match="is for 4 ranks, but a replica of 'actor' has 1 ranks"):
+        Simulated(CostModel(nodes={"actor.update": shared})).check(apart(1, 4), {"actor": actor})
     with pytest.raises(
         UserError, match="for a pipeline of 2 stages, but its group has pipeline_parallel=1"
     ):

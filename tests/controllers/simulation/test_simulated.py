@@ -472,7 +472,7 @@ class Mortal(SimulatedCluster):
 
     def replace(self, group: Any, rank: int) -> None:
         self._replicas[group.name, rank] = type(self._replicas[group.name, rank])(
-            self._replicas[group.name, rank].cost, self._reply, self._invent, at=self.clock()
+            self._replicas[group.name, rank].cost, self._reply, self._invent, 256, at=self.clock()
         )
 
     def _result(

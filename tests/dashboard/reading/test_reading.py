@@ -16,14 +16,12 @@ from served import client_of  # pyright: ignore[reportMissingImports]
 from starlette.testclient import TestClient
 
 from weft.dashboard.reading.catalogue import Catalogue
+from weft.dashboard.reading.comparison import metrics_of
 from weft.dashboard.reading.lanes import _Lanes
 from weft.dashboard.reading.metrics import MetricLog
-from weft.dashboard.reading.run_pages import why
-from weft.dashboard.reading.run_reader import RunReader
 from weft.dashboard.reading.sample_index import SampleIndex
 from weft.dashboard.reading.turns import token_texts
 from weft.dashboard.timeline import CallLog
-from weft.dataflow.errors import UserError
 from weft.dataflow.runs.directory import RunDirectory
 from weft.dataflow.runs.files import METRICS, TIMELINE
 from weft.dataflow.runs.follow import FollowedTable
@@ -143,26 +141,37 @@ def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):
     assert len(SampleIndex(run).table()) == before
 
 
-def test_two_runs_are_compared_down_to_a_token(client: TestClient):
+def test_two_runs_are_compared_down_to_a_token(client: TestClient, runs: Path):
     said = client.get("/api/compare", params={"a": "one", "b": "two"}).json()
     assert {"name": "seed", "a": 0, "b": 1} in said["settings"] and not said["versions"]
-    assert said["metrics"] and (
-        said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
-    )
+    assert said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
+    (compared,) = (row for row in said["metrics"] if row["name"] == "reward/mean")
+    last = {run: metrics_of(runs / run, [])[3]["reward/mean"] for run in ("one", "two")}
+    assert (compared["a"], compared["b"]) == (last["one"], last["two"]) and said["notes"] == []
     same = client.get("/api/compare", params={"a": "one", "b": "one"}).json()
     assert same["settings"] == [] and same["first_difference"] is None
 
 
-def test_why_a_group_waits_is_answered(runs: Path):
-    assert "was finished" in why(RunReader("one", runs / "one"), 0)[0]
+def test_a_comparison_says_what_could_not_be_read(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "one", tmp_path / "whole")
+    shutil.copytree(runs / "one", tmp_path / "damaged")
+    (tmp_path / "damaged" / f"{METRICS}.parquet").write_bytes(b"no metrics")
+    said = client_of(tmp_path).get("/api/compare", params={"a": "whole", "b": "damaged"}).json()
+    assert said["metrics"] == [] and any("damaged: metrics of" in note for note in said["notes"])
 
 
-def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+def test_why_a_group_without_samples_waits_is_answered(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    shutil.copytree(runs / "one", tmp_path / "one")
+    shutil.rmtree(tmp_path / "one" / "samples")
+    client = client_of(tmp_path)
+    said = client.get("/api/group", params={"run": "one", "id": 0}).json()
+    assert "was finished" in said["waits"][0]
+    # A page does not wait for a large log to be read.
     monkeypatch.setattr("weft.dashboard.reading.run_pages.MOST_LOG", 100)
-    with pytest.raises(UserError, match="weft buffer why"):
-        why(RunReader("one", runs / "one"), 0)
+    refused = client.get("/api/group", params={"run": "one", "id": 0})
+    assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
 
 
 # Broken runs

@@ -170,7 +170,7 @@ def test_the_command_prints_its_address_and_refuses_missing_folders(
 
 
 def test_an_export_may_name_thousands_of_metrics(runs: Path):
-    names = ",".join(f"a_metric_with_quite_a_long_name/{i}" for i in range(3000))
+    names = ",".join([*(f"a_metric_with_quite_a_long_name/{i}" for i in range(3000)), "reward/mean"])
     app = new_app(Catalogue(runs / "one"), Access(""))
     answer = asyncio.run(ask(app, address("curves", {"runs": "one", "names": names})))
-    assert isinstance(answer, dict | list)
+    assert "reward/mean" in json.dumps(answer)

@@ -102,6 +102,14 @@ def test_a_dictionary_of_parts_is_summed_unless_one_of_them_is_the_reward(model:
         scored(Reward(function=parts, part="colour"), model)
 
 
+def test_an_optional_prompt_is_decoded_from_its_tokens_if_there_is_no_text(model: Path):
+    def of_prompt(response: str, prompt: str = "") -> float:
+        return float(prompt == "two")
+
+    batch = Batch.of(sample_id=[7, 8], prompt_ids=[[1], [2]], response_ids=[[1], [2]])
+    assert scored(of_prompt, model, batch)[0]["reward"].to_pylist() == [0.0, 1.0]
+
+
 def test_none_of_one_function_leaves_the_others_and_none_of_all_is_a_failure(model: Path):
     def sometimes(response: str) -> float | None:
         return 1.0 if response == "one" else None
