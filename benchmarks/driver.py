@@ -6,7 +6,7 @@
 | figure | what it is | wanted |
 |---|---|---|
 | `row_us` | total driver CPU time per row, in microseconds, at the largest requested number of rows in flight | 20 |
-| `by_rows_in_flight` | the same for each number of rows in flight, with calls and tasks of a step, the simulator's time, and the second half's cost over the first's | |
+| `by_rows_in_flight` | the same for each number of rows, with the simulator's time, and the second half's cost over the first's | |
 | `call_rank_us` | the same per call and rank | 200 |
 | `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight over that with 1e3, with equal steps and ranks | 1.3 |
 | `resume_mb_s` | MB/s of log and ledgers that a resume reads after a kill (`recovery/resume.py`) | 500 |
