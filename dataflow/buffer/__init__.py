@@ -1,6 +1,5 @@
 """The sample buffer: a ledger of all rows, segments that store their columns, and a log for crash
 recovery.
 
-The buffer is pure Python and Arrow, without Ray or workers. Tests can therefore check its rules
-exhaustively in milliseconds.
+The buffer uses neither Ray nor workers, so that tests can check its rules in milliseconds.
 """

@@ -1,5 +1,4 @@
-"""Events that change the rows of a graph, as JSON records of the log. A ledger logs each event
-before applying it. `replay` (`recovery.py`) applies the logged events again.
+"""Events that change the rows of a graph, as JSON records of the log.
 
     issue   first, group, step, positions, tokens    issue rows of the source; ids begin at `first`
     source  segment                                  the segment that stores the rows of the source
@@ -16,7 +15,7 @@ before applying it. `replay` (`recovery.py`) applies the logged events again.
 The request of a claim has the fields `rows`, `groups`, `stale` (version, bound and fate of a
 `Staleness`), `version` and `holder`. `too_old` lists the groups that the claim set aside; logs of
 format 5 and earlier lack it. Published columns are in one `segment`, or in `segments`: a list of
-[number of rows, *segment] for each rank, in row order. Fields without a value are left out.
+[number of rows, *segment] for each rank, in row order. Records omit fields without a value.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 RESTARTED = "the run was started again"
 """Reason in the log when recovery releases the leases of lost workers."""
 FEW = 8
-"""Lists up to this length are written without compression."""
+"""Maximum length of lists that are written without compression."""
 
 
 def to_json(do: str, graph: str, **fields: Any) -> str:
@@ -68,7 +67,7 @@ def publish_json(
     finished: list[int] | None = None,
     segments: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """Return the log record of a publish. Must be fast, because each generated row writes one."""
+    """Return the log record of a publish. Must be fast: each generated row writes one."""
     head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{lease},"ids":'
     where = "" if segment is None else f',"segment":{_located(segment)}'
     # Fast path for the most frequent record: one generated sample.
@@ -89,11 +88,11 @@ def _numbers(numbers: list[int]) -> str:
 
 def _ids(ids: list[int]) -> str:
     """Format ids as JSON. Consecutive ids become [first, number] (see `unpacked` in `log.py`)."""
-    # Looking at the first ids is a cheap way to reject most lists without runs.
+    # The first ids are a cheap test for lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
-    # Such short runs would not make the record shorter.
+    # Short runs would not make the record shorter.
     if len(begins) > len(ids) // 2:
         return _numbers(ids)
     ends = [*begins[1:], len(ids)]
@@ -111,13 +110,13 @@ def _values(values: list[int]) -> str:
 
 
 def _located(segment: Sequence[Any]) -> str:
-    """Format a segment as JSON; it may follow a number of rows."""
+    """Format a segment, or [number of rows, *segment], as JSON."""
     *rows, node, file, offset, num_bytes, checksum = segment
     start = f"{rows[0]}," if rows else ""
     return f"[{start}{_names(node, file)},{offset},{num_bytes},{checksum}]"
 
 
-# Cached, because a run publishes many segments in few files.
+# Cached: a run publishes many segments in few files.
 @lru_cache(maxsize=1 << 14)
 def _names(node: str, file: str) -> str:
     return f"{_quoted(node)},{_quoted(file)}"

@@ -22,11 +22,10 @@ from .rows import Group, LevelRows, Row, StoredPart, places_in
 from .segments import Segment
 
 Fate = Literal["wait", "mask", "requeue", "drop"]
-"""How to handle a group that is too old when an update claims it. `Ledger._set_aside` implements
-this, and `logged_rows.py` checks it.
+"""How to handle a group that is too old for an update (see `Ledger._set_aside`).
 
 - wait: keep the group until the bound is larger.
-- mask: train on it with all tokens masked, so that it only counts in group statistics.
+- mask: train on it, but mask all tokens of its stale rows.
 - requeue: drop it and issue its prompt again.
 - drop: drop it.
 """
@@ -43,8 +42,8 @@ class Staleness:
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of the rows in `mask` that are too old. Rows that no policy generated
-        never become too old."""
+        """Return the places of the too old rows in `mask`. Rows that no policy generated never
+        are."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
             place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
@@ -58,17 +57,13 @@ NONE = np.empty(0, np.int64)
 PublishedLists: TypeAlias = tuple[
     list[int], list[int], list[int] | None, list[int] | None, list[int] | None
 ]
-"""Columns of `Published` as lists of Python integers: ids, num_tokens, versions, parents,
-finished."""
+"""Columns of `Published` as lists: ids, num_tokens, versions, parents, finished."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """Report of a lease holder to the ledger about rows that it has written.
-
-    For MAP, GROUP and FILTER, `ids` are rows of the lease that are done. For EXPAND, they are new
-    rows.
-    """
+    """Report of a lease holder to the ledger about rows that it has written. `ids` are finished
+    rows of the lease or, for EXPAND, new rows."""
 
     ids: np.ndarray
     """[rows] int64 sample ids."""
@@ -77,11 +72,11 @@ class Published:
     versions: np.ndarray | None = None
     """[rows] int64 oldest policy version in each row, if the node generated the rows."""
     parents: np.ndarray | None = None
-    """[rows] int64 sample ids of the parents of these rows (EXPAND only)."""
+    """[rows] int64 sample ids of the parents (EXPAND only)."""
     finished: np.ndarray | None = None
-    """int64 sample ids of the parents that get no more children (EXPAND only)."""
+    """[parents] int64 sample ids of the parents that get no more children (EXPAND only)."""
     newest: int = -1
-    """Newest policy version of any token, if the node generated the rows. Not logged."""
+    """Newest policy version of any token; -1 if the node does not generate. Not logged."""
 
     @property
     def _columns(self) -> tuple[np.ndarray | None, ...]:
@@ -103,7 +98,7 @@ class Published:
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """Concatenate the reports of several ranks for one lease. All have the same columns."""
+        """Concatenate the reports of several ranks, with the same columns, for one lease."""
         if len(parts) == 1:
             return parts[0]
         columns: list[Any] = []
@@ -113,7 +108,7 @@ class Published:
         return cls(*columns, newest=max(part.newest for part in parts))
 
     def not_of(self, parents: Container[int]) -> np.ndarray:
-        """Return which rows have none of these parents, as [rows] bool."""
+        """Return, as [rows] bool, which rows have none of these parents."""
         assert self.parents is not None
         return np.array([parent not in parents for parent in self.parents.tolist()], bool)
 
@@ -130,15 +125,15 @@ class Spread(NamedTuple):
 
     segments: Sequence[Segment]
     counts: Sequence[int]
-    """Number of rows in each segment. Segments are in row order."""
+    """Number of rows in each segment, in row order."""
 
     def only(self, kept: np.ndarray) -> Spread:
-        """Return the segments of the rows where `kept`, [rows] bool, is true."""
+        """Return the segments with only the rows where `kept`, [rows] bool, is true."""
         parts = np.split(kept, np.cumsum(self.counts)[:-1])
         return Spread(self.segments, [int(part.sum()) for part in parts])
 
     def to_json(self) -> list[list[Any]]:
-        """Return a list of [number of rows, *segment], the form used in the log."""
+        """Return the form used in the log: a list of [number of rows, *segment]."""
         pairs = zip(self.counts, self.segments, strict=True)
         return [[rows, *segment.to_json()] for rows, segment in pairs]
 
@@ -154,8 +149,7 @@ Written: TypeAlias = Segment | Spread | None
 # Leases
 
 Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
-"""Rows of one group in a lease: the group, the level of the rows, their mask, and their places in
-order of sample id."""
+"""Rows of one group in a lease: group, level, mask of the rows, and places in order of id."""
 
 
 @dataclass
@@ -168,27 +162,26 @@ class Lease:
     token: int
     node: Node
     taken: Sequence[Taken]
-    """The rows of each group."""
     ids: np.ndarray
     """[rows] int64 sample ids."""
     num_tokens: np.ndarray
-    """[rows] int64 number of tokens of each row when it was claimed."""
+    """[rows] int64 number of tokens of each row at the claim."""
     holder: str = ""
     deadline: float | None = None
-    """[s] Time on the ledger's clock when the rows are requeued."""
+    """[s] Time on the ledger's clock at which it requeues the rows."""
     masked: frozenset[int] = frozenset()
-    """Sample ids of rows that are too old to train on, so that all their tokens must be masked."""
+    """Sample ids of rows that are too old to train on, so that their tokens must be masked."""
     open: dict[int, None] = field(default_factory=dict)
-    """Sample ids of rows that are not published yet (for EXPAND: parents not finished)."""
+    """Sample ids of unpublished rows (EXPAND: of unfinished parents)."""
     given_up: set[int] = field(default_factory=set)
     """Sample ids of parents that a quorum finished early. Their new children are discarded."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
-    """Results published by a node that takes groups: ids of the input rows, report, and segment.
-    They take effect when the lease is finished."""
+    """Results of a node that takes groups: ids of the input rows, report, and segment. They take
+    effect when the lease is finished."""
 
     @classmethod
     def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
-        """Create a lease of rows, given by their groups and masks. All rows are open."""
+        """Create a lease of rows, given as pairs of a group and a mask. All rows are open."""
         level, own = node.level, list[Taken]()
         ids: list[int] = []
         tokens: list[int] = []
@@ -213,7 +206,7 @@ class Lease:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows as objects, for inspection. `ids` and the other columns are faster."""
+        """The rows as objects. `ids` and the other columns are faster."""
         return [Row(group, level, place) for group, level, _, places in self.taken for place in places]
 
     @cached_property
@@ -226,7 +219,7 @@ class Lease:
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first sample id reserved for each row's children (EXPAND only)."""
+        """[rows] int64 first reserved sample id of each row's children (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -236,13 +229,13 @@ class Lease:
 
     @property
     def versions(self) -> list[int | None]:
-        """Oldest policy version in each row; None for a row that no policy generated."""
+        """Oldest policy version in each row; None if no policy generated it."""
         rows = [(group.levels[level].versions, places) for group, level, _, places in self.taken]
         return [versions[place] for versions, places in rows for place in places]
 
     @property
     def step(self) -> int:
-        """Step of the first row."""
+        """Step for which the first row was issued."""
         return self.taken[0][0].issued_in
 
     @property
@@ -259,12 +252,12 @@ class Lease:
         return [len(places) for _, _, _, places in self.taken]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
-        """Repeat each group's value for all rows of the group. Return [rows] int64."""
+        """Repeat each group's value for its rows, as [rows] int64."""
         return np.repeat(np.array(values, np.int64), self._rows_of_groups)
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
-        """[rows] int64 sample id of each row's parent. A row of the source is its own parent."""
+        """[rows] int64 sample id of each row's parent. Source rows are their own parents."""
         if self.node.level == SOURCE:
             return self.ids
         above = self.taken[0][0].levels[self.node.level].above if self.taken else SOURCE
@@ -277,16 +270,15 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Return whether a report has all rows of the lease, in order, none published before."""
+        """Return whether a report has all rows of the lease, in order."""
         ids = published.ids
-        # Compare lengths first, because this runs for every publish.
+        # Compare lengths first: this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
         return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
-        """Check that rows may be published under this lease. `rows` maps the sample ids of all rows
-        in flight to their groups. Raises a LeaseError if a row is not in the lease or was published
-        before, or if columns differ in length."""
+        """Raise a LeaseError if a row is not in the lease or was published before, or if columns
+        differ in length. `rows` maps the sample ids of all rows in flight to their groups."""
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
         finished = finished or []
@@ -315,12 +307,12 @@ class Leases:
     """Open leases of one graph, oldest first, and the most recently released ones."""
 
     REMEMBERED = 1000
-    """Number of void leases to remember, so that errors for late holders can name the reason."""
+    """Number of void leases to remember, so that errors can give late holders the reason."""
 
     def __init__(self, makers: Collection[str] = ()) -> None:
         """
         Args:
-            makers: names of the nodes whose work a quorum may end early (see `give_up_parent`).
+            makers: names of nodes whose parents a quorum may finish early.
         """
         self._makers = makers
         self._holders: dict[tuple[str, int], Lease] = {}
@@ -328,7 +320,7 @@ class Leases:
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """Heap of (deadline, token). Leases that ended early stay in it until their deadline."""
+        """Heap of (deadline, token), including leases that ended early."""
         self._num_groups: dict[str, int] = {}
         self._given_up: list[tuple[int, int]] = []
         self.next_token = 1
@@ -347,7 +339,7 @@ class Leases:
         return self._open.get(lease.token) is lease
 
     def is_void(self, token: int) -> bool:
-        """Return whether the lease with this token was released, or a rollback undid its grant."""
+        """Return whether the lease was released, or a rollback undid its grant."""
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:
@@ -358,7 +350,7 @@ class Leases:
             raise LeaseError(f"{who} was released or finished before{f' ({why})' if why else ''}")
 
     def num_groups(self, node: Node) -> int:
-        """Return the number of groups leased to a node that takes groups or batches."""
+        """Return the number of groups leased to a node that takes groups."""
         return self._num_groups.get(node.name, 0)
 
     def grant(self, lease: Lease) -> None:
@@ -380,14 +372,14 @@ class Leases:
                 del self._holders[lease.node.name, id]
 
     def void(self, lease: Lease, why: str) -> None:
-        """Close a lease. From then on, calls of its holder fail with this reason."""
+        """Close a lease. Later calls of its holder fail with this reason."""
         self.close(lease)
         self._void[lease.token] = why
         if len(self._void) > self.REMEMBERED:
             del self._void[next(iter(self._void))]
 
     def take_overdue(self, now: float) -> list[Lease]:
-        """Return open leases whose deadline has passed. Each lease is returned only once."""
+        """Return open leases whose deadline has passed, each only once."""
         overdue: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, token = heapq.heappop(self._deadlines)
@@ -401,14 +393,14 @@ class Leases:
         return self._deadlines[0][0] if self._deadlines else None
 
     def give_up_parent(self, node: Node, id: int) -> None:
-        """Finish a parent early, although the lease's holder is still generating its children."""
+        """Finish a parent whose children a lease's holder is still generating."""
         lease = self._holders[node.name, id]
         del lease.open[id]
         lease.given_up.add(id)
         self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
-        """Return (lease token, parent id) of each parent given up since the last call."""
+        """Return (lease token, parent's sample id) of the parents given up since the last call."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -418,19 +410,16 @@ class Leases:
 
 @dataclass(frozen=True)
 class ColumnPiece:
-    """Columns of a consumer's rows that come from one node, or from the source.
-
-    `keys` select the rows in the segments. They are sample ids or, if `by_position`, row numbers in
-    the source's segment.
-    """
+    """Columns of a consumer's rows that come from one node, or from the source."""
 
     columns: tuple[str, ...]
     keys: np.ndarray
-    """[rows] int64, in the order of the consumer's rows."""
+    """[rows] int64 sample ids or, if `by_position`, row numbers in the source's segment, in the
+    order of the consumer's rows."""
     segments: tuple[Segment, ...]
     by_position: bool = False
     of_file: bool = False
-    """Whether the columns come from the user's file and therefore keep their types."""
+    """Whether the columns come from the user's file and keep its types."""
 
 
 def column_pieces(
@@ -443,11 +432,11 @@ def column_pieces(
     """Locate the columns that the node of a lease reads.
 
     Args:
-        shares: the rows of each share, as indices into the lease's rows.
+        shares: for each share, the indices of its rows in the lease.
         index: all shares, concatenated.
 
     Returns:
-        The pieces of each share: one per node that wrote columns, and one or two for the source.
+        The pieces of each share: one per node that wrote columns, and up to two for the source.
     """
     node, user_columns = lease.node, file_columns(graph.source)
     by_writer: dict[tuple[str, bool], list[str]] = {}
@@ -477,7 +466,7 @@ def column_pieces(
 
 
 def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray, list[StoredPart]]:
-    """Return the sample ids of the rows that have columns of a node, and their stored parts."""
+    """Return the sample ids of the rows with columns of a node, and their stored parts."""
     level = graph.level_of(writer)
     i = next(i for i, node in enumerate(graph.nodes) if node.name == writer)
     parts: list[StoredPart | None] = []
@@ -489,7 +478,7 @@ def _written_parts(graph: Graph, lease: Lease, writer: str) -> tuple[np.ndarray,
             parts.append(rows.parts[i][own[0]])
         else:
             parts += map(rows.parts[i].__getitem__, own)
-        # The columns belong to ancestors of the lease's rows, so the keys are the ancestors' ids.
+        # The columns belong to ancestors of the lease's rows.
         if level != lease.node.level:
             owners += map(rows.ids.__getitem__, own)
     ids = lease.ids if level == lease.node.level else np.array(owners, np.int64)

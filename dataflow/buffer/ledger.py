@@ -1,8 +1,5 @@
-"""Ledger: the control plane of the sample buffer.
-
-The ledger knows which columns of each row exist, where they are stored, and which nodes have
-processed the row. It never holds tokens. Each event costs O(1) per row, and updates which rows are
-ready.
+"""Ledger: which columns of each row exist, where they are stored, and which nodes have processed
+the row. The ledger never holds tokens. Each event costs O(1) per row.
 
 Invariants:
 
@@ -10,19 +7,15 @@ Invariants:
   once (`LevelRows`, in `rows.py`).
 - A row is ready for a node when all nodes in the node's `after` are done with it. A node that takes
   groups gets a group when all rows of the group exist and are ready, or when its quorum is reached.
-- Children arrive one by one. A parent is finished by a separate event, by the end of its lease, or
-  by a quorum that does not need more children. A requeued parent keeps its children and their ids.
+- Children arrive one by one. A parent finishes by a separate event, at the end of its lease, or
+  when a quorum needs no more children. A requeued parent keeps its children and their ids.
 - An update sets aside groups that are too old. `_set_aside` keeps, requeues or drops their rows.
 - A claim creates a lease, and only the holder of its token may publish. Results of a node that
-  takes groups take effect when the lease is finished. If the lease is released before, whole groups
-  are requeued.
+  takes groups take effect when its lease is finished. Releasing the lease requeues whole groups.
 
-Each event (`events.py`) is logged before it takes effect. The events alone determine the ledger's
-state, so `recovery.py` can replay them. It also saves and loads the state, so that recovery need
-not read the whole log.
-
-The state is split into rows, groups and readiness (`live`), column locations (`parts`), and leases
-(`leases`).
+The ledger logs each event (`events.py`) before applying it. The events alone determine its state,
+so `recovery.py` can replay them. `live` holds rows, groups and readiness, `parts` holds column
+locations, and `leases` holds leases.
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from .rows import MAX_CHILDREN, Group, GroupState, Ids, LevelRows, StoredPart, p
 from .segments import Segment
 
 REQUEST = ("rows", "groups", "stale", "version")
-"""Fields of a claim's record that describe the node's request."""
+"""Fields of a claim's log record that describe the request."""
 
 
 class _Choice(NamedTuple):
@@ -53,11 +46,11 @@ class _Choice(NamedTuple):
     taken: list[tuple[Group, int]]
     """Pairs of a group and the mask of its taken rows."""
     masked: frozenset[int] = frozenset()
-    """Sample ids of taken rows whose tokens must be masked, because they are too old."""
+    """Sample ids of taken rows that are too old, so that their tokens must be masked."""
     too_old: list[int] | None = None
-    """Ids of groups that were set aside as too old; None without a staleness bound."""
+    """Ids of groups set aside as too old; None without a staleness bound."""
     offered: bool = False
-    """Whether the claim made groups ready again that were set aside earlier."""
+    """Whether the claim made groups ready that an earlier claim had set aside."""
 
 
 class Ledger:
@@ -87,7 +80,7 @@ class Ledger:
             ids: id counters, shared by all graphs of a run.
             source: segment with the rows of the graph's source.
             name: name of the graph in the log. Default: the graph's own name.
-            log: log that gets each event before it takes effect. None keeps no log.
+            log: log to write events to; None writes no log.
             clock: returns the time in seconds, for deadlines.
         """
         self.graph = graph
@@ -95,14 +88,14 @@ class Ledger:
         self.source = source
         self.log = log
         self.prompts_issued = 0
-        """Number of source rows issued so far, which is also the position in the source."""
+        """Number of source rows issued so far, and the position in the source."""
         self.ids = ids or Ids()
         self.live = LiveRows(graph, self.ids, clock)
         self.parts = self.live.parts
         makers = {graph.nodes[i].name for i in self.live.wiring.makes_for if i is not None}
         self.leases = Leases(makers)
         self.stale: Counter[str] = Counter()
-        """Number of groups that were too old when an update claimed them, keyed by fate."""
+        """Number of groups that were too old at a claim, keyed by fate."""
         self._index = self.live.wiring.index
         self._takes_groups = self.live.wiring.takes_groups
         self._clock = clock
@@ -148,19 +141,19 @@ class Ledger:
         version: int | None = None,
     ) -> Lease | None:
         """Lease ready rows to a node, in order of group and sample id. Return None if no row is
-        ready. If more than `max_groups` groups are ready, an update gets the oldest ones.
+        ready. An update gets the groups with the oldest tokens first.
 
         Args:
             max_rows: maximum number of rows, for a node that takes rows.
-            max_groups: maximum number of groups, for a node that takes groups. 0 takes nothing and
-                only sets aside groups that are too old.
+            max_groups: maximum number of groups, for a node that takes groups. 0 only sets aside
+                groups that are too old.
             holder: name of the worker, for messages.
-            deadline_s: [s] time until the rows are requeued (see `expire`).
+            deadline_s: [s] time after which `expire` requeues the rows.
             staleness: for an update, the staleness bound and the fate of older groups.
-            version: for a node that generates, its policy version, which is noted for new groups.
+            version: policy version of a node that generates, to record in new groups.
         """
         choice = self._choose(self._index[node.name], max_rows, max_groups, staleness)
-        # Setting groups aside or offering them again changes the state, so log such a claim too.
+        # Also log a claim that only sets groups aside or offers them again: it changes the state.
         if not (choice.taken or choice.too_old or choice.offered):
             return None
         deadline = None if deadline_s is None else self._clock() + deadline_s
@@ -185,7 +178,6 @@ class Ledger:
             raise ValueError(f"lease {token} of node {node.name!r} {what}")
 
     def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
-        """Set aside the ready groups that are too old for an update. Return their number."""
         before = self.stale.total()
         self.claim(node, max_groups=0, staleness=staleness)
         return self.stale.total() - before
@@ -215,7 +207,7 @@ class Ledger:
         return lease
 
     def _reserve_ids(self, lease: Lease, level: int) -> None:
-        """Reserve sample ids for children of a lease's rows. Rows with children keep theirs."""
+        """Reserve sample ids for children of a lease's rows that have no children yet."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in lease.taken:
             made = set(group.levels[level].parents)
@@ -228,9 +220,8 @@ class Ledger:
     # Choose rows for a claim
     #
     # An update first sets aside all groups that are too old, then takes the groups with the oldest
-    # tokens. The rows of a quorum are chosen when its group is first claimed: the first n ready
-    # rows. All other rows are cancelled, with all work that only they need, and their parent is
-    # finished without more children.
+    # tokens. The first claim of a group for a quorum takes the first n ready rows, cancels the
+    # other rows and all work that only they need, and finishes the parents.
 
     def _choose(
         self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None
@@ -289,7 +280,7 @@ class Ledger:
     def _too_old_by_id(
         self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
     ) -> list[int]:
-        """Return the ids of the groups that a claim set aside in a log of format 5 or earlier."""
+        """Return the ids of the groups that a claim of log format 5 or earlier set aside."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
@@ -298,8 +289,8 @@ class Ledger:
         return [id for id in ready if self._is_too_old(groups[id], i, staleness)]
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer groups again that waited for a larger bound. Return whether there are any. `wait`
-        keeps groups that are still too old waiting for all fates, as format 5 and earlier did."""
+        """Offer groups that waited for a larger bound. Return whether there are any. With `wait`,
+        groups that are still too old keep waiting whatever the fate, as in log formats up to 5."""
         readiness, waits = self.readiness, wait or staleness.fate == "wait"
         held = [self.live.groups[id] for id in sorted(readiness.too_old_groups[i])]
         again = [group for group in held if not (waits and self._is_too_old(group, i, staleness))]
@@ -345,7 +336,6 @@ class Ledger:
         maker = wiring.makes_for[i]
         if maker is None:
             return
-        # The quorum needs no more children, so finish the parents.
         rows = group.levels[wiring.level[maker]]
         left = rows.awaiting(maker)
         for place in places_in(left & rows.leased[maker]):
@@ -358,14 +348,13 @@ class Ledger:
     # Publish rows
 
     def publish(self, lease: Lease, published: Published, written: Written) -> None:
-        """Report rows that the node of a lease has finished, and where it wrote their columns.
-
-        For EXPAND, the rows are new, and the parents in `finished` get no more children. New rows
-        of a parent that a quorum finished are discarded.
+        """Record that a node has finished rows of its lease, and where it wrote their columns. For
+        EXPAND, the rows are new, and the parents in `finished` get no more children. The ledger
+        discards new rows of a parent that a quorum finished.
 
         Raises:
-            LeaseError: rows (or parents) are not in the lease, or were published before. The ledger
-                is unchanged.
+            LeaseError: rows or parents are not in the lease, or were published before. The ledger
+                does not change.
         """
         self.leases.check(lease)
         if lease.given_up and published.parents is not None:
@@ -374,7 +363,7 @@ class Ledger:
             published = published.without(lease.given_up)
         lists = published.lists
         ids, tokens, versions, parents, finished = lists
-        # In the common case, all rows of the lease at once, rows need no individual check.
+        # Common case: all rows of the lease at once need no individual check.
         if not (lease.is_whole(published) and len(tokens) == lease.num_rows and versions is None):
             lease.check(lists, self.live.group_of)
         if parents is not None and finished is None:
@@ -406,20 +395,19 @@ class Ledger:
         *,
         at_once: bool,
     ) -> None:
-        """Add new rows, and mark the rows `through` as done. `at_once` says that these are all rows
-        of the lease."""
+        """Add new rows, and mark the rows `through` as done; with `at_once`, the whole lease."""
         node, i = lease.node, self._index[lease.node.name]
         ids, tokens, versions, parents, _ = published
         parts = self._parts_of(node, written, len(ids))
         if parents is not None:
             self.live.add_children(i, ids, parents, tokens, versions, parts)
-            # Tokens and parts belong to the children. The rows below are the parents.
+            # Tokens and parts belong to the children; the code below handles the parents.
             tokens, parts = [], []
         elif not any(tokens):
             tokens = []
         ordered = self.live.wiring.ends_in_quorum(i)
         if at_once and not tokens and not ordered:
-            # Common case: update whole masks instead of one row at a time.
+            # Common case: update whole masks.
             if len(parts) == 1:
                 for group, level, mask, _ in lease.taken:
                     group.levels[level].put(parts[0], i, mask)
@@ -449,8 +437,7 @@ class Ledger:
         self.live.finish_rows(masks, i, order if ordered else None)
 
     def _parts_of(self, node: Node, written: Written, rows: int) -> list[StoredPart]:
-        """Return the stored parts of published rows: one per row, one for all rows, or none if no
-        node can read the columns."""
+        """Return the stored parts of published rows: one per row, one for all rows, or none."""
         if written is None:
             return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
@@ -466,9 +453,9 @@ class Ledger:
     # End leases
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
-        """Finish a lease. A FILTER drops the rows that it did not publish. An EXPAND finishes the
-        parents that it did not mention, without children. Raises a LeaseError if a MAP or GROUP did
-        not publish all rows. `step` is the step that an update belongs to."""
+        """Finish a lease. A FILTER drops its unpublished rows; an EXPAND finishes its remaining
+        parents. Raises a LeaseError if a MAP or GROUP did not publish all rows. `step` is the step
+        of an update."""
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
         i = self._index[node.name]
@@ -494,13 +481,12 @@ class Ledger:
     def release(
         self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None
     ) -> None:
-        """Requeue the unpublished rows of a lease, and void the lease. If the node takes groups,
-        all rows of the lease are requeued.
+        """Void a lease, and requeue its unpublished rows, or all its rows if the node takes groups.
 
         Args:
             why: reason, for the log and for errors of the holder.
-            ids: for a node that takes rows, the unpublished rows to requeue; the lease stays open
-                and keeps the others. None requeues all unpublished rows.
+            ids: for a node that takes rows, sample ids of the only rows to requeue; the lease stays
+                open and keeps the others.
 
         Raises:
             LeaseError: the lease is void, or some of these rows are not in it.
@@ -539,16 +525,15 @@ class Ledger:
             rows.leased[i] &= ~mask
             if node.makes_level is not None and node.level == SOURCE and not any(group.levels[1:]):
                 self.readiness.set_version(group, None)  # its generation begins again
-            # Include the rows that are skipped below, because `skip` subtracts them again.
+            # Include rows that are skipped below: `skip` subtracts them again.
             self.readiness.offer_rows(group, mask.bit_count(), i)
             self.live.note_if_whole(group, i)
-            # Skip rows that a quorum cancelled while they were leased.
             if given_up := union([rows.cancelled[j] for j in wiring.served[i]]) & mask:
                 self.live.skip(group, given_up, i)
                 self.live.retire_if_finished(group)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """Return the mask of these rows, which are on the node's level, keyed by group."""
+        """Return the mask of these rows of the node's level, keyed by group."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:
@@ -559,10 +544,9 @@ class Ledger:
     # Drop rows
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
-        """Drop ready rows after a node failed on them, and return their number. If the node takes
-        groups, all rows of their groups are dropped; otherwise, later nodes continue with the
-        remaining rows. Raises a LeaseError, and changes nothing, if a row is claimed or not
-        ready."""
+        """Drop ready rows on which a node failed, and return their number. A node that takes groups
+        drops all rows of their groups. Raises a LeaseError, and changes nothing, if a row is
+        claimed or not ready."""
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
@@ -589,9 +573,9 @@ class Ledger:
         return len(dropped)
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
-        """Drop the rows of a group whose columns are lost, or that is not needed. With
-        `issue_again`, issue its prompt again, unless only recording was left to do. Return whether
-        the prompt was issued again. Raises a LeaseError if rows of the group are leased."""
+        """Drop a group whose columns are lost, or that is not needed. `issue_again` issues its
+        prompt again, unless only recording was left to do. Return whether the ledger issued the
+        prompt again. Raises a LeaseError if rows of the group are leased."""
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # a rested group was already trained on
         if group.num_leased:
@@ -608,15 +592,15 @@ class Ledger:
     # Deadlines
 
     def offer(self, node: Node, group: Group) -> None:
-        """Offer the rows of a group to a quorum that missed its deadline."""
+        """Offer a group to a quorum that missed its deadline."""
         i = self._index[node.name]
         if group.state(i) is GroupState.GATHERING:
             self._note("offer", node=node.name, group=group.id)
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """Release leases past their deadline, and offer groups to quorums past their deadline.
-        Return the released leases."""
+        """Release leases, and offer groups to quorums, whose deadline has passed. Return these
+        leases."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)
@@ -630,7 +614,7 @@ class Ledger:
 
     @property
     def next_deadline(self) -> float | None:
-        """[s] Time on the clock when `expire` is due next; None if nothing has a deadline."""
+        """[s] Clock time of the next deadline; None if there is none."""
         quorums, due = self.live.quorum_deadlines, self.leases.next_deadline
         times = [quorums[0][0]] if quorums else []
         return min(times if due is None else [*times, due], default=None)

@@ -1,5 +1,4 @@
-"""The ledger's rows and groups: their ids, their states at each node, and where their columns are
-stored. They hold no tokens."""
+"""The ledger's rows and groups: ids, states at each node, and where columns are stored."""
 
 from __future__ import annotations
 
@@ -12,12 +11,11 @@ from ..graph import SOURCE, Graph, Node
 from .segments import Segment
 
 MAX_CHILDREN = 4096
-"""Maximum number of children of a row on one level. Their sample ids are reserved before their
-number is known."""
+"""Maximum number of children of a row on one level. The ledger reserves this many sample ids."""
 
 
 class Ids:
-    """Id counters of a run. Sample ids are unique over all graphs. Group ids are in order of issue.
+    """Id counters of a run. Sample ids are unique across graphs; group ids follow the issue order.
 
     >>> ids = Ids()
     >>> ids.reserve(3), ids.reserve(1), ids.next_id
@@ -48,7 +46,7 @@ class GroupState(enum.Enum):
     READY = "ready"
     """The group is complete, or its quorum is reached. A claim can take it."""
     TOO_OLD = "too_old"
-    """The group is too old for the bounds of all claims so far, and waits for a larger bound."""
+    """The group is too old for all claims so far, and waits for a larger bound."""
     CLAIMED = "claimed"
     DROPPED = "dropped"
     """The group was offered, but all its rows have been dropped."""
@@ -56,20 +54,20 @@ class GroupState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class StoredPart:
-    """The segment that one call of a node wrote. All rows of the call share it."""
+    """A segment that one call of a node wrote, shared by all rows of the call."""
 
     segment: Segment
     written: int
     """Number of rows in the segment."""
     in_flight: int
-    """Number of rows in flight that need the segment. At 0, it is freed."""
+    """Number of rows in flight that need the segment. At 0, the buffer frees it."""
 
 
 # Masks
 
 
 def places_in(mask: int) -> Sequence[int]:
-    """Return the positions of the bits that are set in a mask, in ascending order.
+    """Return the positions of the set bits of a mask, in ascending order.
 
     >>> list(places_in(0b10110)), list(places_in(0b111)), list(places_in(0))
     ([1, 2, 4], [0, 1, 2], [])
@@ -103,22 +101,21 @@ def union(masks: Iterable[int], mask: int = 0) -> int:
 # Rows and groups
 
 SEARCHED = 64
-"""Levels with more rows than this find an id through an index. Smaller ones search the list."""
+"""Levels with more rows than this look up ids in an index. Smaller ones search the list."""
 
 
 class LevelRows:
     """The rows of one level of a group, as columns.
 
-    A row's place is its index in order of arrival, and bit k of a mask stands for the row at place
-    k. A single integer operation therefore updates any set of rows. At each node of its level, a
-    row is in one of these states:
+    A row's place is its index in order of arrival. Bit k of a mask stands for the row at place k,
+    so one integer operation updates any set of rows. At each node of its level, a row is in one of
+    these states:
 
     blocked ──offer──> ready ──claim──> leased ──publish──> done
        │                │ ^───release─────┘
        └──────skip──────┴─────────────────────────────────> dropped
 
-    A node never gets dropped rows: a filter or a quorum left them out, or they were too old or
-    lost.
+    A node never gets dropped rows: a filter or quorum removed them, or they were too old or lost.
     """
 
     __slots__ = (
@@ -136,17 +133,15 @@ class LevelRows:
         """Oldest policy version in each row; None if no policy generated the row."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
-        """Masks of the rows that are done, were offered, are leased, or are dropped at each node,
-        indexed by node."""
+        """Masks of the rows done, offered, leased and dropped at each node, indexed by node."""
         self.cancelled = none.copy()
-        """Masks of the rows that the quorum of each node cancelled, a subset of `skipped`."""
+        """Masks of the rows that each node's quorum cancelled, a subset of `skipped`."""
         self.lost = 0
-        """Mask of rows that were given up, whatever their state at each node."""
+        """Mask of rows that were given up, in any state."""
         self.parts: dict[int, list[StoredPart | None]] = {}
-        """Stored part of each row with the columns that a node wrote, keyed by node."""
+        """Maps each node to the stored part of each row, with the columns that the node wrote."""
         self.aside: dict[tuple[int, int], int] | None = None
-        """First of the MAX_CHILDREN sample ids reserved for a row's children on a level, keyed by
-        (place, level)."""
+        """First sample id reserved for a row's children on a level, keyed by (place, level)."""
         self._places: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -160,7 +155,7 @@ class LevelRows:
         if len(self.ids) <= SEARCHED:
             return self.ids.index(id)
         known = self._places
-        # Add only the rows that arrived since the last call to the index.
+        # Add only rows that arrived since the last call.
         for place in range(len(known), len(self.ids)):
             known[self.ids[place]] = place
         return known[id]
@@ -178,7 +173,7 @@ class LevelRows:
         return bit
 
     def put(self, part: StoredPart, i: int, mask: int) -> None:
-        """Note that node i wrote the columns of these rows to `part`."""
+        """Record that node i wrote the columns of these rows to `part`."""
         if mask == self.all:
             self.parts[i] = [part] * len(self.ids)
         else:
@@ -187,7 +182,7 @@ class LevelRows:
                 column[place] = part
 
     def column(self, i: int) -> list[StoredPart | None]:
-        """Return the list of parts that node i wrote, one per row, for the caller to fill in."""
+        """Return the list of parts that node i wrote, one per row. The caller may change it."""
         column = self.parts.get(i)
         if column is None:
             column = self.parts[i] = [None] * len(self.ids)
@@ -202,10 +197,10 @@ class LevelRows:
         return self.offered[i] & ~(self.done[i] | self.leased[i] | self.skipped[i])
 
     def in_order(self, mask: int) -> Sequence[int]:
-        """Return the places of the rows in a mask, in order of sample id."""
+        """Return the places in a mask, in order of sample id."""
         if not mask & (mask - 1):
             return (mask.bit_length() - 1,) if mask else ()
-        # Children arrive in any order, so places are not in order of id.
+        # Children arrive in any order of id.
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
@@ -214,10 +209,8 @@ class LevelRows:
 
 
 class Group:
-    """All rows that descend from one issued row, on all levels.
-
-    Lists are indexed by level. Bit i of a mask stands for node i.
-    """
+    """All rows that descend from one issued row. Lists are indexed by level. Bit i of a mask stands
+    for node i."""
 
     __slots__ = (
         *("behind", "claimed", "closed", "complete", "id", "issued_in", "levels", "offered"),
@@ -238,21 +231,21 @@ class Group:
         """Step of the last update that trained on the group."""
         self.tokens = tokens
         self.version: int | None = None
-        """Policy version when generation of the group began."""
+        """Policy version that began the group's generation."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """Whether all rows of each level exist."""
         self.offered = self.too_old = self.claimed = self.closed = 0
-        """Masks of the nodes to which the group was offered, at which it waits because it is too
-        old, that claimed it, and that chose their quorum from it."""
+        """Masks of nodes to which the group was offered, for which it is too old, that claimed it,
+        and that chose their quorum from it."""
         self.open = 0
         """Number of (row, node) pairs that are neither done nor skipped."""
         self.behind = 0
-        """Number of pairs in `open` whose node only records rows."""
+        """Number of pairs in `open` at recorders."""
         self.rested = False
         """Whether only recording is left to do."""
         self.order: dict[int, list[int]] | None = None
-        """Places of rows, ordered by when they became ready, keyed by node with a quorum."""
+        """For each node with a quorum: places of rows, in the order in which they became ready."""
 
     def state(self, i: int) -> GroupState:
         """Return the group's state at node i, which takes groups."""
@@ -265,7 +258,7 @@ class Group:
         return GroupState.READY if self.num_ready(i) else GroupState.DROPPED
 
     def num_ready(self, i: int) -> int:
-        """Return how many rows of the group node i, which takes groups, can claim."""
+        """Return how many rows node i, which takes groups, can claim from the group."""
         return sum([(rows.offered[i] & ~rows.skipped[i]).bit_count() for rows in self.levels])
 
     @property
@@ -278,14 +271,14 @@ class Group:
 
     @property
     def num_dropped(self) -> int:
-        """Number of rows that are dropped at some node and not leased."""
+        """Number of rows that a node has dropped and no node leases."""
         return sum(
             [(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels]
         )
 
 
 class Row(NamedTuple):
-    """View of one row. The data is in its group."""
+    """View of one row of a group."""
 
     group: Group
     level: int
@@ -338,8 +331,7 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Index of the row among its parent's children, which does not depend on the worker; 0 for
-        a row of the source."""
+        """Index of the row among its parent's children, on any worker; 0 for source rows."""
         if self.level == SOURCE:
             return 0
         rows = self._level
@@ -347,17 +339,15 @@ class Row(NamedTuple):
         return 0 if first < 0 else self.id - first
 
     def draw(self, makes_level: int) -> list[int]:
-        """Return a path that identifies this row's children on a level within the group.
-
-        Unlike sample ids, the path depends on neither placement nor schedule, so it can seed random
-        draws. It consists of the level of the children, then the index and level of each row on the
-        way up to the source. It is empty for the first expansion of a row of the source.
-        """
+        """Return a path that identifies this row's children on a level within the group. Placement
+        and schedule do not affect the path, unlike sample ids, so it can seed random draws. The
+        path is the level of the children, then the index and level of each row on the way up to the
+        source. It is empty for the first expansion of a source row."""
         path, row = [makes_level], self
         while row.parent is not None:
             path += [row.number, row.level]
             row = row.parent
-        # Samples of a prompt need no path, because their number identifies them.
+        # The number of a prompt's sample already identifies it.
         return [] if path == [1] else path
 
 
@@ -365,11 +355,8 @@ class Row(NamedTuple):
 
 
 class Wiring:
-    """Dependencies between the nodes of a graph.
-
-    A node is represented by its index in `graph.nodes`. Lists are indexed by node or by level. Bit
-    i of a mask stands for node i.
-    """
+    """Dependencies between the nodes of a graph. Nodes are indices into `graph.nodes`. Lists are
+    indexed by node or by level. Bit i of a mask stands for node i."""
 
     def __init__(self, graph: Graph) -> None:
         nodes = graph.nodes
@@ -377,7 +364,7 @@ class Wiring:
         self.index = {n.name: i for i, n in enumerate(nodes)}
         self.level = [n.level for n in nodes]
         self.maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
-        """Node that creates the rows of each level, keyed by level."""
+        """Maps each level to the node that creates its rows."""
         self.num_levels = max([SOURCE, *self.maker]) + 1
         self.on_level = [
             [i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self.num_levels)
@@ -395,41 +382,40 @@ class Wiring:
         self.needs_above = [
             [(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)
         ]
-        """For each node: (level, node) of the nodes that must be done with an ancestor of a row,
-        on that level, before the row is ready."""
+        """For each node: pairs (level, node). The pair's node must be done with a row's ancestor on
+        that level before the row is ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
-        """For each level: nodes that may be able to process a new row at once."""
+        """For each level: nodes that need no other node of the level to be done with a row."""
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
-        """For each level: whether any of its nodes waits for ancestors of its rows."""
+        """For each level: whether any of its nodes waits for ancestors of the rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
         self.users = [[j for j, m in enumerate(nodes) if n.name in m.after] for n in nodes]
-        """For each node: nodes that have it in their `after`."""
+        """For each node: nodes with this node in their `after`."""
         self.then = [
             # New rows are offered when they arrive, not when their parent is done.
             [j for j in self.users[i] if n.makes_level != nodes[j].level]
             for i, n in enumerate(nodes)
         ]
-        """For each node: nodes, on its level or deeper ones, for which a row may become ready when
-        it finishes a row."""
+        """For each node: nodes, on its level or below, for which it may make rows ready."""
         self.downstream = [self._downstream(n) for n in nodes]
-        """For each node: its direct and indirect dependents that receive only the rows it passes
-        on. Nodes that get the rows it creates are not included, because these
-        rows continue even if it creates no more."""
+        """For each node: its direct and indirect dependents that only receive rows that it passes
+        on. Excludes nodes that get the rows it creates, which continue even if it creates no
+        more."""
         self.upstream_only = [
             self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))
         ]
-        """For each node with a quorum: nodes of its level whose results only this node and its
-        downstream nodes use."""
+        """For each node with a quorum: nodes of its level that only this node and its downstream
+        nodes use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
         ]
-        """For each node: nodes with a quorum that have it in `upstream_only`."""
+        """For each node: nodes with a quorum that list it in `upstream_only`."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
         """For each node with a quorum: the node that creates its rows, if only this node, its
         `upstream_only` nodes and its downstream nodes use them."""
 
     def ends_in_quorum(self, i: int) -> bool:
-        """Return whether a quorum follows node i, so that the order of finishing rows matters."""
+        """Return whether a quorum follows node i, so that it matters in which order rows finish."""
         return any(self.quorum[j] for j in self.then[i])
 
     def through_above(self, group: Group, i: int, mask: int) -> int:
@@ -439,7 +425,7 @@ class Wiring:
         return mask
 
     def cut_off(self, group: Group, i: int) -> int:
-        """Return the mask of rows never ready for node i, because an ancestor was skipped."""
+        """Return the mask of rows that node i never gets, because an ancestor was skipped."""
         mask = 0
         for level, j in self.needs_above[i]:
             mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
@@ -453,8 +439,8 @@ class Wiring:
         return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
     def below(self, group: Group, level: int, mask: int, made: int) -> int:
-        """Return the mask of the rows on level `made` that are or descend from the rows in `mask`
-        on `level`."""
+        """Return the mask of the rows on level `made` that are, or descend from, rows in `mask` on
+        `level`."""
         path: list[int] = []
         while made not in (SOURCE, level):
             path.append(made)
@@ -478,7 +464,7 @@ class Wiring:
         )
 
     def _makes_ancestor(self, node: Node, level: int) -> bool:
-        """Return whether the node created the rows of a level or their ancestors."""
+        """Return whether the node creates the rows of a level or their ancestors."""
         while level != SOURCE:
             if node.makes_level == level:
                 return True

@@ -1,7 +1,7 @@
-"""The sample buffer: ledgers, the log that they write, and the segment files of this node.
+"""SampleBuffer: the ledgers of a run, their log, and the segment files of this node.
 
-The buffer is part of the driver. Workers write and read segments, and the driver only passes
-references to them. `runs/files.py` describes the file layout.
+The driver owns the buffer. Workers write and read segments; the driver only passes references to
+them. `recovery.py` lists the buffer's files.
 """
 
 from __future__ import annotations
@@ -41,41 +41,36 @@ from .scratch import Scratch
 from .segments import Segment, SegmentStore, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
-"""Default number of ledger checkpoints to keep."""
 CUT_BYTES = 4 << 20
-"""[bytes] Once the log before the oldest kept checkpoint has this size, it is compressed into the
-folder `history`. A smaller size would create many small files; a larger one, a large log to
-copy."""
+"""[bytes] Once the log before the oldest kept checkpoint has this size, it moves to the archive. A
+smaller size creates many small files; a larger one makes the log slow to copy."""
 
 
 class BufferConfig(Config):
     """Limits and storage of the sample buffer, and its handling of stale rows."""
 
     max_rows: int | None = Field(default=None, ge=1)
-    """[rows] Maximum number of rows of one graph in flight, prompts and samples together. The
-    driver issues more prompts as rows finish. None sets no limit. Set it if rows pile up before a
-    slow node."""
+    """[rows] Maximum number of prompts and samples of one graph in flight. The driver issues more
+    prompts as rows finish. None sets no limit. Set it if rows pile up before a slow node."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Maximum size of the columns in flight of one graph. None sets no limit. Set it if
+    """[bytes] Maximum size of one graph's columns in flight. None sets no limit. Set it if
     `memory_low` warns, or if the disk for segments is small."""
     on_stale: Fate = "wait"
-    """How to handle a group that exceeds the staleness bound when an update could take it. With
-    "wait", updates wait for late groups; only a resume with a lower bound makes groups too stale,
-    and Weft then requeues and reports them. "mask" masks the stale rows in the loss, "requeue"
-    samples the prompt again, and "drop" discards the group, which favours short responses. Choose
-    one of these three if late groups hold up training."""
+    """How to handle a group that exceeds the staleness bound. With "wait", updates wait for late
+    groups, so no group exceeds the bound unless a run resumes with a lower one; Weft then requeues
+    and reports such groups. "mask" masks the stale rows in the loss, "requeue" samples the prompt
+    again, and "drop" discards the group, which favours short responses. Choose one of these three
+    if late groups hold up training."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
-    """[s] Maximum time that a worker may hold claimed rows; unfinished rows are then requeued. None
-    applies only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
+    """[s] Time after which Weft requeues claimed rows that a worker has not finished. None applies
+    only the driver's deadlines. Set it if a rank is sometimes much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Maximum size of the segments kept in memory on each node. Weft writes older segments
-    to disk and reads them back on demand. With None, the kernel decides. Set it if other programs
-    need the page cache."""
+    """[bytes] Maximum size of the segments kept in memory on each node. Weft evicts older segments
+    to disk. None leaves this to the kernel. Set it if other programs need the page cache."""
     scratch: Path | None = None
-    """Node-local folder for segments. Each run gets a subfolder, which is removed when the run
-    ends, even if it was killed. None stores segments in the run directory on a single machine, and
-    in each node's temporary folder (`TMPDIR`) on a cluster. Set it if those are on a slow or small
-    disk."""
+    """Node-local folder for segments. Each run gets a subfolder, which Weft removes when the run
+    ends or is killed. None stores segments in the run directory on a single machine, and in each
+    node's temporary folder (`TMPDIR`) on a cluster. Set it if those are on a slow or small disk."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "file_bytes": "segment files always have 16 MiB",
@@ -97,9 +92,9 @@ class SampleBuffer:
     log: Log
     store: SegmentStore
     notes: dict[str, Any] = field(default_factory=dict)
-    """Small values that recovery restores with the rows, such as policy versions and the step."""
+    """Values that recovery restores with the rows, such as policy versions and the step."""
     damage: list[str] = field(default_factory=list)
-    """Damage that recovery found, and how it was handled."""
+    """Damage that recovery found, and how recovery handled it."""
     disk: Disk = field(default_factory=Disk)
     scratch: Scratch | None = None
     keep_checkpoints: int = KEEP_CHECKPOINTS
@@ -113,7 +108,6 @@ class SampleBuffer:
 
     @property
     def segments(self) -> Path:
-        """Folder with this node's segments."""
         return self.store.folder
 
     # Create, recover, close
@@ -134,18 +128,17 @@ class SampleBuffer:
         sync_interval_s: float = SYNC_INTERVAL_S,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
     ) -> SampleBuffer:
-        """Create a buffer in a folder that has none.
+        """Create a buffer.
 
         Args:
             node: name of the driver's node.
             disk: disk to write the log to; tests pass one that fails.
             clock: returns the time in seconds, for deadlines.
-            ids: first ids to assign, if an earlier log used the ids before them.
+            ids: id counters to continue from, if an earlier log used the ids before them.
             scratch: folder for segments. Default: a subfolder of `folder`.
             sync_interval_s: [s] at most this much of the log is lost at a power failure. If only
                 the process is killed, nothing is lost.
-            keep_checkpoints: number of ledger checkpoints to keep besides those that model
-                checkpoints need.
+            keep_checkpoints: see the attribute.
 
         Raises:
             UserError: the folder already has a log.
@@ -189,18 +182,17 @@ class SampleBuffer:
     ) -> SampleBuffer:
         """Restore the buffer of an earlier run from its log, and release all leases.
 
-        An incomplete or damaged end of the log is cut off and kept in a separate file. Damaged
-        checkpoints are skipped. Groups whose columns cannot be read are requeued. `damage` lists
-        all of these.
+        Moves an incomplete or damaged end of the log to a separate file, skips damaged checkpoints,
+        and requeues groups whose columns cannot be read. `damage` lists all of these.
 
         Args:
             graphs: graphs of the run. None takes their outlines from the log, for read-only use.
             config, node, disk, clock, fence, scratch, sync_interval_s, keep_checkpoints: see
                 `create`.
-            at: log position to go back to, from the checkpoint of a saved model. Default: the end.
+            at: log position to go back to, from a model checkpoint. Default: the end.
             check: function that raises DamagedSegment for a segment that cannot be read. The
-                default checks the folders of all nodes that are visible here; call `drop_lost`
-                later for other nodes.
+                default checks the folders of nodes that are visible here; call `drop_lost` for the
+                others.
 
         Raises:
             UserError: the folder has no log, or the log belongs to other graphs.
@@ -223,12 +215,12 @@ class SampleBuffer:
                 remove(path)
         for name in restored.unwritten:
             log.append(graph_record(name, buffer.ledgers[name].graph.outline()))
-        # From here on, the ledgers write to the log. The holders of all leases are gone.
+        # The ledgers now write to the log. The holders of all leases are gone.
         for ledger in buffer.ledgers.values():
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, RESTARTED)
-        # Do this after the releases, because a group with leased rows cannot be lost.
+        # Release first, because a group with leased rows cannot be lost.
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         # The releases above must be on disk before any worker starts.
@@ -236,8 +228,8 @@ class SampleBuffer:
         return buffer
 
     def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Delete the segments if no row is in flight. If the run is
-        `going_on`, keep the segments that a checkpoint needs."""
+        """Sync the log, and delete the segments if no row is in flight. `going_on` keeps the
+        segments that a checkpoint needs."""
         try:
             try:
                 self.commit(sync=True)
@@ -279,7 +271,7 @@ class SampleBuffer:
     def _register_segments(self, pinned: set[Segment]) -> None:
         """Register the segments that are still needed, and recycle all other files."""
         for ledger in self.ledgers.values():
-            # Discard what the replay freed; `sweep` removes the files.
+            # Discard the lists of freed segments from the replay; `sweep` removes the files.
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
@@ -297,8 +289,7 @@ class SampleBuffer:
     # Lost rows
 
     def elsewhere(self) -> list[Segment]:
-        """Return the segments of rows in flight that are on other machines, where recovery could
-        not check them."""
+        """Return segments of rows in flight on other machines, which recovery could not check."""
         if self.scratch is None:
             return []
         root = self.segments.parent
@@ -310,9 +301,8 @@ class SampleBuffer:
         ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
-        """Requeue the groups that have columns in lost segments. Call this at recovery, before any
-        worker call. `lost` maps each segment to the reason. Return a line for each group that says
-        how it was handled."""
+        """Requeue the groups with columns in lost segments. `lost` maps each segment to the reason.
+        Return a line about each group. Call this at recovery, before any worker call."""
         said: list[str] = []
         for ledger in self.ledgers.values():
             for group, segment in ledger.live.groups_in({s for s in ledger.parts.segments if s in lost}):
@@ -322,12 +312,12 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight that have columns on nodes other than `nodes`. The result
-        maps graph and group id to the first segment that cannot be reached.
+        """Return the groups in flight with columns on nodes other than `nodes`. The result maps
+        graph name to group id to the first unreachable segment.
 
         Args:
-            live: skip groups that an update has begun to train on, so that no group is trained on
-                twice. The update either has their columns already or fails.
+            live: skip groups that an update has claimed, so that no group is trained on twice. The
+                update either has their columns already or fails.
         """
         found: dict[str, dict[int, Segment]] = {}
         for name, ledger in self.ledgers.items():
@@ -339,8 +329,8 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Requeue the groups that `unreachable` returns, which must have no leased rows. Return
-        (graph, group id) of each requeued group."""
+        """Requeue the groups that `unreachable` returns, and return their (graph, group id). None
+        of their rows may be leased."""
         return [
             (name, group)
             for name, groups in self.unreachable(nodes, live=live).items()
@@ -360,20 +350,20 @@ class SampleBuffer:
             self.store.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
-        """Like `Ledger.publish`, but also keep the segment files as long as rows need them."""
+        """Call `Ledger.publish`, and keep the segment files as long as rows need them."""
         ledger.publish(lease, published, written)
         for segment in written.segments if isinstance(written, Spread) else (written,):
             if segment is not None:
                 self.store.published(segment)
 
     def note(self, key: str, value: Any) -> None:
-        """Log a JSON value, which recovery will restore (see `notes`)."""
+        """Log a JSON value that recovery restores (see `notes`)."""
         self.notes[key] = value
         self.log.append({"do": "note", "key": key, "value": value})
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write all pending events to the log, then free segments that no row needs. `sync` also
-        syncs the log to disk, so that the events survive a power failure."""
+        """Write all pending events to the log, then free segments that no row needs. `sync` makes
+        the events survive a power failure."""
         self.log.commit(sync=sync)
         self.cutting.finish()
         for ledger in self.ledgers.values():
@@ -382,12 +372,11 @@ class SampleBuffer:
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
         """Save the state of the ledgers as a starting point for recovery, and archive the part of
-        the log that no checkpoint needs. Return the log position of the checkpoint.
-
-        When this returns, everything on this node that the checkpoint refers to is on disk.
+        the log that no checkpoint needs. Return the checkpoint's log position. The segments on this
+        node that the checkpoint refers to are then on disk.
 
         Args:
-            kept: positions of checkpoints to keep, because model checkpoints refer to them.
+            kept: positions of older checkpoints to keep for model checkpoints.
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
@@ -415,10 +404,9 @@ class SampleBuffer:
         return position
 
     def shorten_log(self) -> None:
-        """Write a checkpoint if the log has grown by CUT_BYTES since the last one, or by more if
-        many rows are in flight."""
-        # Otherwise, runs without model checkpoints would keep their whole log. A checkpoint takes
-        # about 64 bytes per row. This bound limits its size to a quarter of the log's growth.
+        """Write a checkpoint if the log has grown enough since the last one. Without this, runs
+        without model checkpoints would keep their whole log."""
+        # A checkpoint takes about 64 bytes per row. Limit it to a quarter of the log's growth.
         rows = sum(len(ledger.live.rows) for ledger in self.ledgers.values())
         if self.log.position.offset - self._saved_at >= max(CUT_BYTES, 4 * 64 * rows):
             self.checkpoint()
@@ -437,18 +425,16 @@ class SampleBuffer:
         lag: int = 0,
         taken: int = 0,
     ) -> tuple[int, str]:
-        """Return how many groups of a graph may be issued, and the limit that allows no more.
-
-        Assumes that each group is as large as the largest finished one. `max_bytes` has no effect
-        until a group is finished.
+        """Return how many groups of a graph the driver may issue, and a description of the limit.
+        Assumes that each group grows as large as the largest finished one. `max_bytes` has no
+        effect until a group has finished.
 
         Args:
-            groups_per_update: number of groups in an update. The groups of one update are always
-                admitted, even beyond the limits, because rows are only freed after training.
+            groups_per_update: number of groups in an update. One update's groups are allowed even
+                beyond `max_rows` and `max_bytes`, because rows are only freed after training.
             staleness: maximum number of updates by which a row's policy may be behind the weights
-                that it trains. Only groups that will be trained on within this bound are admitted.
-                None sets no bound.
-            lag: number of updates that the generating weights lag behind the trained ones.
+                that it trains. None sets no bound.
+            lag: number of updates by which the generating weights are behind the trained ones.
             taken: number of groups that the current update has claimed so far, finished or not.
         """
         ledger, max_rows, max_bytes = self.ledgers[name], self.config.max_rows, self.config.max_bytes
@@ -496,7 +482,7 @@ UNBOUNDED = 1 << 30
 
 
 def expected_rows(graph: Graph) -> int:
-    """Estimate a group's number of rows on all levels, from the argument `n` of EXPAND nodes."""
+    """Estimate a group's number of rows from the argument `n` of EXPAND nodes."""
     sizes = {0: 1}
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

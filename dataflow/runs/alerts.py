@@ -1,10 +1,9 @@
-"""Alerts of a run, such as symptoms (`controllers/reports/symptoms.py`), dead or replaced
-processes, and low memory. The file `alerts.jsonl` in the run directory stores them.
+"""Alerts of a run, such as symptoms (`controllers/reports/symptoms.py`), dead processes and low
+memory, in the file `alerts.jsonl` of the run directory.
 
     {"time": 1763851200.2, "step": 12, "name": "no_signal", "text": "...", "ends": false}
 
-Each line is a JSON object. All starts of the run append to the same file. docs/watching.md lists
-the names.
+All starts of a run append to the same file. docs/watching.md lists the names.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from ..untrusted_text import redacted
 from .files import ALERTS
 
 MOST_BYTES = 32 << 20
-"""[bytes] Read at most the end of the file, because a damaged file may have any size."""
+"""[bytes] Maximum size to read, from the end of the file."""
 MAX_PENDING = 1000
-"""Maximum number of alerts to keep while the file cannot be written. The oldest are dropped."""
+"""Maximum number of alerts to keep while the file cannot be written; drops the oldest."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Alert:
     name: str
     text: str
     step: int = 0
-    """Number of steps finished when the alert was reported."""
+    """Number of finished steps at that time."""
     time: float = 0.0
     """[s] Unix time."""
     ends: bool = False
@@ -50,12 +49,12 @@ class Alerts:
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = run / ALERTS, clock
         self._pending: deque[Alert] = deque(maxlen=MAX_PENDING)
-        """Alerts that are not written yet, for example because the disk is full."""
+        """Alerts that could not be written yet."""
         self.step = 0
         """Number of finished steps."""
 
     def report(self, name: str, text: str, *, ends: bool = False) -> Alert:
-        """Add an alert. If writing it fails, the next call writes it as well. Never raises."""
+        """Write an alert, or keep it for the next call if that fails. Never raises an error."""
         alert = Alert(name, redacted(text), self.step, self._clock(), ends)
         self._pending.append(alert)
         self.flush()
@@ -75,7 +74,7 @@ class Alerts:
 
 
 def _append(descriptor: int, lines: bytes) -> None:
-    """Append all lines or none. If a killed process left a partial line, end that line first."""
+    """Append all lines or none. End a partial line that a killed process left."""
     before = os.fstat(descriptor).st_size
     torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
     try:
@@ -89,16 +88,15 @@ def _append(descriptor: int, lines: bytes) -> None:
 
 
 MAX_STEP = 1 << 53
-"""Lines with larger step numbers are invalid, because JavaScript cannot represent them exactly."""
+"""Maximum step of a valid line. JavaScript cannot represent larger numbers exactly."""
 
 
 def read_alerts(run: Path) -> list[Alert]:
     """Return the alerts in the last MOST_BYTES of a run's file, oldest first; empty if there is no
-    file. Invalid lines, for example after a full disk, are skipped.
-    """
+    file. Skips invalid lines."""
     try:
         with open_file(run / ALERTS) as file:
-            # This may start in the middle of a line, which is then skipped as invalid.
+            # This may start inside a line, which is then skipped as invalid.
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except (OSError, UserError):
@@ -115,7 +113,7 @@ def read_alerts(run: Path) -> list[Alert]:
 
 
 def _is_sound(alert: Alert) -> bool:
-    """Return whether the fields of an alert are valid. A user may have edited the file."""
+    """Return whether an alert's fields are valid. A user may have edited the file."""
     named = isinstance(alert.name, str) and isinstance(alert.text, str)
     counted = isinstance(alert.step, int) and 0 <= alert.step <= MAX_STEP
     return named and counted and isinstance(alert.time, int | float) and math.isfinite(alert.time)

@@ -1,4 +1,4 @@
-"""RunDirectory: creates, reopens and writes the directory of a run, `runs/NAME/`."""
+"""RunDirectory: creates, reopens and writes a run's directory, `runs/NAME/`."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ from .tables import (
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
-"""Files of a run for people and the dashboard. A run can be resumed without them."""
+"""Files for people and the dashboard. A run can resume without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
-"""Values of `resume` with a special meaning, which cannot be names of runs."""
+"""Special values of `resume`, which cannot be names of runs."""
 MAX_NAME_BYTES = 200
-"""[bytes] Maximum length of a run's name. File systems allow 255, so there is room for suffixes."""
+"""[bytes] Maximum length of a run's name. File systems allow 255; suffixes need some."""
 RECENT = 64
-"""Number of recent steps whose metrics stay in memory, because some metrics arrive later."""
+"""Number of recent steps with metrics in memory, because some metrics arrive late."""
 
 
 class RunDirectory:
@@ -78,16 +78,16 @@ class RunDirectory:
     `samples/`, `logs/` and `checkpoints/`."""
 
     flush_interval_s = 0.5
-    """[s] Maximum delay until new metrics and timeline entries are on disk."""
+    """[s] Minimum time between flushes with `when_due`."""
 
     def __init__(
         self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1"
     ) -> None:
         self.path = path
         self.lock = lock
-        """Lock of the run; None if the directory is only read."""
+        """Lock of the run; None for a directory that is only read."""
         self.notes: list[str] = []
-        """Lines to print when the run starts: why it starts or resumes at this step, and which
+        """Lines to print at the start: why the run starts or resumes at this step, and which
         damaged files were set aside."""
         self.origin = origin
         """The step where the run starts or resumes, and why, as text."""
@@ -99,13 +99,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
-        """Create a new run directory in the folder of all runs, `root`.
+        """Create a run directory in the folder of all runs, `root`.
 
         Args:
             name: name of the run. Default: the current time.
-            aside: if the directory of a run with this name exists, move it to `NAME.begun-1` (or
-                -2, ...).
-            why: if the run was meant to resume, the reason why it starts from the beginning.
+            aside: move an existing run with this name to `NAME.begun-1` (or -2, ...).
+            why: why a run that was meant to resume starts from the beginning.
 
         Raises:
             UserError: a run with this name exists, and `aside` is false.
@@ -115,7 +114,7 @@ class RunDirectory:
         if aside and is_used(path):
             set_run_aside(path)
         require_folder(path, f"run directory {str(root / path.name)!r}")
-        # Take the lock before checking, so that two drivers cannot both start here.
+        # Take the lock first, so that two drivers cannot both start here.
         lock = hold(path)
         if is_used(path):
             lock.give_back()
@@ -133,11 +132,11 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """Open the directory of a run that resumes. Damaged files are set aside and listed in
+        """Open the directory of a run that resumes. Sets damaged files aside and lists them in
         `notes`; the run does not need them.
 
         Args:
-            step: last step to keep. Metrics and calls of later steps are dropped.
+            step: last step whose metrics and calls to keep.
             time_s: [s] time from the start of the run to the end of that step.
             position: log position where the run resumes.
             origin: where the run resumes and why, as text.
@@ -171,8 +170,8 @@ class RunDirectory:
         return directory
 
     def give_up_rows(self) -> None:
-        """Set aside the log and the samples, so that the run resumes without its rows in flight."""
-        # Set the samples aside too, because without the log their finished leases are unknown.
+        """Set the log and the samples aside, so that the run resumes without its rows in flight."""
+        # Without the log, the finished leases of the samples are unknown.
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
@@ -187,7 +186,7 @@ class RunDirectory:
 
     @property
     def starts(self) -> int:
-        """Number of restarts of the run. It makes the names of segment writers unique."""
+        """Number of restarts of the run, which makes the names of segment writers unique."""
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
@@ -198,7 +197,7 @@ class RunDirectory:
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Read a table with these columns. If it is missing or damaged, note it; return None."""
+        """Read a table with these columns. If it is missing or damaged, add a note; return None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -213,7 +212,7 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove unfinished files, and samples of leases with `is_void(graph, number)`."""
+        """Remove unfinished sample files, and files of leases with `is_void(graph, number)`."""
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
@@ -221,11 +220,11 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
-        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`. Secrets are
-        hidden. Raises a TakenOverError if another driver took over the run."""
+        """Write `config.json`, `graph.mmd` (the training graph) and `graph.json`, without secrets.
+        Raises a TakenOverError if another driver took over the run."""
         self.check()
         started = {**config, "starts": self.starts, "origin": self.origin}
-        # Convert to JSON first, so that secrets in nested models become fields that can be hidden.
+        # Convert to JSON first, so that secrets in nested models become named fields.
         plain = without_secrets(json.loads(json.dumps(started, default=_plain)))
         structure = {name: graph.structure() for name, graph in graphs.items()}
         for name, text in (
@@ -236,7 +235,7 @@ class RunDirectory:
             self._disk.write_whole(self.path / name, text.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Add metrics of the step `row["step"]`. Return all metrics of that step so far."""
+        """Add metrics of step `row["step"]`. Return all metrics of the step so far."""
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -246,17 +245,17 @@ class RunDirectory:
         return known
 
     def add_call(self, **entry: Any) -> None:
-        """Add a finished call to the timeline. `entry` has the columns of `tables.CALLS`."""
+        """Add a finished call, with the columns of `tables.CALLS`, to the timeline."""
         self._timeline.add(**entry)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        # `close` has converted the stream to a Parquet file.
+        # After `close`, only the Parquet file exists.
         table = None if (rows := by_step(self._metrics.read())) else read_metrics(self.path)
         return rows if table is None else [present(row) for row in table.to_pylist()]
 
     def values(self, name: str) -> dict[int, float]:
-        """Return the values of a metric, keyed by step. Thread-safe, also during the run."""
+        """Return the values of a metric, keyed by step. Thread-safe."""
         return values_of(self._metrics.read(), name)
 
     @property
@@ -265,12 +264,12 @@ class RunDirectory:
         return (calls if table is None else table).to_pylist()
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append new metrics and calls to their files. With `when_due`, only if the last flush is
-        more than `flush_interval_s` ago.
+        """Append new metrics and calls to their files. `when_due` skips this until
+        `flush_interval_s` after the last flush.
 
         Raises:
             TakenOverError: another driver took over the run.
-            OSError: for example, the disk is full. A later flush may succeed.
+            OSError: for example, the disk is full. A later flush tries again.
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
@@ -288,8 +287,8 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Raise a UserError if a name is unsafe as part of a path. The message calls it `what` and
-    suggests a valid name."""
+    """Raise a UserError if a name is unsafe as part of a path. The message suggests a valid name.
+    `what` is the setting's name."""
     text = str(name)
     leads_on = not text.isprintable() or text != text.strip() or text.startswith((".", "-"))
     leads_on = leads_on or bool({*text} & {"/", "\\"})
@@ -305,8 +304,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Raise a UserError if a name is invalid for a run or is a special value of `resume`. The
-    message suggests a valid name."""
+    """Raise a UserError if a name is invalid for a run or is a special value of `resume`."""
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
@@ -317,7 +315,7 @@ def check_run_name(name: object, what: str) -> None:
 
 def check_rights(run: Path) -> None:
     """Raise a UserError if this user may not read and write a folder of an existing run."""
-    # `os.access` checks the real user by default, but the effective user opens files.
+    # By default, `os.access` checks the real user, but the effective user opens files.
     rights, effective = os.R_OK | os.W_OK | os.X_OK, os.access in os.supports_effective_ids
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(folder, rights, effective_ids=effective):
@@ -325,9 +323,9 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of an existing run, with a new epoch. Raises a UserError if it is held."""
+    """Take the lock of a run, with a new epoch. Raises a UserError if it is held."""
     after = 0
-    # If the lock folder is gone, get the last epoch from other files.
+    # The lock folder is gone, so get the last epoch from other files.
     if not epochs(run):
         try:
             after = int(read_json(run / CONFIG)["starts"]) + 1
@@ -346,12 +344,12 @@ def set_run_aside(path: Path) -> Path:
 
 
 def make_aside(run: Path) -> Path:
-    """Create a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory."""
+    """Create a private folder `NAME.begun-1` (or -2, ...) next to a run."""
     return _first_new(run.with_name(f"{run.name}.begun-{number}") for number in itertools.count(1))
 
 
 def _first_new(paths: Iterator[Path]) -> Path:
-    """Create the first folder that does not exist yet. Concurrent calls get different folders."""
+    """Create the first folder that does not exist. Concurrent calls get different folders."""
     for path in paths:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -370,12 +368,8 @@ def _unused(root: Path) -> Path:
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Create a folder and its parents if it does not exist. Raises a UserError if that fails.
-
-    Args:
-        what: the folder's description in messages, as the user gave it.
-        private: whether to deny access to other users.
-    """
+    """Create a folder and its parents if needed; `private` denies access to other users. Raises a
+    UserError, which calls the folder `what`, if that fails."""
     try:
         if private:
             make_folder(path)

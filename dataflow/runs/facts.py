@@ -1,4 +1,4 @@
-"""RunFacts: the state of a run, read from its directory. Works for damaged runs as well."""
+"""RunFacts: the state of a run, read from its directory, which may be damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .files import CONFIG, METRICS
 from .lock import Holder, Life, life_of
 
 MOST_CONFIG = 16 << 20
-"""[bytes] Maximum size of a configuration file to read. Limited, because each request reads it."""
+"""[bytes] Maximum size of a configuration file, which each request reads."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RunFacts:
     life: Life
     holder: Holder | None
     config: Mapping[str, Any]
-    """Configuration of the latest start; empty if it cannot be read."""
+    """Configuration of the latest start; empty if unreadable."""
     last: Mapping[str, float]
     """Metrics of the last step; empty before the first step ends."""
     alerts: tuple[Alert, ...]
@@ -43,14 +43,14 @@ class RunFacts:
 
     @property
     def steps(self) -> int | None:
-        """Number of steps in the schedule; None if the configuration does not say."""
+        """Number of steps in the schedule; None if unknown."""
         found = self.config.get("schedule")
         steps = found.get("steps") if isinstance(found, Mapping) else None
         return steps if isinstance(steps, int) else None
 
     @property
     def error(self) -> str | None:
-        """The error that ended the latest start of the run; None if there is none."""
+        """The error that ended the latest start of the run, if any."""
         # Ignore errors of earlier starts.
         ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
         return self.alerts[-1].text if ended else None
@@ -79,7 +79,7 @@ class RunFacts:
 
     @property
     def trouble(self) -> str:
-        """The first line of the last alert; empty if there are no alerts."""
+        """First line of the last alert; empty if there is none."""
         return self.alerts[-1].text.partition("\n")[0] if self.alerts else ""
 
     @property
@@ -92,7 +92,7 @@ class RunFacts:
         return self.last_of("loss")
 
     def last_of(self, metric: str) -> float | None:
-        """Return a training metric of the last step, from any worker group that measured it."""
+        """Return a metric of the last step, from any worker group that measured it."""
         name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 
@@ -114,8 +114,8 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """Return the state of a run. Never writes, and never raises an error for a damaged run. `last`
-    gives the metrics of the last step, if the caller has already read them."""
+    """Return the state of a run. Never writes, and raises no error for a damaged run. `last` is the
+    metrics of the last step, if the caller has read them."""
     damage: list[str] = []
     life, holder = life_of(run)
     last = _last(run, damage) if last is None else last

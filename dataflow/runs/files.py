@@ -1,4 +1,4 @@
-"""Names of the files and folders in a run directory, `runs/NAME/`, and durable file operations."""
+"""Names of files and folders in a run directory, `runs/NAME/`, and durable file operations."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ GRAPH, MERMAID = "graph.json", "graph.mmd"
 STREAM, PARQUET = ".arrows", ".parquet"
 """Suffixes of tables during the run and after it."""
 METRICS, TIMELINE, PROCESSES = "metrics", "timeline", "processes"
-"""Names of tables, without suffix. `processes` stays a stream after the run."""
+"""Names of tables without suffix. `processes` stays a stream after the run."""
 SAMPLES = "samples"
 SAMPLES_ARCHIVE = "samples.parquet"
-"""All samples of the run, if they were archived."""
 ALERTS = "alerts.jsonl"
 LIVE = "live.json"
-"""Current state of the run."""
+"""Current state of the run, for watchers."""
 STOP, STACKS = "stop.json", "stacks.json"
 """Requests to the driver."""
 LOCK = "lock"
-"""Folder with the lock files of current and earlier drivers."""
+"""Folder with the lock files of drivers."""
 CHECKPOINTS = "checkpoints"
 SKIPPED = "skipped"
-"""Folder with the rows of bad optimizer steps of each worker group."""
+"""Folder with the rows of each worker group's bad optimizer steps."""
 TRACKERS = "trackers"
 """Folder with the state of each tracker: which metrics it has sent."""
 LOGS = "logs"
@@ -47,12 +46,11 @@ LEFT = (
     f"{SAMPLES}/*.arrow",
     f"{CHECKPOINTS}/step_*",
 )
-"""Patterns of files that identify a run directory. `config.json` is not one of them, because model
-folders also contain it."""
+"""Patterns of files that identify a run directory. Model folders also contain `config.json`."""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder contains a run or a part of one. False if it cannot be read."""
+    """Return whether a folder contains a run or a part of one; False if it cannot be read."""
     with suppress(OSError):
         return any(list(folder.glob(name)) for name in LEFT)
     return False
@@ -82,13 +80,13 @@ def make_folder(path: Path) -> None:
 
 
 def make_file(path: Path) -> None:
-    """Create an empty file that only the owner can read, for a library that opens it by name."""
+    """Create an empty private file, for a library that opens it by name."""
     remove(path)
     path.touch(mode=0o600)
 
 
 def make_private(path: Path) -> None:
-    """Deny other users access to a file or folder that a library created."""
+    """Deny other users access to a file or folder."""
     with suppress(PermissionError):  # another user owns it
         path.chmod(0o700 if path.is_dir() else 0o600)
 
@@ -96,7 +94,7 @@ def make_private(path: Path) -> None:
 def set_aside(path: Path, why: str) -> Path:
     """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...). Return the new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
-    # Check for links too, because `exists` is false for a link whose target is gone.
+    # `exists` is false for a link whose target is gone.
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
     return aside
@@ -104,11 +102,8 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace `path` atomically by a new file, which the caller writes to the yielded path.
-
-    Readers find either the old or the complete new file, even after a power failure. If writing
-    fails, the new file is removed. Other users cannot read it.
-    """
+    """Replace `path` atomically by a private file, which the caller writes to the yielded path.
+    Readers find either the old or the complete new file, even after a power failure."""
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
     try:
@@ -122,7 +117,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    # Remove a link and not its target.
+    # Remove a link, not its target.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -130,14 +125,14 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The disk operations that durability depends on. Tests replace them by failing ones."""
+    """Disk operations that durability depends on. Tests replace them by failing ones."""
 
     def open(self, path: Path) -> int:
-        """Open a file for appending, or create it. Return its descriptor."""
+        """Open or create a file for appending. Return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Append all data to the file. The data survives the death of this process."""
+        """Append data that survives the death of this process."""
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
@@ -164,7 +159,7 @@ class Disk:
         os.close(descriptor)
 
     def write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
-        """Write a new file and sync it. An existing file with that name is removed first."""
+        """Write a new file and sync it. Removes an existing one first."""
         remove(path)
         descriptor = self.open(path)
         try:
@@ -175,8 +170,8 @@ class Disk:
             self.close(descriptor)
 
     def write_whole(self, path: Path, data: bytes | Iterable[bytes]) -> None:
-        """Replace the content of a file atomically, and sync it. Raises an OSError if, for example,
-        the disk is full; the file then keeps its previous content."""
+        """Replace the content of a file atomically, and sync it. If this raises an OSError, for
+        example because the disk is full, the file keeps its content."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.write_new(partial, [data] if isinstance(data, bytes) else data)

@@ -1,4 +1,4 @@
-"""Follow a run that another process writes. Each read returns the data added since the last."""
+"""Follow a run that another process writes: each read returns the data added since the last."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ MOST_FOOTER = 64 << 20
 
 
 class _StreamTail:
-    """Reads new rows of a stream file, which another process writes and may not have created."""
+    """Reads new rows of a stream file, which another process writes and may still create."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._file: tuple[int, int] | None = None
-        """Device and inode of the file that the offset belongs to."""
+        """Device and inode of the file to which the offset belongs."""
         self.begun = 0
-        """How many times reading has started over. If this has grown, discard earlier rows."""
+        """How many times reading has started over. When this grows, discard earlier rows."""
         self._schema: pa.Schema | None = None
 
     def new_batches(self) -> list[pa.RecordBatch]:
-        """Return the complete new messages; none if there is no file. If the file was replaced or
-        truncated, return all its messages. Raises a pyarrow.ArrowException if the file is not a
-        stream."""
+        """Return the complete new messages, or all messages if the file was replaced or truncated.
+        Raises an ArrowException if the file is not a stream."""
         try:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 this = found.st_dev, found.st_ino
-                # Start over if the file was replaced (by a resumed run) or truncated.
+                # A resumed run replaces the file.
                 if this != self._file or found.st_size < self._offset:
                     self._file, self._offset, self._schema = this, 0, None
                     self.begun += 1
@@ -86,7 +85,7 @@ class _News(NamedTuple):
 
 
 class FollowedTable:
-    """A table that a run writes or will write. Of Parquet, reads at most `most_columns` columns."""
+    """A table that a run writes or will write. Reads at most `most_columns` columns of Parquet."""
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
         self._most_columns = most_columns
@@ -102,11 +101,10 @@ class FollowedTable:
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> _News:
-        """Return new rows; none if there is no file. Raises an OSError, pyarrow.ArrowException or
-        ValueError if the file cannot be read."""
+        """Return new rows, if any. Raises an OSError, ArrowException or ValueError if the file
+        cannot be read."""
         if self._stream.is_file():
             batches = self._tail.new_batches()
-            # Check whether the writer has started the stream over.
             anew = self._tail.begun != self._begun
             if anew:
                 self._begun, self._read_from = self._tail.begun, None
@@ -118,14 +116,14 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                # Drop the traceback, which would grow and keep frames alive with each read.
+                # Drop the traceback, which would grow with each read.
                 raise self._damage.with_traceback(None)
             return _News()
         self._read_from, self._damage = None, None
         try:
             news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            # An OSError with an errno may be temporary. Other errors stay until the file changes.
+            # An OSError with an errno may be temporary; other errors stay until the file changes.
             if not (isinstance(error, OSError) and error.errno):
                 self._read_from, self._damage = this, error
             raise
@@ -157,11 +155,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checkpoints": (CHECKPOINTS,),
     "logs": (LOGS,),
 }
-"""Files and folders of each part of a run, keyed by part. A folder changes when its entries do."""
+"""Maps each part of a run to its files and folders. A folder changes when its entries do."""
 
 
 def state_of(run: Path) -> dict[str, object]:
-    """Return a value for each part of a run that changes whenever the part changes."""
+    """Map each part of a run to a value that changes whenever the part changes."""
     return {part: tuple(_stat(run / name) for name in names) for part, names in PARTS.items()}
 
 

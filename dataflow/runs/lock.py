@@ -1,28 +1,27 @@
-"""RunLock: ensures that a run has only one writer. A file in the run directory names the holder of
-the run. Each start of the run has its own epoch.
+"""RunLock: ensures that a run has only one writer. A file in the run directory names the run's
+holder. Each start of the run has its own epoch.
 
     runs/NAME/lock/epoch_000003    {"epoch": 3, "host": "node-7", "pid": 4711, "since": "2026-11-22 04:20:15 UTC", ...}
                                    {"ended": "2026-11-22 09:02:51 UTC"}
 
 To take a run, a driver writes a file and hard-links it to the name with the next epoch. Linking
-fails if the name exists, so only one of two drivers succeeds, even on NFS. If no other holder is
-alive, the driver becomes the holder and removes the older files. A holder is in one of three
-states:
+fails if the name exists, so only one of two drivers succeeds, even on NFS. The new holder removes
+the older files. A holder is in one of three states:
 
 - ended: its file has a second line. Any driver may take the run.
 - alive: its process runs on this machine, or it runs on another machine and touched its file within
-  DEAD_AFTER_S. Other drivers cannot take the run.
-- dead: its process is gone, which other processes on the same machine detect at once (by pid and
-  start time); or it has not touched its file for DEAD_AFTER_S, by the file system's clock, which
-  all machines share. Any driver may take the run.
+  DEAD_AFTER_S. No other driver can take the run.
+- dead: its process on this machine is gone (by pid and start time), or it has not touched its file
+  for DEAD_AFTER_S, by the file system's clock, which all machines share. Any driver may take the
+  run.
 
-A holder that counts as dead may still be alive: suspended, or cut off from the file system. The new
-holder has removed its file. The old holder checks for its file before it acts on logged records and
-before it writes to the run, and ends with a `TakenOverError` if it is gone. Anything it wrote in
-between went to unlinked files (see `dataflow/runs/log.py`).
+A holder that counts as dead may still be alive, for example suspended. It checks for its file
+before it acts on logged records and before it writes to the run. If a new holder has removed the
+file, the old one ends with a `TakenOverError`. All that it wrote in between went to unlinked files
+(see `log.py`).
 
-NFS clients may cache a file's attributes for up to 60 s (`acregmax`), which is less than
-DEAD_AFTER_S. The heartbeat opens the file, which makes the client ask the server.
+NFS clients may cache a file's attributes for up to 60 s (`acregmax`), less than DEAD_AFTER_S. The
+heartbeat opens the file, so that the client asks the server.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from ..safe_files import open_file, parse_object, read_file
 from .files import LOCK, make_folder
 
 BEAT_S = 10.0
-"""[s] Interval of heartbeats."""
+"""[s] Interval between heartbeats."""
 DEAD_AFTER_S = 90.0
 """[s] A holder on another machine without a heartbeat for this long counts as dead."""
 TRY_S = 1.0
-"""[s] How long to keep trying to take a run if other drivers try to take it at the same time."""
+"""[s] How long to keep trying to take a run that other drivers also try to take."""
 MOST_BYTES = 1 << 16
-"""[bytes] Maximum number of bytes to read of a holder's file."""
+"""[bytes] Maximum size to read of a holder's file."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """Error numbers of file systems without hard links."""
 _NAME = re.compile(r"epoch_(\d+)")
@@ -63,15 +62,15 @@ _NAME = re.compile(r"epoch_(\d+)")
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a run, as described in its file."""
+    """The process that holds a run."""
 
     epoch: int
     host: str
     machine: str
-    """Boot id of the kernel and namespace of pids. Pids of equal machines can be compared."""
+    """Boot id of the kernel and pid namespace. Pids are only comparable on equal machines."""
     pid: int
     started: str
-    """Start time of the process, from the kernel. Distinguishes processes with the same pid."""
+    """Start time of the process, to distinguish processes with the same pid."""
     since: str
 
     @classmethod
@@ -85,7 +84,7 @@ class Holder:
 
     @property
     def has_ended_here(self) -> bool:
-        """Whether the holder was a process on this machine that has ended."""
+        """Whether the holder was on this machine and its process has ended."""
         started = _started(self.pid)
         other = bool(started and self.started and started != self.started)
         return self.is_here and (started is None or other)
@@ -126,13 +125,13 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> dict[str, Any]:
-        """Return this holder's first record for the log. Its epoch exceeds all earlier ones."""
+        """Return the holder's first record for the log."""
         holder = asdict(self._claim.holder)
         return {"do": "epoch", **{name: holder[name] for name in ("epoch", "host", "pid", "since")}}
 
     def check(self, *, sure: bool = False) -> None:
-        """Raise a TakenOverError if another process took over the run, so that this process may not
-        write. `sure` asks the file server; otherwise, this machine's cached state is used."""
+        """Raise a TakenOverError if another process took over the run. `sure` asks the file server
+        instead of this machine's cache."""
         if self._claim.is_held(sure=sure):
             return
         try:
@@ -149,7 +148,7 @@ class RunLock:
         self._release()
 
     def give_back(self) -> None:
-        """Release a run to which nothing was written, and restore the files of earlier holders."""
+        """Release a run to which nothing was written, and restore earlier holders' files."""
         if self._claim.is_held(sure=True):
             self._claim.restore()
         self.release()
@@ -157,13 +156,13 @@ class RunLock:
 
 @dataclass
 class _Claim:
-    """A holder's file. It stays open while the run is held, which reserves its inode number."""
+    """A holder's file, open while the process holds the run, which reserves its inode number."""
 
     path: Path
     holder: Holder
     descriptor: int
     replaced: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
-    """(content, modification time in ns) of earlier holders' removed files, keyed by path."""
+    """Earlier holders' removed files: maps path to (content, modification time in ns)."""
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -181,12 +180,11 @@ class _Claim:
                     os.utime(self.descriptor)
 
     def is_held(self, *, sure: bool) -> bool:
-        """Return whether the file still exists under its name. A temporary error counts as yes."""
+        """Return whether the file still has its name. After a temporary error, return True."""
         with self._lock:
             if self._lost or self.descriptor < 0:
                 return not self._lost
             try:
-                # Opening the file makes an NFS client ask the server.
                 if sure:
                     again = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
                     try:
@@ -197,12 +195,12 @@ class _Claim:
                     found = os.stat(self.path)
                 self._lost = not os.path.samestat(found, os.fstat(self.descriptor))
             except OSError as error:
-                # All other errors may be temporary, and must not end the run.
+                # Other errors may be temporary, and must not end the run.
                 self._lost = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
             return not self._lost
 
     def note_end(self) -> None:
-        """Write to this holder's file that the holder has ended. The file may be unlinked."""
+        """Write to this holder's file, which may be unlinked, that the holder has ended."""
         # A forked child does not own the run.
         if self.holder.pid == os.getpid():
             with suppress(OSError):
@@ -210,7 +208,6 @@ class _Claim:
         self.let_go()
 
     def restore(self) -> None:
-        """Restore the files of earlier holders, and remove this one."""
         for path, (content, touched_ns) in self.replaced.items():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -231,8 +228,8 @@ class _Claim:
 
 
 def _take(folder: Path, after: int, own: Path | None) -> _Claim:
-    """Take the lock in a folder, with an epoch larger than `after`. `own` is the file that this
-    process already holds, if any."""
+    """Take the lock in a folder, with an epoch larger than `after`. `own` is this process's current
+    file, if any."""
     try:
         return _try_to_take(folder, after, own)
     except OSError as error:
@@ -247,13 +244,12 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         found = epochs(folder.parent)
         claim, number = _write(folder, Holder.here(max([after, *found]) + 1))
         try:
-            # Use the file system's clock, which all machines share.
             now = os.fstat(claim.descriptor).st_mtime
             for epoch, path in sorted(found.items(), reverse=True):
                 if path != own:
                     _refuse_while_held(folder.parent, epoch, path, now)
             if _link(number, claim.path):
-                # Check again, because another driver may have linked its file in between.
+                # Another driver may have linked its file in between.
                 if set(epochs(folder.parent)) == {*found, claim.holder.epoch}:
                     break
                 claim.path.unlink()  # another driver was faster: try again
@@ -267,7 +263,7 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
             raise UserError(f"run {folder.parent} is being taken by others at this moment; try again")
         time.sleep(random.uniform(0.0, 0.05))
     for path in folder.glob(".*"):
-        # Remove files of drivers that died while taking the run.
+        # A driver that died while taking the run left this file.
         with suppress(OSError, ValueError):
             if now - path.stat().st_mtime > DEAD_AFTER_S or _read(path).has_ended_here:
                 path.unlink(missing_ok=True)
@@ -282,7 +278,7 @@ def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
     unnamed = folder / f".{uuid.uuid4().hex}"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     os.write(descriptor, _line(asdict(holder)))
-    # Sync first, because the name must never refer to an incomplete file.
+    # Sync first: the final name must never refer to an incomplete file.
     os.fsync(descriptor)
     return _Claim(folder / f"epoch_{holder.epoch:06d}", holder, descriptor), unnamed
 
@@ -302,7 +298,7 @@ def _link(source: Path, target: Path) -> bool:
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
-        # Without hard links, reserve the name with an empty file and then replace that file.
+        # Without hard links: reserve the name with an empty file, then replace that file.
         source.rename(target)
     return True
 
@@ -319,7 +315,7 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
     if holder is not None and (len(lines) > 1 or holder.has_ended_here):
         return
     silent = now - touched
-    # A process of this machine that has not ended is alive, even if its heartbeat is old.
+    # A process on this machine that has not ended is alive, however old its heartbeat is.
     if holder is not None and holder.is_here:
         own = holder.pid == os.getpid()
         end = "close the other driver of this process" if own else f"end it (kill {holder.pid})"
@@ -340,17 +336,17 @@ class Life(Enum):
     """State of a run's driver according to its lock file."""
 
     ALIVE = "alive"
-    """The driver's process is alive or, on another machine, its last heartbeat is recent."""
+    """The driver's process runs or, on another machine, its last heartbeat is recent."""
     ENDED = "ended"
     """The driver released the run."""
     DEAD = "dead"
-    """The driver's process is gone, or its heartbeats stopped, before it released the run."""
+    """The driver's process is gone, or its heartbeats stopped, without releasing the run."""
     UNKNOWN = "unknown"
     """There is no valid lock file."""
 
 
 def life_of(run: Path) -> tuple[Life, Holder | None]:
-    """Return the state of a run's latest driver. Never writes, and never raises an error."""
+    """Return the state of a run's latest driver. Never writes or raises an error."""
     try:
         path = max(epochs(run).items())[1]
         touched, lines = _lines(path)
@@ -365,20 +361,19 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
 
 
 def epochs(run: Path) -> dict[int, Path]:
-    """Return the file of each holder, keyed by epoch."""
+    """Return the files of holders, keyed by epoch."""
     folder = run / LOCK
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return {int(name[1]): path for name, path in found if name}
 
 
 def _lines(path: Path) -> tuple[float, list[bytes]]:
-    """Return the modification time and the lines of a holder's file."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """Parse a holder from the first line of its file. Raises a ValueError if it is invalid."""
+    """Parse the first line of a holder's file. Raises a ValueError if it is invalid."""
     try:
         holder = Holder(**parse_object(lines[0] if lines else b"", path))
     except TypeError as error:
@@ -408,8 +403,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process on this machine; "" if it is unknown, None if the process
-    is gone or a zombie."""
+    """Return a local process's start time; "" if unknown, None if it is gone or a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -417,7 +411,7 @@ def _started(pid: int) -> str | None:
     except PermissionError:  # the process belongs to another user
         pass
     try:
-        # The program's name comes before these fields, and may contain spaces and parentheses.
+        # The program's name, before these fields, may contain spaces and parentheses.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:  # /proc is hidden or does not exist
         return ""

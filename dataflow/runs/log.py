@@ -1,19 +1,18 @@
-"""The write-ahead log of a run: one JSON record per line, with a checksum that covers all records
-so far.
+"""The write-ahead log of a run: one JSON record per line, with a checksum of all records so far.
 
     1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
 
 The checksum is the CRC-32 of the record, started from the previous record's checksum. It detects
-incomplete, changed, missing and repeated lines. A valid line therefore shows that all lines before
-it are valid. Records are written together (group commit): `append` makes no system call, `commit`
-makes one. A log position is a byte offset; checkpoints refer to positions.
+incomplete, changed, missing and repeated lines, so a valid line shows that all lines before it are
+valid. `append` makes no system call; `commit` writes all appended records with one. A log position
+is a byte offset with a checksum.
 
-After a cut (`cut`), the file of a log begins at a later position. Earlier records are in an archive
-(`log_archive.py`). `LogReader` reads both.
+A cut (`Log.cut`) moves the earlier records to an archive (`log_archive.py`). `LogReader` reads
+both.
 
-A log has one writer. A new writer copies the records to keep into a new file, which replaces the
-old file. If the previous writer is still alive, it appends to an unlinked file, and the lock of the
-run (`lock.py`) stops it before it acts on its records.
+A log has one writer. A new writer replaces the file by a new one with the records to keep. If the
+previous writer is still alive, it appends to the unlinked file, and the run's lock (`lock.py`)
+stops it before it acts on its records.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ from .log_archive import (
 )
 
 Record = Mapping[str, Any]
-"""An event, with JSON values. `do` is its kind, which determines the other fields."""
+"""An event, with JSON values. Its kind, `do`, determines the other fields."""
 
 FORMAT = 6
-"""Format of the records and of the graphs that they describe. The reader also accepts older
-formats, which differ as follows:
+"""Format of the records. The reader also accepts older formats, which differ as follows:
 
 - 5: claims have no `too_old`.
 - 4: all numbers are written separately (see `unpacked`).
@@ -74,25 +72,24 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 SYNC_INTERVAL_S = 0.5
-"""[s] At most this much of the log is lost at a power failure. A sync takes milliseconds, and the
-rows of half a second are quickly generated again."""
+"""[s] At most this much of the log is lost at a power failure. A sync takes milliseconds, and a run
+quickly generates the rows of half a second again."""
 
 
 @dataclass(frozen=True)
 class _PreparedCut:
-    """The new file for a log after a cut. It is open until the log takes it (`Log.cut`) or it is
-    dropped."""
+    """The new file for a log after a cut, open until `Log.cut` or `drop`."""
 
     path: Path
     descriptor: int
     start: Position
     """Log position where the file begins."""
     copied: int
-    """Byte offset in the log of the end of the last copied record."""
+    """[bytes] Log offset of the end of the last copied record."""
     disk: Disk
 
     def drop(self) -> None:
-        """Close the file, and remove it unless another writer's file has taken its name."""
+        """Close and remove the file, unless another writer's file has its name."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
                 self.path.unlink()
@@ -100,7 +97,7 @@ class _PreparedCut:
 
 
 class Log:
-    """The log of a run, open for appending. It is new, or continues an earlier log at `at`."""
+    """The log of a run, open for appending."""
 
     def __init__(
         self,
@@ -115,20 +112,20 @@ class Log:
         """Open the log. Records after `at` are cut off and kept as `NAME.cut-OFFSET`.
 
         Args:
-            at: position to append at.
+            at: position to append at. The default begins a new log.
             sync_interval_s: [s] at most this much of the log is lost at a power failure. If only
                 the process dies, no committed record is lost.
-            fence: lock that `commit` checks. The first record of this writer is the lock's record.
+            fence: lock that `commit` checks. This writer's first record is the lock's.
         """
         self.path = path
         self._disk = disk or Disk()
         self._clock = clock
         self._sync_interval_s = sync_interval_s
         self._pending: tuple[int, list[bytes]] = at.offset, []
-        """Offset of the unwritten lines, and the lines. They are one value, so that an interrupt
+        """Offset of the unwritten lines, and the lines. A single value, so that an interrupt
         (Ctrl-C) cannot separate them."""
         self._torn = False
-        """Whether the file may contain part of a failed write of the pending lines."""
+        """Whether the file may contain a part of the pending lines after a failed write."""
         self._end = at.offset, at.checksum
         self._unsynced = False
         self._fence = fence
@@ -137,14 +134,14 @@ class Log:
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
         self._descriptor = self._begin_file(at.offset)
-        # Drop parts only once the new file is in place, because the old one may need them.
+        # Drop parts only now: the old file may have needed them.
         drop_parts_behind(path, self.start)
         self._synced = clock()
         if fence is not None:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> Position:
-        """Return the position where the file of a log that continues at `at` begins."""
+        """Return the position where the file begins if the log continues at `at`."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
@@ -153,7 +150,7 @@ class Log:
         return at if at.offset else Position()
 
     def _begin_file(self, end: int) -> int:
-        """Atomically replace the log by this writer's file, with the records up to offset `end`."""
+        """Atomically replace the log's file by a new one, with the records up to offset `end`."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
@@ -164,7 +161,7 @@ class Log:
                 with open_file(self.path) as before:
                     for data in records(before.fileno(), self.start, self.start.offset, end):
                         self._disk.write(descriptor, data)
-            # Sync first, because the name must never refer to incomplete records.
+            # Sync first: the name must never refer to incomplete records.
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -175,7 +172,7 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
-        """Keep the records after an offset in a separate file, only for inspection."""
+        """Keep the records after an offset in a separate file, for inspection."""
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
@@ -199,7 +196,7 @@ class Log:
 
     @property
     def position(self) -> Position:
-        """The position after all appended records, committed or not."""
+        """Position after all appended records, committed or not."""
         return Position(*self._end)
 
     def append(self, record: Record) -> None:
@@ -217,10 +214,10 @@ class Log:
         """Write the appended records with one system call.
 
         Args:
-            sync: sync the file even if `sync_interval_s` has not passed since the last sync.
-            fenced: first check that this process still owns the log. A replaced writer appends to
-                an unlinked file. Therefore, after a commit without this check, do not act on the
-                records until the next commit with the check.
+            sync: sync the file even if `sync_interval_s` has not passed.
+            fenced: first check that this process still owns the log. After a commit without this
+                check, do not act on the records until the next commit with the check, because a
+                replaced writer appends to an unlinked file.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -234,12 +231,12 @@ class Log:
             self._torn = False
         if lines:
             data = b"".join(lines)
-            # Set these before the write, so that the state is right after an interrupt.
+            # Set these first, so that the state is right after an interrupt.
             self._torn = self._unsynced = True
             try:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
-            except OSError:  # for example, the disk is full; the next commit writes all lines again
+            except OSError:  # such as a full disk; the next commit writes all lines again
                 self._disk.truncate(self._descriptor, place(self.start, offset))
                 raise
             self._torn = False
@@ -249,10 +246,10 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], _PreparedCut]:
-        """Prepare to move the committed records before a position to the archive. Returns a
-        function that does the work in any thread, and returns the file to pass to `cut`. If it
-        raises an OSError, for example because the disk is full, it leaves no files."""
-        # Duplicate the descriptor, because the log may close its own while the thread works.
+        """Return a function that archives the committed records before a position and returns the
+        file to pass to `cut`. It may run in any thread, and leaves no files if it raises an
+        OSError."""
+        # The log may close its own descriptor while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
@@ -276,8 +273,7 @@ class Log:
         return work
 
     def cut(self, cut: _PreparedCut) -> None:
-        """Switch to a file prepared by `prepare_cut`. All records must be committed. If this fails,
-        the file is dropped.
+        """Switch to a file from `prepare_cut`, or drop it if this fails. Commit all records first.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -288,7 +284,7 @@ class Log:
             for data in records(self._descriptor, self.start, cut.copied, self.position.offset):
                 self._disk.write(new, data)
             self._disk.sync(new)
-            # Ask the file server, because the rename cannot be undone.
+            # `sure`, because the rename cannot be undone.
             self._check(sure=True)
             self._disk.rename(cut.path, self.path)
         except Exception:
@@ -320,12 +316,10 @@ class Log:
 
 
 class LogReader:
-    """Iterates over the valid records of a log in order, including archived ones. Another process
-    may write to the log at the same time.
-
-    Iterating raises a UserError if a part of the archive is missing. Afterwards, `end` is the
-    position after the last valid record, and `damage` describes the problem there, if any.
-    """
+    """Iterates over the valid records of a log, including archived ones. Another process may write
+    to the log meanwhile. Raises a UserError if a part of the archive is missing. After the
+    iteration, `end` is the position after the last valid record, and `damage` describes the problem
+    there, if any."""
 
     def __init__(self, path: Path, start: Position = Position()) -> None:
         self.path = path
@@ -350,7 +344,7 @@ class LogReader:
             checksum, record = zlib.crc32(line[9:-1], self.end.checksum), None
             if not line.endswith(b"\n"):
                 problem = f"the last record is torn after {len(line)} bytes"
-            # Stop at the first mismatch, because later checksums depend on this record.
+            # Stop at the first mismatch: later checksums depend on this record.
             elif line[:9] != b"%08x " % checksum:
                 named = line[:8].decode(errors="replace")
                 problem = f"a record's checksum is {named!r}, not {checksum:08x}"
@@ -370,12 +364,9 @@ DAMAGED = "damaged: "
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines after the end of the valid part of a log; empty if there are
-    none.
-
-    A killed process leaves at most one incomplete line. Complete lines show that the log was
-    changed, or that the disk lost part of it.
-    """
+    """Describe the complete lines after a log's valid part; empty if there are none. A killed
+    process leaves at most one incomplete line. Complete lines show that the log was changed, or
+    that the disk lost a part of it."""
     behind = sum(line.endswith(b"\n") for line in lines(raw(path, end.offset)))
     if not behind:
         return ""
@@ -389,14 +380,14 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """Return a message about lost records, as a list; empty if only the last line is incomplete."""
+    """Return a list with a message about lost records, or an empty list if none were lost."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
 
 def unpacked(record: dict[str, Any]) -> dict[str, Any]:
-    """Expand a compressed record: [first, number] becomes consecutive ids, and a single value of
-    `tokens` or `versions` is repeated for each id.
+    """Expand a compressed record: replace [first, number] by consecutive ids, and repeat a single
+    value of `tokens` or `versions` for each id.
 
     >>> unpacked({"ids": [3, [8, 4]], "tokens": 0})
     {'ids': [3, 8, 9, 10, 11], 'tokens': [0, 0, 0, 0, 0]}
@@ -418,7 +409,7 @@ def graph_record(name: str, outline: Record) -> Record:
 
 
 def described_graph(record: Record) -> Graph:
-    """Return the graph that a record describes. The graph cannot run. Raises a FormatError if this
+    """Return the graph that a record describes, which cannot run. Raises a FormatError if this
     version of Weft cannot read the record's format."""
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
@@ -431,12 +422,9 @@ def described_graph(record: Record) -> Graph:
 
 
 def has_position(path: Path, position: Position) -> bool:
-    """Return whether a record of the log ends at this position with this checksum. Positions before
-    the beginning of the file cannot be checked and are accepted.
-
-    The checksum differs if the log was cut off before this position and then continued with other
-    records.
-    """
+    """Return whether a record of the log ends at this position with this checksum. Return True for
+    positions before the beginning of the file, which cannot be checked. The checksum differs if a
+    rollback replaced the records before this position."""
     with open_file(path) as file:
         start = file_start(file)
         if position.offset <= start.offset:
@@ -444,7 +432,7 @@ def has_position(path: Path, position: Position) -> bool:
         at = place(start, position.offset)
         if file.seek(0, 2) < at:
             return False
-        # Read backwards, in growing steps, to the beginning of the last complete line.
+        # Read backwards to the beginning of the last complete line.
         size, tail = 1 << 12, b""
         while tail.count(b"\n", 0, -1) == 0 and len(tail) < at:
             begin = max(0, at - size)
@@ -456,11 +444,11 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """Describe the damage to a log's file before a position. Return None if there is none."""
+    """Describe the damage to a log's file before a position; None if there is none."""
     with open_file(path) as file:
         start = file_start(file)
         offset, checksum = start.offset, start.checksum
-        # Only compare checksums, which is much faster than parsing records.
+        # Compare only checksums, which is much faster than parsing records.
         for line in file:
             if offset >= end.offset:
                 break
@@ -496,9 +484,9 @@ def last_epoch(path: Path) -> int:
 
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
-    """Find out whether two writers appended to a log. Return the end of the record after which the
-    invalid record at `damage` was written, according to its checksum. Return None if it is not one
-    of the last `look_back` records."""
+    """Find out whether two writers appended to a log. Return the end of the record that the invalid
+    record at `damage` follows, according to its checksum; None if it is not one of the last
+    `look_back` records."""
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:
@@ -532,16 +520,16 @@ logger = logging.getLogger(__name__)
 
 
 class LogCutting:
-    """Moves records that no checkpoint needs to the log's archive, once there are enough of them.
+    """Moves records that no checkpoint needs to the log's archive, once they have `min_bytes`.
 
         IDLE ──begin──> ARCHIVING, in a thread ──finish──> IDLE
 
-    The driver can append to the log meanwhile. A failure only costs disk space: it is reported in
-    the driver's log, and the next checkpoint tries again.
+    The driver can append to the log meanwhile. A failure only costs disk space: `LogCutting` logs a
+    warning, and the next checkpoint tries again.
 
     Args:
         min_bytes: cut the log once this many bytes precede the oldest kept checkpoint.
-        run: function that starts the work and returns its future. Default: use a thread.
+        run: function that starts the work and returns its future. Default: start a thread.
         timeout_s: [s] maximum wait for the archive in `finish(wait=True)` and `close`.
     """
 
@@ -561,15 +549,15 @@ class LogCutting:
 
     def begin(self, needed: Position) -> None:
         """Start archiving the records before `needed`, the position of the oldest kept checkpoint,
-        if there are enough of them. All records must be committed."""
+        if they have `min_bytes`. Commit all records first."""
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
     def finish(self, *, wait: bool = False) -> None:
-        """Switch the log to its shorter file if that file is ready. All records must be committed.
+        """Switch the log to its shorter file if that file is ready. Commit all records first.
 
         Args:
-            wait: wait until the file is ready. After the timeout, warn and leave the log unchanged.
+            wait: wait for the file. After the timeout, warn and leave the log unchanged.
 
         Raises:
             TakenOverError: another process took over the log.
@@ -578,7 +566,7 @@ class LogCutting:
             return
         work, self._work = self._work, None
         if not self._ends_in_time(work):
-            # The thread may end later. Its file is useless then.
+            # If the thread ends later, its file is useless.
             work.add_done_callback(_drop)
             return
         try:
@@ -587,7 +575,7 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait for the archiving, up to the timeout. Drop a file that the log has not taken."""
+        """Wait for the archiving, up to the timeout, and drop its file."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)
@@ -610,7 +598,7 @@ def _drop(work: Future[_PreparedCut]) -> None:
 
 
 def _in_thread(work: Work) -> Future[_PreparedCut]:
-    """Run `work` in a daemon thread, which does not keep the process alive."""
+    """Run `work` in a daemon thread."""
     future: Future[_PreparedCut] = Future()
 
     def run() -> None:

@@ -1,11 +1,11 @@
-"""Archive of the records before a log's cut, in compressed files called parts.
+"""Archive of the records before a log's cuts, in compressed files called parts.
 
     buffer/ledger.log     {"do":"cut","offset":16779311,…}, then the records from there on
     buffer/history/ledger-000000000000.00000000-000016779311.1f0c5a33.log.zst   the records from byte 0 to byte 16779311, unchanged
 
-Positions are byte offsets in the whole log, including its archive. The name of a part contains the
-offsets and checksums of its beginning and end. A run does not need these parts, but `weft buffer
-check`, `table` and `why` read them. Unpack one with `zstd -d`.
+Offsets count from the beginning of the whole log. The name of a part contains the offsets and
+checksums of its beginning and end. A run can continue without its parts, but commands that read the
+whole log need them, such as `weft buffer check`. Unpack one with `zstd -d`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..safe_files import open_file
 from .files import Disk, make_folder, remove
 
 HISTORY = "history"
-"""Name of the folder of the parts, next to the log."""
+"""Folder of the parts, next to the log."""
 CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.zst")
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two records of a log, with the checksum of the records before it."""
+    """A place between two records of a log, with the checksum of all records before it."""
 
     offset: int = 0
-    """[bytes] Distance from the beginning of the log, including its archive."""
+    """[bytes] From the beginning of the log, including its archive."""
     checksum: int = 0
 
 
@@ -49,8 +49,8 @@ class _Part:
     end: Position
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes of the log from the offset `start` to the end of the part. Raises an
-        OSError if the file is damaged."""
+        """Yield the log's bytes from offset `start` to the end of the part. Raises an OSError if
+        the file is damaged."""
         skip = start - self.begin.offset
         with pa.input_stream(str(self.path), compression="zstd") as file:
             while data := file.read(CHUNK_BYTES):
@@ -60,7 +60,7 @@ class _Part:
 
 
 def header(start: Position) -> bytes:
-    """Return the header line of a log's file that begins at `start`; empty at offset 0."""
+    """Return the header of a log's file that begins at `start`; empty at offset 0."""
     if not start.offset:
         return b""
     fields = {"do": "cut", "offset": start.offset, "checksum": start.checksum}
@@ -69,19 +69,18 @@ def header(start: Position) -> bytes:
 
 
 def place(start: Position, offset: int) -> int:
-    """Convert an offset in the log to the offset in the log's file, which begins at `start`."""
+    """Convert an offset in the log to one in the log's file, which begins at `start`."""
     return offset - start.offset + len(header(start))
 
 
 def file_start(file: BinaryIO) -> Position:
     """Return the position where a log's file begins, and seek to its first record."""
-    # Limit the length: a header is short, but without one, the first line may be a long record.
+    # A header is short, but without one, the first line may be a long record.
     line = file.readline(1 << 10)
     is_header = line.endswith(b"\n") and line[9:20] == b'{"do":"cut"'
     if is_header and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
         fields = json.loads(line[9:])
         return Position(fields["offset"], fields["checksum"])
-    # Without a header, the file begins at offset 0.
     file.seek(0)
     return Position()
 
@@ -96,9 +95,9 @@ def start_of(log: Path) -> Position:
 
 
 def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
-    """Return the parts with the records from offset `since` to the beginning of the log's file,
-    `start`. Raises a UserError if a part is missing."""
-    # Follow the parts backwards by offset and checksum, which ignores parts of other logs.
+    """Return the parts with the records from offset `since` to `start`, where the log's file
+    begins. Raises a UserError if a part is missing."""
+    # Follow parts backwards by offset and checksum, to ignore parts of other logs.
     there = {part.end: part for part in _found(log)}
     chain: list[_Part] = []
     end = start
@@ -114,21 +113,21 @@ def parts(log: Path, start: Position, since: int = 0) -> list[_Part]:
 
 
 def archive(log: Path, descriptor: int, start: Position, end: Position, disk: Disk) -> None:
-    """Compress the records of a log's file from its `start` to `end` into a part. Raises an OSError
-    and leaves no part if, for example, the disk is full."""
+    """Compress the records of a log's file from its `start` to `end` into a part. Leaves no part if
+    it raises an OSError, for example because the disk is full."""
     _write_part(_part(log, start, end), records(descriptor, start, start.offset, end.offset), disk)
 
 
 def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
-    """Return the name and the compressed bytes of a part with the records of the log's file before
-    a position. Return None if there are none."""
+    """Return the name and compressed bytes of a part with the records of the log's file before a
+    position; None if there are none."""
     start = start_of(log)
     if start.offset >= end.offset:
         return None
 
     def chunks() -> Iterator[bytes]:
         with open_file(log) as file:
-            # After a cut, the part's name would be wrong.
+            # After a cut, the name would be wrong.
             if file_start(file) != start:
                 raise OSError(f"{log} was cut while it was being packed")
             yield from records(file.fileno(), start, start.offset, end.offset)
@@ -137,17 +136,15 @@ def part_before(log: Path, end: Position) -> tuple[str, Iterator[bytes]] | None:
 
 
 def drop_parts_behind(log: Path, start: Position) -> None:
-    """Remove parts that end after the beginning of the log's file, which a rollback or an
-    unfinished cut left."""
+    """Remove parts that a rollback or unfinished cut left after the beginning of the log's file."""
     for part in _found(log):
         if part.end.offset >= start.offset and part.end != start:
             remove(part.path)
 
 
 def split(log: Path, at: Position, disk: Disk) -> None:
-    """Create a part that ends at a position inside an existing part, for a log that will continue
-    there. Raises a UserError if a part is missing, and an OSError if, for example, the disk is
-    full."""
+    """Create a part that ends inside an existing part, at `at`, where the log will continue. Raises
+    a UserError if a part is missing, and an OSError if, for example, the disk is full."""
     for part in parts(log, start_of(log), at.offset):
         if part.begin.offset < at.offset < part.end.offset:
             chunks = _first_bytes(part.chunks(part.begin.offset), at.offset - part.begin.offset)
@@ -155,8 +152,7 @@ def split(log: Path, at: Position, disk: Disk) -> None:
 
 
 def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes between two offsets of a log, in chunks. Both offsets must be in the log's
-    file, which begins at `start`."""
+    """Yield the bytes between two offsets in a log's file, which begins at `start`, in chunks."""
     at, last = place(start, begin), place(start, end)
     while at < last and (data := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
         at += len(data)
@@ -164,8 +160,8 @@ def records(descriptor: int, start: Position, begin: int, end: int) -> Iterator[
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset on, including its archive. Raises a UserError if a
-    part of the archive is missing."""
+    """Yield the bytes of a log and its archive from an offset on, or raise a UserError if a part is
+    missing."""
     with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):

@@ -1,10 +1,9 @@
-"""Manifest: the size and checksum of each file in a folder. It serves to verify a checkpoint before
-reading it.
+"""Manifest: size and checksum of each file in a folder, to verify a checkpoint before reading it.
 
     {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
 
-The last checksum covers the list of files. Together with the canonical text format, it detects any
-changed byte of the manifest.
+The last checksum covers the list of files. With the canonical text format, it detects any changed
+byte of the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MANIFEST = "manifest.json"
 _PARTIAL = MANIFEST + PARTIAL
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
-"""Number of files to read in parallel. Reading and hashing both release the GIL."""
+"""Number of files to read in parallel. Reading and hashing release the GIL."""
 
 _Entry = Mapping[str, Any]
 
@@ -34,21 +33,21 @@ _Entry = Mapping[str, Any]
 def write_manifest(
     folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Sync all files in a folder, make them private, and write the manifest. `advance` is called
-    after each chunk that is read, from several threads. Raises an OSError, and writes no manifest,
-    if a file cannot be read or the disk is full."""
+    """Sync all files in a folder, make them private, and write the manifest. Several threads call
+    `advance` after each chunk that they read. Raises an OSError, and writes no manifest, if a file
+    cannot be read or the disk is full."""
     disk = disk or Disk()
-    # Remove the old manifest first, so that a crash cannot leave one of other contents.
+    # A crash must not leave an old manifest with new files.
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
-    # Skip links, because `chmod` would follow them to targets outside the folder.
+    # `chmod` would follow links to targets outside the folder.
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = pool.map(lambda name: describe(folder / name, disk, advance), names)
         files = dict(zip(names, entries, strict=True))
-    # Sync the deepest folders first, so that each name is on disk before its parent's name.
+    # Deepest folders first: each name must be on disk before its parent's name.
     inside = {folder / parent for name in names for parent in Path(name).parents}
     for parent in sorted(inside, reverse=True):
         disk.sync_folder(parent)
@@ -56,9 +55,9 @@ def write_manifest(
 
 
 def verify_manifest(folder: Path) -> list[str]:
-    """Compare the files in a folder with its manifest. Return a line `FILE PROBLEM`, sorted by
-    file, for each file that is missing, changed, unreadable, of another size, or not in the
-    manifest. If the manifest is damaged, return only a line about that."""
+    """Compare the files in a folder with its manifest. Return a sorted list with a line `FILE
+    PROBLEM` for each file that differs or is missing, unreadable or not in the manifest. If the
+    manifest is damaged, return only a line about that."""
     try:
         written = read_file(folder / MANIFEST)
     except FileNotFoundError:
@@ -95,9 +94,8 @@ def _unreadable(error: OSError | UserError) -> str:
 
 
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
-    """Return the size `bytes` and the checksum `xxh3_64` of a file. If `sync` is given, also sync
-    the file to disk. Raises an OSError if the file cannot be read, and a UserError if it is not a
-    regular file."""
+    """Return the size (`bytes`) and checksum (`xxh3_64`) of a file; `sync` also syncs it. Raises an
+    OSError if the file cannot be read, and a UserError if it is not a regular file."""
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open_file(path) as file:
@@ -112,7 +110,7 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder, relative to it, except the manifest."""
+    """Return the relative paths of all files in a folder, except the manifest."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -125,7 +123,6 @@ def _parse(written: bytes) -> Mapping[str, _Entry] | None:
         return None
     if not all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in entries):
         return None
-    # Comparing the canonical text detects any changed byte.
     return files if _render(files) == written else None
 
 

@@ -1,12 +1,10 @@
-"""Requests to the driver of a run. They are files in the run directory, so they work from any
-machine.
+"""Requests to a run's driver, as files in the run directory, so that they work from any machine.
 
     runs/NAME/stop.json      {"epoch": 3, "at": 1763851200.2, "host": "node-7"}        end the run
     runs/NAME/stacks.json    {"epoch": 3, "at": 1763851200.2, "worker": "actor[0]"}    write a worker's stack to `live.json`
 
-The driver with this epoch handles the request once. Later drivers ignore it, so that an old request
-does not stop a resumed run. Files are safer than signals, because the driver's pid may have been
-reused by another process.
+The driver with this epoch handles the request once. Other drivers ignore it, so that an old request
+does not stop a resumed run. A signal could reach another process that has reused the pid.
 """
 
 from __future__ import annotations
@@ -42,20 +40,20 @@ def _request(path: Path, epoch: int, **asked: str) -> None:
 
 
 class RunRequests:
-    """Reads the requests to the driver with this epoch."""
+    """Reads requests to the driver with this epoch."""
 
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._epoch, self._clock = run, epoch, clock
         self._heeded: dict[str, Any] = {}
-        """The last handled request in each file, keyed by file name."""
+        """Last handled request, keyed by file name."""
         self._looked = -LOOK_S
         self._asked = False
 
     def new(self, file: str) -> Mapping[str, Any]:
-        """Return the request in a file; an empty mapping if there is no new one."""
+        """Return the new request in a file; empty if there is none."""
         with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._run / file)
-            # Remember the request, because the file stays.
+            # The file stays, so remember the request.
             if asked.get("epoch") == self._epoch and asked != self._heeded.get(file):
                 self._heeded[file] = asked
                 return asked
@@ -63,7 +61,7 @@ class RunRequests:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether there is a request to end the run. The answer is at most LOOK_S old."""
+        """Whether there is a request to end the run. Reads the file at most once every LOOK_S."""
         now = self._clock()
         if not self._asked and now - self._looked >= LOOK_S:
             self._looked = now

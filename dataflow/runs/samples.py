@@ -1,13 +1,10 @@
-"""Samples: the rows that a run recorded, in `samples/`.
+"""Samples: the rows that a run recorded.
 
     runs/NAME/samples/train_000012.57.0.arrow     rows of graph train and step 12, written under lease 57 by rank 0
 
-The recorder writes each file under a lease, and the log says which leases were finished. Readers
-skip files of unfinished leases: the run was killed while it wrote them, or was restored to an
-earlier point. Therefore, each row appears only once.
-
-`checksums.RANK.txt` contains the checksum of each file that a rank wrote. `weft buffer check`
-verifies these checksums.
+The recorder writes each file under a lease. Readers skip files whose lease was not finished
+according to the log, because the run was killed meanwhile or restored to an earlier point. Each row
+therefore appears once. `weft buffer check` verifies the checksums in `checksums.RANK.txt`.
 """
 
 from __future__ import annotations
@@ -46,11 +43,11 @@ class _FinishedLease(NamedTuple):
 def finished_leases(
     log: Path, of: Callable[[Node], bool], *, end: Position | None = None, notes: list[str] | None = None
 ) -> list[_FinishedLease] | None:
-    """Return the finished leases of the nodes for which `of` is true, in the order of the log.
+    """Return the finished leases of nodes for which `of` is true, in the order of the log.
 
     Args:
-        end: position where reading the log stops. Default: the end of its valid part.
-        notes: list that receives a line for each gap in the log.
+        end: log position to stop at. Default: the end of the log's valid part.
+        notes: list to which to add a line for each gap in the log.
 
     Returns:
         The leases; None if no graph of the run has such a node.
@@ -82,7 +79,7 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Recover metrics of steps 0 to `last` from the log. Return one row per step, with the metric
+    """Recover metrics of steps 0 to `last` from the log: one row per step, with the metric
     `samples` if it is known."""
     trained: dict[int, Counter[str]] = {}
     try:
@@ -113,14 +110,12 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Pattern of the files with checksums in the folder of samples. There is one for each rank, with a
-line for each file that the rank wrote."""
+"""Pattern of the checksum files: one file per rank, with one line per sample file."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Record the checksum of a sample file that a rank has written to `written`, before the file
-    gets its final path."""
+    """Record the checksum of the file `written`, before it moves to its final path, `path`."""
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     notes = path.with_name(f"checksums.{rank}.txt")
     with open(notes, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -128,7 +123,7 @@ def note_checksum(path: Path, written: Path, rank: int) -> None:
 
 
 def noted_checksums(run: Path) -> dict[str, str]:
-    """Return the recorded checksums, keyed by the name of the sample file."""
+    """Return the recorded checksums, keyed by file name."""
     found: dict[str, str] = {}
     for path in (run / SAMPLES).glob("checksums.*.txt"):
         if CHECKSUMS.fullmatch(path.name):
@@ -147,7 +142,7 @@ class _SampleFile:
     lease: int
 
     def rows(self) -> pa.Table:
-        """Read the rows, with graph and step. Raises OSError or ArrowException if damaged."""
+        """Read the rows, with graph and step. Raises an OSError or ArrowException if damaged."""
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # a damaged file could cause reads out of bounds
@@ -157,7 +152,7 @@ class _SampleFile:
 
 
 def sample_files(run: Path) -> list[_SampleFile]:
-    """Return all sample files, also of unfinished leases, sorted by graph and step."""
+    """Return all sample files, sorted by graph and step."""
     found: list[_SampleFile] = []
     for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
@@ -175,18 +170,18 @@ def files_by(found: Sequence[_SampleFile], *fields: str) -> dict[tuple[Any, ...]
 
 
 def unfinished_files(run: Path) -> list[Path]:
-    """Return the sample files that are being written, or that a writer left unfinished."""
+    """Return incomplete sample files."""
     found = (run / SAMPLES).glob(f"*{PARTIAL}")
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
     """Return the sample files of finished leases, or all files if the run has no log or no
-    recorder. A line for each gap in the log, which means that samples may be missing, is added to
-    `notes`. Raises a FormatError if another version of Weft wrote the log."""
+    recorder. Adds a line to `notes` for each gap in the log, where samples may be missing. Raises a
+    FormatError if another version of Weft wrote the log."""
     log = run / BUFFER / LOG
     everything = sample_files(run)
-    # Take all files without a log, because finished leases are unknown.
+    # Without a log, the finished leases are unknown.
     if not everything or not log.is_file():
         return everything
     leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
@@ -197,7 +192,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[_SampleFile]:
 
 
 def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]:
-    """Yield the rows of each file. Unreadable files are skipped; `notes` gets a line for each."""
+    """Yield the rows of each file. Skips unreadable files, with a line in `notes` for each."""
     for part in found:
         try:
             yield part.rows()
@@ -206,16 +201,16 @@ def tables(found: Sequence[_SampleFile], notes: list[str]) -> Iterator[pa.Table]
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return all recorded samples; None if there are none. A line for each gap in the log and each
-    unreadable file is added to `notes`."""
+    """Return all recorded samples; None if there are none. Adds a line to `notes` for each gap in
+    the log and each unreadable file."""
     notes = [] if notes is None else notes
     found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
 def archive(run: Path) -> Path:
-    """Write all samples of a run to `samples.parquet`, compressed with zstd, and return its path.
-    Raises a UserError if the run recorded no samples or some of them cannot be read."""
+    """Write all samples of a run to `samples.parquet`, compressed with zstd. Return its path.
+    Raises a UserError if there are no samples or some of them cannot be read."""
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
     found = recorded(run, wrong)
@@ -230,7 +225,7 @@ def archive(run: Path) -> Path:
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
-            # This adds missing columns as nulls.
+            # Add missing columns as nulls.
             complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             writer.write_table(complete.select(schema.names).cast(schema))
     return path

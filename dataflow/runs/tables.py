@@ -4,10 +4,9 @@
     timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
     processes.arrows  memory of each process, every few seconds
 
-Each table is an Arrow IPC stream, which any Arrow tool can read. The cost of a flush does not grow
-with the length of the run. A kill leaves at most one incomplete message at the end, which readers
-skip. At the end of the run, metrics and timeline become Parquet files. `read_metrics` and
-`read_timeline` read both forms.
+During the run, each table is an Arrow IPC stream. The cost of a flush does not grow with the length
+of the run. A kill leaves at most one incomplete message at the end, which readers skip. At the end
+of the run, metrics and timeline become Parquet files. `read_metrics` and `read_timeline` read both.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from .files import METRICS, PARQUET, STREAM, TIMELINE, Disk, replacing
 ROW_GROUP = 1 << 16
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
-"""Schema of the metrics: one row per value, because steps have different metrics, and some are
-measured after the step."""
+"""Schema of the metrics: one row per value. Steps have different metrics, and some arrive late."""
 
 CALLS = pa.schema(
     [
@@ -55,7 +53,7 @@ CALLS = pa.schema(
 )
 """Schema of the timeline: one row per call, in the order in which calls end."""
 BY_RANK = "by_rank"
-"""Name of a column of `CALLS` that timelines of earlier versions lack."""
+"""Column of `CALLS` that timelines of earlier versions lack."""
 
 READINGS = pa.schema(
     [
@@ -66,7 +64,7 @@ READINGS = pa.schema(
         ("shared_bytes", pa.int64()),
     ]
 )
-"""Schema of the memory readings of a run's processes, which are taken every few seconds."""
+"""Schema of the memory readings of a run's processes."""
 
 
 class TableStream:
@@ -84,8 +82,8 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append the added rows to the file. Raises an OSError if, for example, the disk is full.
-        Then the partly written message is removed, and the next flush tries again."""
+        """Append the added rows to the file. If this raises an OSError, for example because the
+        disk is full, the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -98,15 +96,15 @@ class TableStream:
         try:
             self._disk.write(self._descriptor, data)
         except OSError:
-            # Remove the partial message, because readers stop at it.
+            # Readers stop at a partial message.
             self._disk.truncate(self._descriptor, self._size)
             raise
         self._size += len(data)
-        # Delete only the written rows, because another thread may have added more.
+        # Another thread may have added more rows.
         del self._pending[:number]
 
     def read(self) -> pa.Table:
-        """Return all rows so far, flushed or not. Thread-safe."""
+        """Return all rows, flushed or not. Thread-safe."""
         # Read the pending rows first, because a flush moves them to the file.
         pending = pa.Table.from_pylist([dict(row) for row in self._pending], self.schema)
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
@@ -121,7 +119,7 @@ class TableStream:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the complete messages of a stream; none if the file does not exist."""
+    """Yield a stream's complete messages; none if the file does not exist."""
     if not path.is_file():
         return
     with open_file(path) as file:
@@ -135,8 +133,7 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def by_step(table: pa.Table) -> list[dict[str, float]]:
-    """Convert rows of the schema `VALUES` to one mapping per step. A later value of a metric
-    replaces an earlier one.
+    """Convert rows of `VALUES` to one mapping per step. Later values replace earlier ones.
 
     >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
     >>> by_step(table)
@@ -149,15 +146,14 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 
 
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
-    """Return the values of a metric, keyed by step, for the steps that measured it."""
+    """Return the values of a metric, keyed by step."""
     own = table.filter(pc.field("name") == name)
     steps, values = own["step"].to_pylist(), own["value"].to_pylist()
     return {int(step): value for step, value in zip(steps, values, strict=True)}
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """Return a table with one row per step and one column per metric. Values that a step did not
-    measure are null."""
+    """Return a table with one row per step and one column per metric. Missing values are null."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
 
@@ -174,7 +170,7 @@ def read_metrics(run: Path) -> pa.Table | None:
 
 
 def last_step(run: Path) -> int | None:
-    """Return the last step with metrics; None if there are no metrics or they cannot be read."""
+    """Return the last step with metrics; None if there are none or they cannot be read."""
     try:
         table = read_metrics(run)
     except (OSError, pa.ArrowException):
@@ -185,29 +181,29 @@ def last_step(run: Path) -> int | None:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """Return the calls of the timeline, in the order in which they ended; None if there is no
-    timeline. Raises an OSError or ArrowException if the file is damaged."""
+    """Return the calls, in the order in which they ended; None if there is no timeline. Raises an
+    OSError or ArrowException if the file is damaged."""
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
 def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
-    """Return the calls that ended within `until_s` seconds of the start of the run. Of the columns,
-    only BY_RANK may be missing."""
+    """Return the calls that ended within `until_s` seconds of the start of the run. `table` may
+    lack BY_RANK."""
     if BY_RANK not in table.column_names:
         table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
     return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
 
 
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
-    """Return a stream's rows in its own schema; an empty table with `schema` if it has none."""
+    """Return a stream's rows in its own schema; if there are none, an empty table with `schema`."""
     found = list(batches(path))
     return pa.Table.from_batches(found, found[0].schema if found else schema)
 
 
 def read_parquet(path: Path) -> pa.Table | None:
-    """Return the table in a Parquet file; None if the file does not exist."""
+    """Return the table in a Parquet file; None if there is no file."""
     if not path.is_file():
         return None
     with pq.ParquetFile(path) as file:  # `read_table` has heavy imports
@@ -218,7 +214,7 @@ def read_parquet(path: Path) -> pa.Table | None:
 
 
 def to_parquet(run: Path) -> None:
-    """Convert metrics and timeline to Parquet. At any time, one of the two forms is complete."""
+    """Convert metrics and timeline to Parquet. One of the two forms is always complete."""
     for name in (METRICS, TIMELINE):
         stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
         if not stream.is_file():
@@ -247,19 +243,19 @@ def _row_groups(stream: Path) -> Iterator[pa.Table]:
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace `METRICS` or `TIMELINE` by the rows to keep, `table`, in the stream's schema."""
+    """Replace the rows of `METRICS` or `TIMELINE` by `table`, in the stream's schema."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
         Disk().write_whole(stream, (part.serialize().to_pybytes() for part in parts))
     else:
         stream.unlink(missing_ok=True)
-    # Remove this last, because readers prefer the stream.
+    # Last, because readers prefer the stream.
     (run / f"{name}{PARQUET}").unlink(missing_ok=True)
 
 
 def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of a step as rows of the schema `VALUES`."""
+    """Yield the metrics of a step as rows of `VALUES`."""
     step = float(row["step"])
     yield from ({"step": step, "name": name, "value": float(value)} for name, value in row.items())
 
@@ -277,7 +273,7 @@ def present(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
-    """Format the first `limit` rows of a table for a terminal. Values are cut to `width`
+    """Format the first `limit` rows of a table for a terminal, with values cut to `width`
     characters.
 
     >>> print(render_table(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
