@@ -1,8 +1,5 @@
-"""`weft buffer check`: check a run's log against the rules for rows (`log_rules.py`), and compare
-the run's checkpoints and samples with the log.
-
-The check changes nothing. It also works while the run is active.
-"""
+"""`weft buffer check`: check a run's log against the rules for rows (`log_rules.py`), and the run's
+checkpoints and samples against the log. The check only reads, also while the run is active."""
 
 from __future__ import annotations
 
@@ -25,34 +22,34 @@ from .logged_rows import GraphCounts
 from .recovery import ledger_checkpoints, read_checkpoint
 
 MAX_VIOLATIONS = 1000
-"""Stop after this many violations, because later ones are mostly consequences of earlier ones."""
+"""Stop after this many violations: later ones mostly follow from earlier ones."""
 
 _FOREIGN = "of another log, or from after the point to which the run went back; recovery skips it"
 
 
 @dataclass
 class Report:
-    """Result of a check. The log is valid if `violations` is empty."""
+    """Result of a check. A log without `violations` is valid."""
 
     graphs: dict[str, GraphCounts]
     records: int
     num_bytes: int
     leases: dict[str, int]
-    """Number of leases by state: `granted`, `finished`, `released` and `open`."""
+    """Maps `granted`, `finished`, `released` and `open` to numbers of leases."""
     restarts: int
-    """Number of epochs after the first; in old logs, of restarts that released leases."""
+    """Number of epochs after the first or, in logs without epochs, of restarts that released
+    leases."""
     segments: int
     checkpoints: int
     """Number of valid checkpoints."""
     damage: list[str]
-    """Damage that breaks no rule: an incomplete last record, unreadable checkpoints, and parts of
-    the log that a rollback cut off."""
+    """Damage that breaks no rule: an incomplete last record, unreadable checkpoints, and parts that
+    a rollback cut off the log."""
     violations: list[Violation]
 
 
 def check_log(folder: Path) -> Report:
-    """Check the log in a folder against the rules, and the run's checkpoints and samples against
-    the log.
+    """Check the log in a folder, and the run's checkpoints and samples.
 
     Raises:
         UserError: the folder has no log.
@@ -66,15 +63,15 @@ def check_log(folder: Path) -> Report:
     saved.compare(end)
     for end, found in check_records(folder, checker, damage):
         violations += found
-        # A checkpoint's position is between two records, so compare after each record.
+        # Checkpoints are between records.
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
             break
     cuts = sorted(folder.glob(f"{LOG}.cut-*"))
     saved.note_rest(end, went_back=bool(cuts))
-    # Each step is logged before its metrics are written. A run resumed without its log starts a new
-    # one, which has no step until the first step ends.
+    # The driver logs each step before it writes the metrics. A run resumed without its log begins a
+    # new one, which has no step until the first step ends.
     noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
     if measured is not None and isinstance(noted, int) and noted < measured:
         said = (
@@ -99,8 +96,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed a log to a checker, to get its rows and not its violations. A line for each gap in the
-    log is added to `notes`. Raises the errors of `check_log`."""
+    """Feed a log to a checker, for its rows. Adds a line to `notes` for each gap in the log. Raises
+    the errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
@@ -108,8 +105,8 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
 def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
-    """Feed a log to a checker, and yield the end of each record with its violations. If a crash cut
-    off the last record, a line is added to `damage`. Raises the errors of `check_log`."""
+    """Feed a log to a checker, and yield the end of each record with its violations. Adds a line to
+    `damage` if a crash cut off the last record. Raises the errors of `check_log`."""
     log = folder / LOG
     if not log.exists():
         raise UserError(f"{folder} holds no log of a run ({LOG})")
@@ -130,7 +127,7 @@ def check_records(
 
 
 class _SavedStates:
-    """Checkpoints of the ledgers, compared with the log."""
+    """Compares the checkpoints of the ledgers with the log."""
 
     def __init__(self, folder: Path, checker: Checker) -> None:
         self._checker = checker
@@ -142,11 +139,11 @@ class _SavedStates:
             try:
                 self._paths[read_checkpoint(path)[0].offset] = path
             except (ValueError, OSError, KeyError) as error:
-                if path.exists():  # not if the run has just deleted an old checkpoint
+                if path.exists():  # the run may have just deleted an old checkpoint
                     self.damage.append(str(error))
 
     def compare(self, end: Position) -> None:
-        """Compare the checkpoint at this position of the log with the log, if there is one."""
+        """Compare the checkpoint at this log position, if there is one, with the log."""
         path = self._paths.pop(end.offset, None) if self._paths else None
         if path is None:
             return
@@ -154,7 +151,7 @@ class _SavedStates:
             place, records = read_checkpoint(path)
         except (ValueError, OSError):
             return
-        # The offset is right, but the log up to there is a different one.
+        # The log up to this offset is a different one.
         if place.checksum != end.checksum:
             self.damage.append(f"{path.name}: {_FOREIGN}")
             return
@@ -165,7 +162,7 @@ class _SavedStates:
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
             self._complain(f"{path.name}: row {id} is in flight, which {where}")
-        # The checkpoint has the right rows, so compare their states at each node.
+        # Compare the states of the common rows at each node.
         for id in saved.keys() & rows.keys():
             nodes = rows[id].group.graph.nodes
             done = sum(1 << i for i, node in enumerate(nodes) if id in node.done)
@@ -174,11 +171,9 @@ class _SavedStates:
                 self._complain(f"{path.name}: row {id} has other done or leased nodes than in the log")
 
     def note_rest(self, end: Position, *, went_back: bool) -> None:
-        """Report checkpoints whose position is not in the log, which ends at `end`.
-
-        The log is synced before a checkpoint is written. A checkpoint beyond the end of the log is
-        therefore a violation, unless a rollback has cut the log (`went_back`).
-        """
+        """Report checkpoints whose position is not in the log, which ends at `end`. A checkpoint is
+        written after the log is synced, so one beyond the end of the log is a violation, unless a
+        rollback cut the log (`went_back`)."""
         for offset, path in self._paths.items():
             beyond = f"{path.name}: at byte {offset} of the log; only {end.offset} bytes can be read"
             if offset < end.offset:
@@ -202,7 +197,7 @@ def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, in
 
 
 class _RecordedSamples:
-    """Recorded samples of a run, compared with the log lease by lease."""
+    """Compares a run's recorded samples with the log, lease by lease."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -212,8 +207,8 @@ class _RecordedSamples:
         self.violations: list[Violation] = []
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
-        """For leases with rows that were missing when the files were listed: sample id to step,
-        keyed by (graph, lease)."""
+        """Maps (graph, lease) to {sample id: step}, for leases with rows that were not in the
+        listed files."""
         self._is_late = False
 
     def compare_late(self) -> None:
@@ -226,8 +221,8 @@ class _RecordedSamples:
             self.compare(graph, lease, steps)
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """Check that the files of a lease contain exactly these rows, each under its step. `steps`
-        maps sample id to step."""
+        """Check that a lease's files contain exactly the rows of `steps`, which maps sample id to
+        step."""
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)
@@ -255,7 +250,7 @@ class _RecordedSamples:
             id, step = wrong[0]
             those = f"is filed under step {step}; it belongs to step {steps[id]}"
             self._complain(f"{who}: sample {id} {those}")
-        # If rows are wrong, the file has changed. Do not report it a second time.
+        # Do not report a file with wrong rows a second time.
         for path in [part.path for part in found] if len(self.violations) == before else ():
             noted = self._checksums.get(path.name)
             if noted is None:
@@ -274,7 +269,7 @@ class _RecordedSamples:
             self.violations.append(Violation(Rule.SAMPLES, f"samples: {text}"))
 
     def notes(self) -> list[str]:
-        """Return lines about files that readers skip, and about data that was not compared."""
+        """Return lines about files that readers skip, and data that was not compared."""
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
         if self._checksums and self._without_checksum:  # earlier versions of Weft log no checksums

@@ -3,8 +3,8 @@
 
 A server sends the schema of a message, then the message in pieces of opaque bytes. Tickets and
 actions are JSON. Every call must carry the run's token, and a server only gives access to the
-segment files of one folder. Between hosts, TLS encrypts everything, including the token. Each
-server creates its own certificate, the only one that its clients trust.
+segment files of one folder. Between hosts, TLS encrypts everything. Each server creates its own
+certificate, the only one that its clients trust.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .segments import (
 # Certificate
 
 NAME = "weft"
-"""Host name in every certificate. Clients trust the certificate itself, not the name."""
+"""Host name in every certificate. Clients trust the certificate, not the name."""
 VALID = datetime.timedelta(days=3650)
 EARLIER = datetime.timedelta(days=1)
-"""Backdating of the start of validity, because the clocks of nodes may differ."""
+"""Backdating of certificates, because the clocks of nodes may differ."""
 
 
 @dataclass(frozen=True)
 class _Certificate:
-    """A server's certificate and private key, as PEM. The key never leaves the process."""
+    """A server's certificate and private key (PEM). The key never leaves the process."""
 
     certificate: bytes
     key: bytes
@@ -61,7 +61,7 @@ class _Certificate:
 
 
 def make_certificate() -> _Certificate:
-    """Create a P-256 key and a self-signed certificate."""
+    """Create a self-signed certificate with a P-256 key."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -98,11 +98,11 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder: the node's folder. It also contains copies of other nodes' messages.
+        folder: the node's folder, also with copies of other nodes' messages.
         node: name of the node.
-        host: address to listen on. The default is only reachable from this machine.
+        host: address to listen on. Only this machine can reach the default.
         token: the secret that every caller must send.
-        certificate: certificate for TLS. None disables encryption, for use on a single machine.
+        certificate: certificate for TLS. None disables encryption, for a single machine.
 
     Raises:
         ValueError: the token is empty.
@@ -139,7 +139,7 @@ class SegmentServer(pf.FlightServerBase):
             message, schema = self._reader.message(segment)
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
-        # Send pieces to limit the size of each gRPC message.
+        # Pieces limit the size of each gRPC message.
         starts = range(0, message.size, PIECE_BYTES)
         pieces = [schema.serialize()]
         pieces += [message.slice(i, min(PIECE_BYTES, message.size - i)) for i in starts]
@@ -166,7 +166,7 @@ class SegmentServer(pf.FlightServerBase):
         return b""
 
     def _delete(self, files: Sequence[tuple[str, str]]) -> None:
-        # Check all names first, so that an invalid request deletes nothing.
+        # An invalid request must delete nothing.
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
@@ -179,7 +179,7 @@ class SegmentServer(pf.FlightServerBase):
             raise failed
 
     def close(self) -> None:
-        """Wait for the current calls to finish, then stop listening."""
+        """Finish the current calls, then stop listening."""
         self.shutdown()
         self._reader.close()
 
@@ -190,9 +190,8 @@ class _SegmentClient:
     Args:
         location: address of the server.
         token: token of the run.
-        certificate: the server's certificate as PEM, the only one that the client trusts. None
-            disables encryption.
-        timeout_s: [s] time limit of each call. A call that exceeds it raises a TimeoutError.
+        certificate: the server's certificate (PEM), the only trusted one. None disables encryption.
+        timeout_s: [s] time limit of each call, after which it raises a TimeoutError.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class _SegmentClient:
         self.close()
 
     def fetch(self, segment: Segment) -> pa.Buffer:
-        """Fetch a message of the server's node. Return an Arrow IPC stream with its schema.
+        """Fetch a message of the server's node, as an Arrow IPC stream.
 
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
@@ -235,10 +234,10 @@ class _SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Delete (node, file) pairs, at least one, and the server's copies of their messages."""
+        """Delete at least one (node, file), and the server's copies of their messages."""
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
-            # Read the results, because that raises the server's errors.
+            # Reading the results raises the server's errors.
             list(
                 self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options())
             )
@@ -259,7 +258,7 @@ class _SegmentClient:
 
     @contextmanager
     def _deadline(self, what: str) -> Iterator[None]:
-        """Convert Flight's timeout and connection errors to a TimeoutError that names `what`."""
+        """Convert Flight's timeout and connection errors to a TimeoutError about `what`."""
         try:
             yield
         except (pf.FlightTimedOutError, pf.FlightUnavailableError) as error:
@@ -278,13 +277,13 @@ class _TokenGate(pf.ServerMiddlewareFactory):
             (v for name, values in headers.items() if name.lower() == "authorization" for v in values),
             b"",
         )
-        # Compare in constant time, so that timing does not reveal the token byte by byte.
+        # Compare in constant time, so that timing does not reveal the token.
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
 
 def _check(node: object, file: object) -> None:
-    # The names become parts of paths, so reject names that lead to other folders.
+    # The names become parts of paths, so reject names of other folders.
     if not isinstance(file, str) or not FILE.fullmatch(file):
         raise pf.FlightServerError(
             f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"
@@ -294,7 +293,7 @@ def _check(node: object, file: object) -> None:
 
 
 def _row(piece: pa.Buffer) -> pa.RecordBatch:
-    """Return a one-row batch with these bytes, without copying them."""
+    """Return a one-row batch with these bytes, without a copy."""
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)
@@ -303,7 +302,7 @@ def _row(piece: pa.Buffer) -> pa.RecordBatch:
 # Peers
 
 VERIFIED_AT_ONCE = 64
-"""Maximum number of segments to verify in one call."""
+"""Maximum number of segments to verify per call."""
 
 
 @dataclass(frozen=True)
@@ -311,18 +310,18 @@ class Peers:
     """The segment servers of a run. Pass `Peers.fetch` as the `fetch` of a `SegmentReader`."""
 
     locations: Mapping[str, str]
-    """Address of each node's server, keyed by node name."""
+    """Maps node names to the addresses of servers."""
     token: str
     certificates: Mapping[str, bytes] = field(default_factory=dict)
-    """Certificate of each server (PEM), keyed by address. Without one, there is no encryption."""
+    """Maps addresses to the servers' certificates (PEM). Without one, there is no encryption."""
     timeout_s: float = 60.0
 
     def client(self, location: str, timeout_s: float) -> _SegmentClient:
         return _SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
-        """Return the reason for each segment that its node cannot read, keyed by segment. Segments
-        of nodes that are not peers are not checked."""
+        """Map each segment that its node cannot read to the reason. Skips segments of nodes that
+        are not peers."""
         by_node: dict[str, list[Segment]] = {}
         for segment in sorted(segments, key=lambda one: (one.file, one.offset)):
             by_node.setdefault(segment.node, []).append(segment)
@@ -335,16 +334,15 @@ class Peers:
                     some = own[k : k + VERIFIED_AT_ONCE]
                     try:
                         problems = client.verify(some)
-                    except TimeoutError as error:  # give up: each further call may time out as well
+                    except TimeoutError as error:  # give up: further calls may time out too
                         found |= dict.fromkeys(own[k:], str(error))
                         break
                     found |= {s: problem for s, problem in zip(some, problems, strict=True) if problem}
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message of another node, and write it to `path` as an Arrow IPC stream. Does
-        nothing if the file exists. A lock ensures that only one process of this node fetches the
-        message.
+        """Fetch a message of another node to `path`, as an Arrow IPC stream, unless the file
+        exists. A lock ensures that only one process of this node fetches the message.
 
         Raises:
             UserError: the other node is not a peer.
@@ -360,12 +358,12 @@ class Peers:
         what = f"fetching file {segment.file} of node {segment.node!r} from {location}"
         with open(f"{path}.lock", "wb") as lock:
             self._wait_for(lock, deadline, what)
-            # Another process fetched the message while this one waited for the lock.
+            # Another process fetched the message meanwhile.
             if path.exists():
                 return
             with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
                 stream = client.fetch(segment)
-            # Write to a temporary name, so that readers only see complete copies.
+            # Readers must only see complete copies.
             part = path.with_name(f"{path.name}.part")
             who = f"the copy of a message of node {segment.node!r}"
             with full_disk_named(path.parent, who, len(stream)), open(part, "wb") as file:
@@ -388,24 +386,22 @@ class Peers:
 # Deletions
 
 MAX_FILES = 10_000
-"""Maximum number of files to remember for an unresponsive peer. Forgets the oldest first."""
+"""Maximum number of files to remember for an unresponsive peer."""
 MAX_PAUSE_S = 60.0
-"""[s] Maximum pause between two attempts after failures."""
+"""[s] Maximum pause between attempts after failures."""
 
 logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and copies of their messages, on all peers. Serves as `delete_remote` of a
-    `SegmentStore`.
-
-    A call returns at once. A thread collects the files and sends them to each peer. After a
-    failure, it retries with growing pauses. Files that are never deleted only cost disk space.
+    """Deletes files, and copies of their messages, on all peers: the `delete_remote` of a
+    `SegmentStore`. Calls return at once. A thread collects the files and sends them to each peer,
+    with retries. Files that are never deleted only cost disk space.
 
     Args:
         timeout_s: [s] time limit of a call to a peer.
-        pause_s: [s] time to collect files before a call. After each failure, the pause doubles, up
-            to `MAX_PAUSE_S`.
+        pause_s: [s] time to collect files before a call. It doubles after each failure, up to
+            `MAX_PAUSE_S`.
     """
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
@@ -425,7 +421,7 @@ class Deletions:
             self._changed.notify()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Try for at most `timeout_s` to send the remaining files to all peers."""
+        """Try for at most `timeout_s` to send the remaining files."""
         with self._changed:
             self._closing = True
             self._changed.notify()

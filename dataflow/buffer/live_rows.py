@@ -1,9 +1,8 @@
-"""Rows in flight: tracks which rows and groups each node can claim, and updates this when a node
-finishes, skips or drops rows.
+"""Rows in flight: which rows and groups each node can claim.
 
-    a row at a node that takes rows        blocked ──offer_rows─> ready ──take_rows──> leased ──> done
-    a group at a node that takes groups    gathering ──offer_group──> ready ──claim_group──> claimed
-                                                too old <──set_too_old──┘
+a row at a node that takes rows        blocked ──offer_rows─> ready ──take_rows──> leased ──> done
+a group at a node that takes groups    gathering ──offer_group──> ready ──claim_group──> claimed
+                                            too old <──set_too_old──┘
 """
 
 from __future__ import annotations
@@ -21,18 +20,13 @@ from .segments import Segment
 # Readiness
 
 YOUNGEST = 1 << 62
-"""Sort key of rows that no policy generated. They sort last, because they never become too old."""
+"""Sort key of rows that no policy generated, which never become too old."""
 
 
 class Readiness:
-    """Counts and queues for each node, updated by each event. Lists are indexed by node.
-
-    Queues may contain stale entries, which are removed when they reach the head. Counts do not
-    include them.
-
-    Invariant: the state after each event equals the state that `of` computes from the groups in
-    flight.
-    """
+    """Counts and queues for each node. Lists are indexed by node. Queues may contain stale entries,
+    which counts do not include. Invariant: after each event, the state equals what `of` computes
+    from the groups in flight."""
 
     def __init__(self, wiring: Wiring) -> None:
         number = len(wiring.graph.nodes)
@@ -41,22 +35,21 @@ class Readiness:
         """Heaps of ids of groups that may have ready rows. A node claims from the oldest first."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of (age, group id). An update takes the groups with the oldest tokens first,
-        because they become too old first. The order of ids is not enough, because a group may be
-        generated again."""
+        """Heaps of (oldest policy version, group id). An update takes the groups with the oldest
+        tokens first, because they become too old first."""
         self.num_rows = [0] * number
-        """Number of ready rows. For a node that takes groups: of rows in ready groups."""
+        """Number of ready rows or, for a node that takes groups, of rows in ready groups."""
         self.num_groups = [0] * number
         self.num_unclaimed = [0] * number
-        """For nodes that take groups: number of groups in flight that the node has not claimed."""
+        """For nodes that take groups: number of unclaimed groups in flight."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """For updates: number of unclaimed groups, keyed by the version that began them."""
+        """For updates: number of unclaimed groups, keyed by the policy version that began them."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """Like `unclaimed_of`, but only groups that were offered to the node."""
+        """Like `unclaimed_of`, but only for groups offered to the node."""
         self.todo = [0] * number
         self.unfinished_levels = [0] * wiring.num_levels
-        """Number of groups that may get more rows on each level."""
+        """For each level: number of groups that may get more rows."""
 
     @classmethod
     def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
@@ -97,13 +90,13 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """Set the policy version that began a group's generation; None if not begun."""
+        """Set the policy version that began a group's generation; None if it has not begun."""
         self._tally(group, -1)
         group.version = version
         self._tally(group, 1)
 
     def _tally(self, group: Group, by: int) -> None:
-        """Remove a group from the counts by version (`by=-1`), or add it (`by=1`)."""
+        """Add a group to the counts by version (`by=1`), or remove it (`by=-1`)."""
         if group.version is None:
             return
         for i in self._wiring.updates:
@@ -124,8 +117,7 @@ class Readiness:
     def take_rows(
         self, i: int, number: int | None, known: Mapping[int, Group]
     ) -> list[tuple[Group, int]]:
-        """Take up to `number` ready rows for node i, in order of group and id. Return pairs of a
-        group and the mask of its rows."""
+        """Take up to `number` ready rows for node i, in order of id, as pairs (group, mask)."""
         queue, queued, level = self.row_queues[i], self.in_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
         # Taking all rows does not need the heap.
@@ -154,7 +146,7 @@ class Readiness:
     # Groups
 
     def offered_rows(self, group: Group, i: int) -> int:
-        """Return the mask of the rows that node i gets when it claims a group."""
+        """Return the mask of the rows that node i gets by claiming a group."""
         quorum = self._wiring.quorum[i]
         if quorum:
             return mask_of((group.order or {})[i][:quorum])
@@ -178,8 +170,7 @@ class Readiness:
         self.num_rows[i] += self._num_offered(group, i)
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Return the oldest policy version among the rows that a group offers to node i; YOUNGEST
-        if no policy generated them."""
+        """Return the oldest policy version among a group's rows offered to node i, or YOUNGEST."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min(
@@ -192,12 +183,12 @@ class Readiness:
             group = known.get(queue[0][1])
             if group is not None and group.state(i) is GroupState.READY:
                 return group
-            # Remove a stale entry: the group was claimed, dropped or set aside.
+            # Stale entry: the group was claimed, dropped or set aside.
             heapq.heappop(queue)
         return None
 
     def ready_ids(self, i: int, known: Mapping[int, Group]) -> list[int]:
-        """Return the sorted ids of the groups that are ready for node i, which takes groups."""
+        """Return the sorted ids of groups that are ready for node i, which takes groups."""
         queued = {id for _, id in self.group_queues[i]}
         return sorted(id for id in queued if id in known and known[id].state(i) is GroupState.READY)
 
@@ -232,23 +223,22 @@ class Readiness:
     # Queries
 
     def ready(self, node: Node) -> int:
-        """Return the number of rows that a claim by this node could get."""
+        """Return how many rows this node could claim."""
         return self.num_rows[self._wiring.index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
         return self.num_groups[self._wiring.index[node.name]]
 
     def unclaimed(self, node: Node) -> int:
-        """Return how many groups in flight a node that takes groups has not claimed."""
+        """Return how many groups in flight this node, which takes groups, has not claimed."""
         return self.num_unclaimed[self._wiring.index[node.name]]
 
     def too_old(self, node: Node) -> int:
-        """Return how many groups wait for a larger bound because they are too old for this node."""
+        """Return how many groups are too old for this node and wait for a larger bound."""
         return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
-        """Return whether all remaining rows of this node are ready and none is leased, so that
-        waiting would bring no more rows."""
+        """Return whether all remaining rows of this node are ready, so that no more will come."""
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
@@ -256,13 +246,13 @@ class Readiness:
         return complete and self.num_rows[i] == self.todo[i] > 0
 
     def exhausted(self, node: Node) -> bool:
-        """Return whether this node has finished all rows issued so far."""
+        """Return whether this node has finished all issued rows."""
         return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
     def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
-        """Return cumulative counts of the groups that an update still waits for, as pairs (version,
-        number of groups not offered yet whose generation began with this version or an earlier
-        one). There is a pair for each version of an unclaimed group, in ascending order."""
+        """Return cumulative counts of the groups that were not offered to an update yet: a pair
+        (version, number of such groups begun with this or an earlier version) for each version of
+        an unclaimed group, in ascending order."""
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)
@@ -274,7 +264,7 @@ class Readiness:
 
 
 class _StoredParts:
-    """Counts references of rows in flight to segments. Frees a segment with its last reference."""
+    """Counts the references of rows in flight to segments. Frees unreferenced segments."""
 
     def __init__(self) -> None:
         self._parts: dict[StoredPart, None] = {}
@@ -282,8 +272,8 @@ class _StoredParts:
         self.num_bytes = 0
         self.published_bytes = 0
         self.finished_bytes = 0.0
-        """[bytes] Published bytes of finished groups. A segment shared by several groups is divided
-        in proportion to their rows."""
+        """[bytes] Published bytes of finished groups. Groups share a segment's bytes in proportion
+        to their rows."""
         self.largest_group_bytes = 0
 
     @property
@@ -291,7 +281,7 @@ class _StoredParts:
         return [part.segment for part in self._parts]
 
     def add_segment(self, segment: Segment, rows: int) -> StoredPart:
-        """Add a segment with this number of rows, which a call of a node wrote."""
+        """Add a segment with this number of rows."""
         self.published_bytes += segment.num_bytes
         part = StoredPart(segment, rows, rows)
         self.restore(part)
@@ -308,7 +298,7 @@ class _StoredParts:
         self._freed.append(segment)
 
     def finish_group(self, group: Group) -> None:
-        """Count the bytes of a finished group, and free the segments that no other group needs."""
+        """Count the bytes of a finished group, and free segments that no other group needs."""
         num_bytes = 0.0
         columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
         for column in columns:  # in a fixed order, so that a replay frees in the same order
@@ -329,7 +319,7 @@ class _StoredParts:
         self._freed.append(part.segment)
 
     def take_freed(self) -> list[Segment]:
-        """Return the segments freed since the last call. No row in flight refers to them."""
+        """Return the segments freed since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -340,7 +330,7 @@ Orders: TypeAlias = Mapping[Group, Sequence[int]]
 
 
 class _RowsById(Mapping[int, Row]):
-    """View of the rows in flight, keyed by sample id, in order of arrival."""
+    """Maps sample ids to the rows in flight, in order of arrival."""
 
     def __init__(self, group_of: Mapping[int, Group]) -> None:
         self._group_of = group_of
@@ -358,48 +348,45 @@ class _RowsById(Mapping[int, Row]):
 
 
 class LiveRows:
-    """Unfinished rows and groups of a graph. Most methods take rows of one group, as a mask.
+    """Unfinished rows and groups of a graph.
 
     - A row is ready for a node when all nodes in the node's `after` are done with the row or its
       ancestor.
     - A level of a group is complete when the node that creates its rows is done with all rows of
       the level above.
-    - A group retires when all work on it is finished: its rows are counted as done or dropped, then
-      forgotten.
+    - A group retires when all work on it is finished: `LiveRows` counts and forgets its rows.
     """
 
     def __init__(self, graph: Graph, ids: Ids, clock: Callable[[], float]) -> None:
         """
         Args:
             ids: id counters, shared by all graphs of a run.
-            clock: returns the time in seconds, for the deadlines of quorums.
+            clock: returns the time in seconds, for quorum deadlines.
         """
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
-        """Group of each row in flight, keyed by sample id."""
+        """Maps the sample ids of rows in flight to groups."""
         self.rows = _RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
-        """Groups in flight, keyed by id, oldest first."""
+        """Groups in flight by id, oldest first."""
         self.readiness = Readiness(self.wiring)
         self.parts = _StoredParts()
         self.groups_of_step: Counter[int] = Counter()
-        """Number of groups with work left other than recording, keyed by the step for which they
-        were issued."""
+        """Number of groups with work left other than recording, keyed by step of issue."""
         self.groups_behind = 0
-        """Number of groups that only background nodes (recorders) still have to process."""
+        """Number of groups with only recording left."""
         self.largest_group = 0
         self._whole: list[set[int]] = [set() for _ in graph.nodes]
-        """For each node that takes rows: ids of groups whose rows have all reached the node. Groups
-        without ready rows are removed later, by `lacks_siblings`."""
+        """For each node that takes rows: ids of groups whose rows have all reached the node,
+        including stale entries (see `lacks_siblings`)."""
         self.quorum_deadlines: list[tuple[float, int, int]] = []
-        """Heap of (deadline, node, group id) of quorums that are not reached yet."""
+        """Heap of (deadline, node, group id) of incomplete quorums."""
         self.issued = 0
         self.done = 0
-        """Number of retired rows that were not dropped."""
+        """Number of retired rows, except dropped ones."""
         self.dropped: Counter[str] = Counter()
-        """Number of rows dropped so far, keyed by reason: the name of a filter, or "over-issued
-        at", "late at" or "stale at" a node."""
+        """Number of dropped rows, keyed by reason, such as a filter's name or "stale at NODE"."""
         self.finished = [0] * len(graph.nodes)
         self._ids = ids
         self._clock = clock
@@ -423,7 +410,7 @@ class LiveRows:
         self.issue(group.position, group.tokens, group.issued_in)
 
     def restore(self, group: Group) -> None:
-        """Add a group from a checkpoint. The deadlines of its quorums start again."""
+        """Add a group from a checkpoint. Restarts the deadlines of its quorums."""
         self.groups[group.id] = group
         self.groups_behind += group.rested
         for i in range(len(self.graph.nodes)):
@@ -446,9 +433,9 @@ class LiveRows:
         """Add rows that node i created, and offer them to the next nodes.
 
         Args:
-            tokens: number of tokens that each row has in addition to its parent's tokens.
-            versions: oldest policy version in each row; None takes the versions of the parents.
-            parts: stored parts that the node wrote: one per row, one for all rows, or none.
+            tokens: number of tokens that each row adds to its parent's.
+            versions: oldest policy version in each row. None takes the parents' versions.
+            parts: stored parts of the rows: one per row, one for all rows, or none.
         """
         group_of, above, level = self.group_of, self.wiring.level[i], self.graph.nodes[i].makes_level
         assert level is not None
@@ -457,7 +444,7 @@ class LiveRows:
         for k, id in enumerate(ids):
             group = group_of[parents[k]]
             source, rows = group.levels[above], group.levels[level]
-            # A group has a single row on the source's level.
+            # A group has one row on the source's level.
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
             bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
@@ -481,7 +468,7 @@ class LiveRows:
         for group, mask in new.items():
             for i in nodes if group.closed else ():
                 if group.closed >> i & 1 and (late := mask & group.levels[level].awaiting(i)):
-                    # A later quorum must not get rows that were too late for an earlier one.
+                    # A later quorum must not get rows that were late for an earlier one.
                     self.cancel_rows(group, late, i, f"late at {self.graph.nodes[i].name}")
             if wiring.may_be_cut_off[level]:
                 self._skip_what_is_cut_off(group, level, mask)
@@ -489,7 +476,7 @@ class LiveRows:
             self._offer_if_ready(new, i)
 
     def _skip_what_is_cut_off(self, group: Group, level: int, new: int) -> None:
-        """Skip new rows at nodes that wait for an ancestor that was dropped earlier."""
+        """Skip new rows at nodes that wait for a dropped ancestor."""
         rows = group.levels[level]
         for i in self.wiring.on_level[level]:
             cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
@@ -503,7 +490,7 @@ class LiveRows:
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
         """Offer rows to node i if all earlier nodes are done with them. `order` lists the places of
-        each group's rows, ordered by when they became ready. Default: order of arrival."""
+        each group's rows in the order in which they became ready. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = (
             wiring.needs_of_row[i],
@@ -531,7 +518,7 @@ class LiveRows:
                 if group.complete[level]:
                     self._offer_group_if_ready(group, i)
                 continue
-            # Inlined `Readiness.offer_rows`, to avoid a call for each group.
+            # `Readiness.offer_rows`, inlined to avoid a call for each group.
             if group.id not in queued:
                 queued.add(group.id)
                 heapq.heappush(queue, group.id)
@@ -547,7 +534,7 @@ class LiveRows:
         ready = group.num_ready(i)
         if ready == 1:
             self._set_quorum_deadline(group, i)
-        # A quorum takes at most `quorum` rows, so later rows do not count.
+        # Rows beyond the quorum do not count.
         self.readiness.num_rows[i] += group.offered >> i & 1 and ready <= self.wiring.quorum[i]
         self._offer_group_if_ready(group, i)
 
@@ -559,7 +546,7 @@ class LiveRows:
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self.wiring.takes_groups[i] or group.offered >> i & 1:
             return
-        # A recorder only gets groups that all other nodes have finished.
+        # A recorder only gets groups that all other nodes finished.
         if self.wiring.behind[i] and not group.rested:
             return
         level = self.wiring.level[i]
@@ -571,7 +558,7 @@ class LiveRows:
             self.readiness.offer_group(group, i)
 
     def note_if_whole(self, group: Group, i: int) -> None:
-        """Note a group if all its rows have reached node i. Does nothing if node i takes groups."""
+        """Note a group if all its rows have reached node i, unless node i takes groups."""
         if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
         rows = group.levels[self.wiring.level[i]]
@@ -582,7 +569,7 @@ class LiveRows:
 
     def finish_rows(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
         """Mark rows as done at node i, and offer them to the next nodes. `order` lists the places
-        of each group's rows, ordered by when they finished. Default: order of arrival."""
+        of each group's rows in the order in which they finished. Default: order of arrival."""
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
         for group, mask in masks.items():
@@ -624,8 +611,7 @@ class LiveRows:
     # Drop rows
 
     def cancel_rows(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Drop rows that the quorum at node i does not need, and skip pending work on them that
-        only this quorum needs."""
+        """Drop rows that node i's quorum does not need, and skip work that only it needs."""
         self.drop(group, mask, i, reason)
         rows = group.levels[self.wiring.level[i]]
         rows.cancelled[i] |= mask
@@ -633,13 +619,13 @@ class LiveRows:
             self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
 
     def drop(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Drop rows at node i, which has not processed them, and at all downstream nodes."""
+        """Drop rows at node i, which has not processed them, and downstream of it."""
         self.skip(group, mask, i)
         self._finish_level_made_by(group, i)
         self.drop_downstream(group, mask, i, reason)
 
     def drop_downstream(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Drop rows and their descendants at all nodes downstream of node i."""
+        """Drop rows and their descendants downstream of node i."""
         self.dropped[reason] += mask.bit_count()
         level = self.wiring.level[i]
         for j in self.wiring.downstream[i]:
@@ -662,9 +648,9 @@ class LiveRows:
         self.note_if_whole(group, j)
 
     def lose(self, group: Group, reason: str) -> None:
-        """Give up a group. All its rows count as dropped."""
+        """Give up a group, and count all its rows as dropped."""
         readiness = self.readiness
-        readiness.set_version(group, None)  # keep the changes below out of the counts by version
+        readiness.set_version(group, None)  # keeps the changes below out of the counts by version
         for i, node in enumerate(self.graph.nodes):
             if self.wiring.takes_groups[i]:
                 if group.state(i) is GroupState.TOO_OLD:
@@ -713,7 +699,6 @@ class LiveRows:
 
     @property
     def groups_at_work(self) -> int:
-        """Number of groups with work left other than recording."""
         return len(self.groups) - self.groups_behind
 
     @property
@@ -729,13 +714,12 @@ class LiveRows:
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Return whether a node that takes rows should wait before it claims: its ready rows belong
-        to groups of which more rows may arrive, and no quorum waits for the node."""
+        """Return whether a node that takes rows should wait before it claims, because more rows of
+        all its ready groups may arrive and no quorum waits for the node."""
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
         whole = self._whole[i]
-        # Remove stale entries: groups without ready rows.
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)
@@ -745,8 +729,8 @@ class LiveRows:
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """Return the step of a node's first ready row or group, and how many ready rows or groups
-        belong to that step."""
+        """Return the step of a node's first ready row or group, and how many of that step are
+        ready."""
         i, groups = self.wiring.index[node.name], self.groups
         if self.wiring.takes_groups[i]:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
@@ -761,14 +745,14 @@ class LiveRows:
         return step, number
 
     def oldest_too_old(self, node: Node) -> int | None:
-        """Return the oldest policy version among groups too old for a node; None if no group is."""
+        """Return the oldest policy version of groups too old for a node; None if there are none."""
         i = self.wiring.index[node.name]
         waiting = (self.groups[id] for id in self.readiness.too_old_groups[i])
         oldest = min((self.readiness.oldest_version(group, i) for group in waiting), default=YOUNGEST)
         return None if oldest == YOUNGEST else oldest
 
     def groups_in(self, segments: Collection[Segment]) -> list[tuple[int, Segment]]:
-        """Return (group id, first such segment) for each group with columns in these segments."""
+        """Return (group id, first segment) for each group with columns in these segments."""
         found: list[tuple[int, Segment]] = []
         for group in self.groups.values() if segments else ():
             columns = (column for rows in group.levels for column in rows.parts.values())
@@ -779,13 +763,12 @@ class LiveRows:
         return found
 
     def is_in_training(self, group_id: int) -> bool:
-        """Return whether an update has claimed a group, and work other than recording is left."""
+        """Return whether an update has claimed a group that has work left other than recording."""
         group = self.groups[group_id]
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of issued rows, and how many of them are waiting, leased, done and
-        dropped. Each row is in exactly one of these states."""
+        """Return how many rows were issued, and are waiting, leased, done and dropped."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])
@@ -799,7 +782,7 @@ class LiveRows:
         }
 
     def waits_for(self, group_id: int) -> str:
-        """Describe what a group waits for, with one line per node that has not finished it."""
+        """Describe what a group waits for: one line per node that has not finished it."""
         group = self.groups.get(group_id)
         if group is None:
             return f"group {group_id} is not in flight: it is finished, or it was never issued"

@@ -1,5 +1,4 @@
-"""Rules for rows, and the checker that finds the events of a log that break them. The checker
-shares only the record format with the ledger.
+"""Rules for rows, and the checker that finds the events of a log that break them.
 
     checker = Checker()
     for record in LogReader(path):
@@ -7,12 +6,11 @@ shares only the record format with the ledger.
             print(violation, violation.rule.value)
     violations = checker.end_log()
 
-`weft buffer check` does this for the log of a run (`check_log` in `check.py`). `logged_rows.py`
-keeps the rows in flight. To add a rule:
+`weft buffer check` does this for the log of a run (`check.py`). To add a rule:
 
 1. Name it in `Rule`.
-2. Find the method of the event that can break the rule (`_claim`, `_publish`, ...). There, compare
-   the event with the rows in flight.
+2. In the method of the event that can break it (`_claim`, `_publish`, ...), compare the event with
+   the rows in flight (`logged_rows.py`).
 3. Add a log that breaks the rule to `WRONG` in `tests/dataflow/buffer/test_log_rules.py`.
 """
 
@@ -43,7 +41,7 @@ from .logged_rows import (
 
 
 class Rule(enum.Enum):
-    """The rules for rows. `weft buffer check` prints each rule that a log breaks."""
+    """The rules for rows. `weft buffer check` prints each broken rule."""
 
     KNOWN_RECORD = (
         "a record is of a known kind, has all its fields, and names graphs and nodes that exist"
@@ -72,12 +70,12 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule, and the place in the log that breaks it."""
+    """A broken rule, and where the log breaks it."""
 
     rule: Rule
     text: str
     at: int | None = None
-    """Byte offset of the record that breaks the rule; None if it is not a single record."""
+    """Byte offset of the record that breaks the rule, if it is a single one."""
 
     def __str__(self) -> str:
         return self.text if self.at is None else f"byte {self.at}: {self.text}"
@@ -87,7 +85,7 @@ class Violation:
 
 
 class Checker:
-    """Checks each event of a log against the rows in flight, for all graphs of a run."""
+    """Checks each event of a run's log against the rows in flight."""
 
     def __init__(
         self,
@@ -98,10 +96,10 @@ class Checker:
     ) -> None:
         """
         Args:
-            on_finished: called for each finished group, with the group and a mapping from sample id
-                to row in flight.
-            on_recorded: called for each finished lease of a recorder, with the graph, the lease's
-                number, and a mapping from sample id to step for the rows that must be recorded.
+            on_finished: function of (group, mapping from sample id to row in flight), called for
+                each finished group.
+            on_recorded: function of (graph, lease number, mapping from sample id to step of the
+                rows to record), called for each finished lease of a recorder.
             keep_parts: whether to keep the segments of rows in flight.
         """
         self._handlers: Mapping[str, Callable[[Record], None]] = {
@@ -138,7 +136,7 @@ class Checker:
         """Process the event at byte `at` of the log, and return its violations."""
         self.at, self._violations = at, []
         try:
-            # A restart logs its epoch, released leases and lost groups. Any other record ends it.
+            # A restart logs its epoch, released leases and lost groups. Other records end it.
             released = record["do"] in ("lose", "epoch") or record.get("why") == RESTARTED
             if self._restarting and not released:
                 self._end_restart()
@@ -151,16 +149,16 @@ class Checker:
         except BrokenRule as broken:
             assert isinstance(broken.rule, Rule)
             self._break(broken.rule, f"{record['do']}: {broken}")
-        # A record written by another version must not end the check.
+        # A record of another version must not end the check.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
-        # Forget groups last, because the checks of this event may refer to finished groups.
+        # Last, because the checks of this event may refer to finished groups.
         self.rows.forget_finished_groups()
         return self._violations
 
     def end_log(self) -> list[Violation]:
-        """Return the violations that are not due to a single event."""
+        """Return violations that are not due to a single event."""
         self._violations = []
         if self._restarting:
             self._end_restart()
@@ -191,7 +189,7 @@ class Checker:
             who = f"host {record['host']!r}, process {record['pid']}, since {record['since']}"
             said = f"epoch {epoch} ({who}) begins after epoch {self._epoch}: two drivers wrote this log"
             self._break(Rule.ONE_WRITER, said)
-        # The first epoch starts the run and is not a restart.
+        # The first epoch is not a restart.
         if self._epoch:
             self.restarts += not self._restarting
             self._restarting = True
@@ -220,7 +218,7 @@ class Checker:
         allowed = sum(node.operation.updates and node.group == name for node in nodes)
         made = self._versions.setdefault(name, [])
         made.append(self.at)
-        # A worker group may have several update nodes in one step.
+        # A worker group may have several update nodes.
         if len(made) > max(allowed, 1):
             step = self.notes.get("step", 0) + 1
             problem = f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
@@ -292,7 +290,7 @@ class Checker:
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
-        # Continue after the gap, so that it is reported only once.
+        # Continue after the gap, to report it only once.
         rows.next_id, rows.next_group = max(rows.next_id, first), max(rows.next_group, group)
         for position, number in zip(positions, tokens, strict=True):
             rows.issue_row(graph, record["step"], position, number)
@@ -303,7 +301,7 @@ class Checker:
         graph, node = self._graph_of(record), self._node_of(record)
         number, ids, stale = record["lease"], record["ids"], record.get("stale")
         who = node.describe_lease(number)
-        # Tokens increase, so a smaller one was granted before.
+        # Lease numbers increase, so a smaller one was granted before.
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
         graph.last_lease = number
@@ -326,7 +324,7 @@ class Checker:
         self.lease_counts["granted"] += 1
 
     def _ready(self, graph: LoggedGraph, node: LoggedNode, ids: Sequence[int], what: str) -> set[int]:
-        """Return the rows that a node may take. Report all other rows as violations."""
+        """Return the rows that a node may take. Report the others as violations."""
         taken = set(ids)
         if (
             len(taken) == len(ids)
@@ -383,7 +381,7 @@ class Checker:
     def _set_aside(
         self, graph: LoggedGraph, node: LoggedNode, record: Record, who: str
     ) -> list[LoggedGroup]:
-        """Return the ready groups that a claim sets aside as too old."""
+        """Return the ready groups that a claim sets aside."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
 
@@ -397,7 +395,7 @@ class Checker:
         if fate == "mask":
             return []  # the claim takes old groups like all others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
-        # Format 5 and earlier checked groups in order of ids, until the claim was full.
+        # Formats up to 5 checked groups in order of ids, until the claim was full.
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
         found: dict[int, LoggedGroup] = {}
@@ -435,7 +433,7 @@ class Checker:
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return a group's oldest policy version at a node; infinity if no policy generated it."""
+        """Return a group's oldest policy version at a node; inf if no policy generated it."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)
@@ -471,12 +469,11 @@ class Checker:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
         verb = "publishes" if parents is None else "finishes"
-        # `foreign` rows have been reported above.
+        # `foreign` rows are reported above.
         self._check_own(finished - lease.open - foreign, f"publish: {who} {verb}")
         # Continue with the valid rows only.
         finished &= lease.open
         lease.open -= finished
-        # Collect segments for the report.
         if "segment" in record:
             self._refer(record["segment"])
         for _, *segment in record.get("segments", ()):
@@ -535,7 +532,7 @@ class Checker:
         self._end_lease(record, "finished", "was finished")
 
     def _recorded(self, lease: LoggedLease, every: int) -> dict[int, int]:
-        """Return the rows of a lease that must be recorded, as a mapping from sample id to step."""
+        """Return the rows of a lease to record, as a mapping from sample id to step."""
         kept: dict[int, int] = {}
         for id in lease.ids:
             group = self.rows.in_flight[id].group
@@ -548,7 +545,7 @@ class Checker:
         lease, why = self._lease_of(record), record["why"]
         node, who = lease.node, lease.node.describe_lease(record["lease"])
         if "ids" not in record:
-            # In a log without epochs, only these releases show a restart.
+            # Without epochs, only these releases show a restart.
             if why == RESTARTED:
                 self.restarts += not self._restarting
                 self._restarting = True
@@ -603,7 +600,7 @@ class Checker:
 
 
 def _incomplete(group: LoggedGroup, node: LoggedNode, taken: set[int]) -> str:
-    """Return why these rows are not a complete group; empty if they are one."""
+    """Return why these rows are not a complete group; empty if they are."""
     if left_out := group.levels[node.level] - taken - node.dropped:
         return f"row {min(left_out)} of the group is left out"
     if not group.graph.is_complete(group, node):

@@ -1,6 +1,6 @@
 """Rows in flight, rebuilt from the events of a log. This module shares no code with the ledger, so
-that a bug in one does not hide in the other, and it checks no rules: the checker (`log_rules.py`)
-compares events with these rows.
+that a bug in one does not hide in the other. The checker (`log_rules.py`) compares the rows with
+events.
 
 At each node of its level, a row in flight is in exactly one of four sets:
 
@@ -33,10 +33,10 @@ class LoggedRow:
     version: int | None
     """Oldest policy version in the row; None if no policy generated it."""
     reason: str = ""
-    """Why the row was dropped at a node; empty if it was not."""
+    """Why a node dropped the row; empty if none did."""
     children: list[LoggedRow] = field(default_factory=list)
     parts: dict[str, Sequence[Any]] | None = None
-    """Segment with the columns that each node wrote for this row, keyed by node."""
+    """Maps each node to the segment with the columns that it wrote."""
 
     def ancestor(self, level: int) -> LoggedRow:
         """Return the ancestor of this row on a level, or the row itself if that is its level."""
@@ -53,30 +53,28 @@ class LoggedRow:
         return [row for child in self.children for row in child.below(level)]
 
     def age(self, version: int) -> int:
-        """Return how many versions the row is behind `version`; -1 if no policy generated it."""
+        """Return by how many versions the row is behind `version`; -1 if no policy generated it."""
         return version - self.version if self.version is not None and self.version >= 0 else -1
 
 
 @dataclass(slots=True, eq=False)
 class LoggedGroup:
-    """All rows that descend from one issued row."""
-
     id: int
     graph: LoggedGraph
     issued_in: int
     position: int
     tokens: int
     levels: list[set[int]]
-    """Sample ids of the group's rows on each level."""
+    """Sample ids on each level."""
     trained_in: int | None = None
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
     """Sample ids reserved for a row's children on a level, keyed by (sample id, level)."""
     arrived: dict[LoggedNode, dict[int, int]] = field(default_factory=dict)
-    """For each node with a quorum: sample id -> sequence number of the log record that made the
-    row ready."""
+    """For each node with a quorum: sample id -> number of the log record that made the row
+    ready."""
     chosen: dict[LoggedNode, set[int]] = field(default_factory=dict)
     offered_short: set[LoggedNode] = field(default_factory=set)
-    """Nodes whose quorum missed its deadline, so that they may take fewer rows."""
+    """Nodes that may take fewer rows, because their quorum missed its deadline."""
     lost: str = ""
     """Why the group was lost; empty if it is intact."""
 
@@ -88,33 +86,33 @@ class LoggedNode:
         self.node, self.name, self.level = node, node.name, node.level
         self.takes_groups = node.operation.takes_groups
         self.quorum = node.operation.quorum.n if node.operation.quorum else 0
-        """Number of rows of a group in the node's quorum; 0 without a quorum."""
+        """Number of rows in the node's quorum; 0 without one."""
         self.waiting: set[int] = set()
-        """Rows that the node still has to process, ready or not, except for leased rows."""
+        """Rows that the node still has to process, except leased ones."""
         self.leased: set[int] = set()
         self.done: set[int] = set()
         self.dropped: set[int] = set()
         self.cancelled: set[int] = set()
         """Dropped rows that the node's quorum did not need."""
         self.held_back: set[int] = set()
-        """Ids of groups that are too old for the node and wait for a larger bound."""
+        """Ids of groups too old for the node, which wait for a larger bound."""
         self.needs: list[tuple[int, list[LoggedNode]]] = []
-        """Pairs of a level and the nodes that must be done with a row, or its ancestor on that
-        level, before the row is ready."""
+        """Pairs (level, nodes): these nodes must be done with a row, or its ancestor on that level,
+        before the row is ready."""
         self.needs_above: list[tuple[int, list[LoggedNode]]] = []
-        """The pairs of `needs` for levels other than the node's own."""
+        """Pairs of `needs` for other levels."""
         self.downstream: list[LoggedNode] = []
         self.quorums_after: list[LoggedNode] = []
         self.upstream_only: list[LoggedNode] = []
         """For a quorum: nodes whose results only this node and its downstream nodes use."""
         self.serves: list[LoggedNode] = []
-        """Nodes with a quorum whose `upstream_only` contains this node."""
+        """Nodes with a quorum that list this node in `upstream_only`."""
         self.own_maker: LoggedNode | None = None
         """For a node with a quorum: the node that creates its rows, if only this node, its
         `upstream_only` nodes and its downstream nodes use them."""
 
     def is_ready(self, ids: set[int], rows: Mapping[int, LoggedRow]) -> bool:
-        """Return whether all nodes before this one are done with these rows or their ancestors."""
+        """Return whether all earlier nodes are done with these rows or their ancestors."""
         for level, before in self.needs:
             here = ids if level == self.level else {rows[id].ancestor(level).id for id in ids}
             if not all(here <= other.done for other in before):
@@ -165,8 +163,8 @@ class LoggedGraph:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return the names of nodes, except `maker`, that can keep `maker`'s rows from a node."""
-        # Rows that `maker` has created continue, even if it creates no more.
+        """Return names of nodes, except `maker`, that can keep `maker`'s rows from a node."""
+        # Rows that `maker` created continue, even if it creates no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
@@ -235,18 +233,18 @@ class GraphCounts:
     leased: int = 0
     done: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped rows, keyed by the first reason for dropping the row."""
+    """Number of dropped rows, keyed by first reason."""
     consumed: Counter[str] = field(default_factory=Counter)
-    """Number of rows that each node has processed, keyed by node."""
+    """Number of rows that each node has processed."""
     stale: Counter[str] = field(default_factory=Counter)
-    """Number of groups that were too old when an update claimed them, keyed by fate."""
+    """Number of groups that were too old at a claim, keyed by fate."""
 
 
 @dataclass(slots=True)
 class LoggedLease:
     node: LoggedNode
     ids: set[int]
-    """Leased rows, without those that were requeued one by one."""
+    """Leased rows, except those requeued one by one."""
     open: set[int]
     at: int
     made: set[int] = field(default_factory=set)
@@ -266,13 +264,13 @@ class LoggedRows:
     ) -> None:
         self.in_flight: dict[int, LoggedRow] = {}
         self.groups: dict[int, LoggedGroup] = {}
-        """Groups in flight, keyed by id, oldest first."""
+        """Groups in flight by id, oldest first."""
         self.leases: dict[tuple[str, int], LoggedLease] = {}
         self.next_id = self.next_group = 0
         self.events = 0
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
-        """Row counts, keyed by graph. `counts` fills in `waiting` and `leased`."""
+        """Row counts of each graph. `counts` fills in `waiting` and `leased`."""
         self._touched: set[LoggedGroup] = set()
 
     def add_graph(self, graph: LoggedGraph) -> None:
@@ -368,10 +366,10 @@ class LoggedRows:
         self._see_arrivals(groups, node.quorums_after)
 
     def _see_arrivals(self, groups: Iterable[LoggedGroup], nodes: Iterable[LoggedNode]) -> None:
-        """For nodes with a quorum, note which rows of these groups this record made ready."""
+        """Note which rows of these groups this record made ready, for nodes with a quorum."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
-            # Rows that one record makes ready arrive at the same time.
+            # All rows that a record makes ready arrive at once.
             for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
                 if quorum.is_ready({id}, self.in_flight):
                     arrived[id] = self.events
@@ -403,7 +401,7 @@ class LoggedRows:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: LoggedGroup, *, again: bool) -> None:
-        """Drop the waiting rows of a lost group. `again` issues its prompt again."""
+        """Drop a group's waiting rows. `again` issues its prompt again."""
         for node in group.graph.nodes:
             waiting = group.levels[node.level] & node.waiting
             node.waiting -= waiting
@@ -427,14 +425,14 @@ class LoggedRows:
         self._counts[graph.name].stale[fate] += groups
 
     def _cancel(self, row: LoggedRow, quorum: LoggedNode, reason: str) -> None:
-        """Drop a row that a quorum does not need, and skip work that only the quorum needs."""
+        """Drop a row that a quorum does not need, and skip work that only the quorum uses."""
         self.drop_from(row, quorum, reason)
         quorum.cancelled.add(row.id)
         for node in quorum.upstream_only:
             self._skip(row, node)
 
     def _cut_short(self, group: LoggedGroup, maker: LoggedNode) -> None:
-        """Finish the remaining parents at `maker`, because its quorum needs no more rows."""
+        """Finish the remaining parents at `maker`: its quorum needs no more rows."""
         left = group.levels[maker.level] - maker.done - maker.dropped
         for lease in self.leases.values():
             if lease.node is maker:
@@ -449,7 +447,7 @@ class LoggedRows:
         self.drop_below(row, node, reason)
 
     def drop_below(self, row: LoggedRow, node: LoggedNode, reason: str) -> None:
-        """Drop a row and its descendants at all nodes downstream of a node."""
+        """Drop a row and its descendants downstream of a node."""
         row.reason = row.reason or reason
         for below in node.downstream:
             for other in (row,) if row.level == below.level else row.below(below.level):
@@ -458,14 +456,14 @@ class LoggedRows:
                     self._skip(other, below)
 
     def _skip(self, row: LoggedRow, node: LoggedNode) -> None:
-        # A leased row stays leased until its holder publishes or releases it.
+        # Leased rows stay leased until their holder publishes or releases them.
         if row.id in node.waiting:
             node.waiting.remove(row.id)
             node.dropped.add(row.id)
             self._touched.add(row.group)
 
     def forget_finished_groups(self) -> None:
-        """Count and forget the groups that the current event finished. Ends the event."""
+        """Count and forget the groups that the current event finished, and end the event."""
         for group in self._touched:
             if group.id in self.groups and group.graph.is_finished(group):
                 self._forget(group)
@@ -488,7 +486,7 @@ class LoggedRows:
 
 
 def _cut_off(row: LoggedRow, node: LoggedNode) -> str:
-    """Return why a new row can never become ready for a node; empty if it can."""
+    """Return why a new row never becomes ready for a node; empty if it may."""
     for level, before in node.needs_above:
         ancestor = row.ancestor(level)
         if any(ancestor.id in other.dropped for other in before):

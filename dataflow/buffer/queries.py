@@ -1,8 +1,5 @@
 """`weft buffer table`, `weft buffer why` and `weft buffer sql`: list all rows of a run, explain why
-a group waits, and query the run's tables in SQL with DuckDB.
-
-All of these only read. They also work while the run is active.
-"""
+a group waits, and query a run in SQL with DuckDB. They only read, also in an active run."""
 
 from __future__ import annotations
 
@@ -78,8 +75,8 @@ HISTORY = pa.schema(
 
 
 def buffer_folder(run: Path) -> Path:
-    """Return the folder with a run's log, given the run's folder or that folder itself. Raises a
-    UserError if there is no log."""
+    """Return the folder with a run's log, given that folder or the run's. Raises a UserError if
+    there is no log."""
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
             return folder
@@ -92,8 +89,8 @@ def buffer_folder(run: Path) -> Path:
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return all rows of a run, including finished ones, with the columns `HISTORY`. A line for
-    each gap in the log is added to `notes`."""
+    """Return all rows of a run, including finished ones, with the columns `HISTORY`. Adds a line to
+    `notes` for each gap in the log."""
     columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
     def list_finished(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -132,9 +129,8 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group: how it ended or, with one line per node that has not finished
-    it, what it waits for. Lines about gaps in the log follow. Raises a UserError if the graph is
-    unknown or the group belongs to another one."""
+    """Explain how a group ended or, with one line per unfinished node, what it waits for. Lines
+    about gaps in the log follow. Raises a UserError if the graph is not the group's."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -187,32 +183,31 @@ def _end(group: LoggedGroup, rows: Mapping[int, LoggedRow], checker: Checker) ->
 #     prepared ──run──> asked ──> answered, or ended by the kernel
 #         └── no query within PREPARED_S, or its parent ends: gone
 #
-# A process takes about 0.3 s to start, so `prepare` can start one in advance. It uses about 100 MB
-# while it waits. Its program is `sql_process.py`.
+# A process (`sql_process.py`) takes about 0.3 s to start, so `prepare` can start one in advance,
+# which uses about 100 MB while it waits.
 
 PREPARED_S = 600
-"""[s] Time that a prepared process waits for a query before it ends."""
+"""[s] How long a prepared process waits for a query."""
 GRACE_S = 5.0
-"""[s] Time that a process may take to end after the query's time limit."""
+"""[s] How long a process may take to end after the query's time limit."""
 TAKEN_S = 60.0
-"""[s] Time that a process may take to read the query."""
+"""[s] How long a process may take to read the query."""
 _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
 class _QueryProcess(ChildProcess):
-    """A process that answers one query and then ends."""
+    """A process that answers one query."""
 
     def __init__(self) -> None:
-        # Each malloc arena reserves address space, which the program limits (`SPARE_BYTES`).
+        # Each malloc arena reserves address space, which is limited (`SPARE_BYTES`).
         environment = {"MALLOC_ARENA_MAX": "2"}
         super().__init__(_PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment=environment)
 
     def run_query(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Send a query and its tables, wait for the answer, and end the process. Return None if the
-        process ended before it read the query. Raises a UserError if the query takes too long or
-        too much memory."""
+        """Answer a query over these tables, and end the process. Return None if the process ended
+        before it read the query. Raises a UserError if the query takes too much time or memory."""
         try:
             try:
                 self.ask({**asked, "tables": list(tables)}, TAKEN_S)
@@ -243,7 +238,7 @@ class _QueryProcess(ChildProcess):
 def ask(
     asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Answer a query in the prepared process, or in a new one (see `_QueryProcess.run_query`)."""
+    """Answer a query in the prepared process or a new one (see `_QueryProcess.run_query`)."""
     waiting = _take_prepared()
     answered = None if waiting is None else waiting.run_query(asked, tables, timeout_s)
     # The prepared process may have ended after PREPARED_S.
@@ -258,15 +253,15 @@ def ask(
 
 _lock = threading.Lock()
 _prepared: list[_QueryProcess] = []
-"""The process that waits for a query; at most one."""
+"""At most one process, which waits for a query."""
 
 
 def prepare() -> None:
-    """Start a process for the next query, if DuckDB is installed and no process waits."""
+    """Start a process for the next query, if none waits and DuckDB is installed."""
     if find_spec("duckdb") is None:
         return
     with _lock:
-        # Release the pipes of a process that has ended by itself.
+        # Release the pipes of a process that ended by itself.
         if _prepared and _prepared[0].exit_code is not None:
             _prepared.pop().kill()
         if not _prepared:
@@ -292,7 +287,7 @@ MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86400.0
 AT_ONCE = 2
-"""Maximum number of queries that run at the same time."""
+"""Maximum number of concurrent queries."""
 _running = threading.BoundedSemaphore(AT_ONCE)
 
 
@@ -306,25 +301,21 @@ def query(
     memory_bytes: int | None = None,
     known: Mapping[str, Callable[[], pa.Table | None]] = MappingProxyType({}),
 ) -> pa.Table:
-    """Run an SQL query over the tables of a run with DuckDB, in a separate process with a time
-    limit.
-
-    The tables are `rows` (see `HISTORY`), `columns` (columns of rows in flight), `samples`,
-    `metrics` and `timeline`, as far as the run has them. The query cannot access anything else: it
-    cannot read or write files, load extensions, or change these limits.
+    """Run an SQL query over a run's tables with DuckDB, in a separate process. The tables are
+    `rows` (see `HISTORY`), `columns` (columns of rows in flight), `samples`, `metrics` and
+    `timeline`, as far as the run has them. The query cannot read or write files, load extensions,
+    or change its limits.
 
     Args:
-        run: the folder of the run, or of its buffer.
-        notes: list to which a line is added for each part that could not be read, and if the answer
-            is cut.
+        run: folder of the run or its buffer.
+        notes: list to which to add a line for each unreadable part, and if the answer is cut.
         max_rows: maximum number of rows in the answer. Further rows are cut.
         timeout_s: [s] time limit, at most a day.
-        memory_bytes: memory limit of DuckDB. Default: DuckDB's own.
-        known: readers of tables that replace the tables of the run, keyed by table name.
+        memory_bytes: memory limit of DuckDB. Default: DuckDB's.
+        known: maps table names to readers that replace the run's.
 
     Raises:
-        UserError: DuckDB is not installed, the query fails or takes too long, or AT_ONCE other
-            queries are running.
+        UserError: DuckDB is not installed, the query fails or takes too long, or too many run.
     """
     if find_spec("duckdb") is None:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'")
@@ -339,7 +330,7 @@ def query(
     try:
         notes = [] if notes is None else notes
         readers = {**_tables(run, notes), **known}
-        # A name in a string or comment also matches, which only costs reading a table.
+        # A match in a string or comment only costs reading a table.
         named = {
             name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)
         }
@@ -362,7 +353,7 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Return the reader of each table, keyed by name. It returns None if there is no table."""
+    """Map each table name to a reader, which returns None if there is no table."""
     try:
         folder = buffer_folder(run)
     except UserError:
@@ -390,7 +381,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Return the columns of rows in flight. `notes` gets a line for each unreadable segment."""
+    """Return the columns of rows in flight. Adds a line to `notes` for each unreadable segment."""
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker, notes)
@@ -440,7 +431,7 @@ class _Reader:
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
-    """Add the columns that a node wrote, which replace the file's columns with the same name."""
+    """Add a node's columns, which replace the file's columns with the same name."""
     for name in other.column_names:
         if name not in table.column_names:
             table = table.append_column(name, other[name])
@@ -450,14 +441,14 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return a run's recorded or archived samples, with graph and step; None if there are none."""
+    """Return a run's recorded or archived samples, with graph and step, if there are any."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Add the column `length`, the number of tokens of each response, unless it exists."""
+    """Add the column `length`, the number of tokens in each response, unless it exists."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

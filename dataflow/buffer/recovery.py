@@ -1,4 +1,4 @@
-"""Recovery: restore the state of the ledgers from the log and its checkpoints."""
+"""Recovery: restore the ledgers from the log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .segments import Segment
 
 # Ledger state
 #
-# A checkpoint only stores rows, their masks and parts, and open leases. Loading computes counts and
+# A checkpoint stores rows, their masks and parts, and open leases. Loading computes counts and
 # readiness. Rows are saved as columns, so that loading does no work per row.
 
 
@@ -33,8 +33,7 @@ ROW_COLUMNS = ("ids", "parents", "tokens", "versions")
 
 
 def save(ledger: Ledger) -> Iterator[Record]:
-    """Yield the records from which `load` restores the ledger: totals, then one record for each
-    group in flight and each lease."""
+    """Yield the records from which `load` restores the ledger: totals, then groups, then leases."""
     live, parts = ledger.live, ledger.parts
     yield {
         "do": "ledger",
@@ -73,7 +72,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
 
 
 def _group_record(ledger: Ledger, group: Group, numbers: dict[StoredPart, int]) -> Record:
-    """Return the record of a group, with the parts not in `numbers` yet, and number these parts."""
+    """Return a group's record, with the parts not in `numbers` yet, and number these parts."""
     parts: list[Any] = []
     for rows in group.levels:
         for _, column in sorted(rows.parts.items()):
@@ -108,12 +107,12 @@ def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[StoredPar
 
 
 def _masks(rows: LevelRows) -> tuple[list[int], ...]:
-    """Return the masks of each node that a checkpoint stores, in the order of its record."""
+    """Return the masks that a checkpoint stores, in the order of its record."""
     return rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled
 
 
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Restore the state of a new ledger from the records of `save`. Leases lose their deadlines."""
+    """Restore a new ledger from the records of `save`. Leases lose their deadlines."""
     live, parts = ledger.live, list[StoredPart]()
     for record in records:
         match record["do"]:
@@ -143,7 +142,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_lease(ledger: Ledger, record: Record) -> None:
     node, groups = ledger.graph[record["node"]], ledger.live.groups
     held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
-    # No deadline, because holders are called again or are gone.
+    # No deadline: holders are called again or are gone.
     lease = Lease.of(record["token"], node, held, holder=record["holder"])
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])
@@ -180,7 +179,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[StoredPart]) -> None
 
 
 def count(wiring: Wiring, group: Group) -> None:
-    """Set the counts of a group from the states of its rows."""
+    """Set a group's counts from the states of its rows."""
     group.open = group.behind = group.claimed = 0
     for i, node in enumerate(wiring.graph.nodes):
         rows = group.levels[node.level]
@@ -201,17 +200,14 @@ def count(wiring: Wiring, group: Group) -> None:
 
 
 FORMAT = 2
-"""Format of a checkpoint's records. Recovery skips checkpoints of other formats and reads more of
-the log instead."""
+"""Format of a checkpoint's records. Recovery skips checkpoints of other formats."""
 
 
 def write_checkpoint(
     path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None
 ) -> None:
-    """Write a checkpoint file atomically. As in a log, each record has a checksum that includes the
-    one before. The first line holds the log position of the state, the last line the number of
-    records.
-    """
+    """Write a checkpoint file atomically, with the checksums of a log. The first line holds the log
+    position of the state, the last line the number of records."""
     checksum, lines = 0, []
     for record in [_start(position), *records]:
         lines.append(line_of(record, checksum))
@@ -221,8 +217,8 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """Read the position and the records of a checkpoint. Raises a ValueError that names the file if
-    it is damaged or another version of Weft wrote it."""
+    """Read the position and records of a checkpoint. Raises a ValueError that names the file if it
+    is damaged or has another format."""
     reader = LogReader(path)
     records = list(reader)
     if reader.damage:
@@ -238,7 +234,7 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
 
 def is_sound_checkpoint(path: Path, position: Position) -> bool:
     """Return whether a file is a complete checkpoint of this position. Verifies all checksums, but
-    parses only the first and last record."""
+    only parses the first and last record."""
     first = last = b""
     checksum, number = 0, 0
     try:
@@ -259,7 +255,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """Read a checkpoint's position from its first line. Raises the errors of `read_checkpoint`."""
+    """Read a checkpoint's position. Raises the errors of `read_checkpoint`."""
     return _position_of(path, next(iter(LogReader(path)), {}))
 
 
@@ -289,7 +285,7 @@ def _position_of(path: Path, first: Record) -> Position:
 
 
 def ledger_checkpoints(folder: Path) -> list[Path]:
-    """Return the ledger checkpoints in the folder of a buffer, latest first."""
+    """Return the checkpoints in a buffer's folder, latest first."""
     return sorted(folder.glob("ledger-*.checkpoint"), reverse=True)
 
 
@@ -310,20 +306,20 @@ _FIELDS = {
     "lose": ("group", "why", "again"),
     "offer": ("node", "group"),
 }
-"""Fields of each event besides `do` and `graph`, keyed by the kind of event."""
+"""Maps kinds of events to their fields besides `do` and `graph`."""
 
 
 def replay(ledger: Ledger, record: Record) -> None:
-    """Apply a log record to a ledger, without logging it.
+    """Apply a log record to a ledger without logging it.
 
     Raises:
-        ValueError: the ledger's state differs from the state when the record was written.
+        ValueError: the ledger's state differs from when the record was written.
         LookupError: the record lacks a field, or another version of Weft wrote it.
     """
     do, later = record["do"], "a later version of Weft wrote it"
     if do not in _FIELDS:
         raise LookupError(f"unknown event {do!r}; {later}")
-    # Reject unknown fields, because ignoring them might change the event's effect.
+    # Ignoring unknown fields might change the event's effect.
     if unknown := record.keys() - {"do", "graph", *_FIELDS[do]}:
         raise LookupError(f"unknown field {min(unknown)!r}; {later}")
     log, ledger.log = ledger.log, None
@@ -368,21 +364,21 @@ def _apply(ledger: Ledger, record: Record) -> None:
 
 @dataclass
 class _RestoredState:
-    """The state of a run at a position of its log."""
+    """A run's state at a log position."""
 
     ledgers: dict[str, Ledger]
     ids: Ids
     notes: dict[str, Any]
     end: Position
-    """Position after the last record that was read."""
+    """Position after the last record read."""
     checkpoints: list[Path]
     """Valid checkpoints up to `end`, latest first."""
     damage: list[str]
-    """The damage found and, for each, the state used instead."""
+    """Damage found and, for each, the state used instead."""
     unwritten: list[str] = field(default_factory=list)
-    """Graphs that are missing in the log, because the run ended while the log was created."""
+    """Graphs missing in the log, because the run ended while it created the log."""
     pinned: set[Segment] = field(default_factory=set)
-    """Segments that the used checkpoint refers to."""
+    """Segments of the checkpoint that was used."""
 
 
 def restore(
@@ -392,11 +388,10 @@ def restore(
     at: Position | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> _RestoredState:
-    """Restore the ledgers of a run from its log. Only reads, so it also works while the run is
-    active.
+    """Restore the ledgers of a run from its log. Only reads, also in an active run.
 
     Args:
-        graphs: the graphs of the run. None takes their outlines from the log, for read-only use.
+        graphs: graphs of the run. None takes their outlines from the log, for read-only use.
         at: log position to go back to. Default: the end of the log's valid part.
 
     Raises:
@@ -428,7 +423,7 @@ def restore(
         take(record)
     for name, ledger in restored.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
-    # Collect these before the replay, which may free some of them.
+    # Before the replay, which may free some of them.
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
     if start != at:  # otherwise, the checkpoint is the complete state
@@ -451,7 +446,7 @@ def restore(
 def _replay_log(
     restored: _RestoredState, log: Path, at: Position | None, take: Callable[[Record], None]
 ) -> bool:
-    """Replay the log up to a position. Return whether it has more than the records of a start."""
+    """Replay the log up to a position. Return whether it has more than a start's records."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -474,7 +469,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
-    # Convert through JSON, because the outline in the log has lists instead of tuples.
+    # Convert through JSON: the outline in the log has lists instead of tuples.
     now = json.loads(json.dumps(graphs[name].outline()))
     if now != outline:
         earlier, nodes = {n["name"] for n in outline["nodes"]}, now["nodes"]
@@ -490,7 +485,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return position and records of the latest valid checkpoint, and the paths of all of them."""
+    """Return position and records of the latest valid checkpoint, and the paths of all."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):
@@ -499,7 +494,7 @@ def _latest_checkpoint(
             if at is not None and position.offset > at.offset:
                 continue
             in_log = has_position(folder / LOG, position)
-            # Parse only the latest checkpoint. For the others, verifying checksums is enough.
+            # Parse only the latest checkpoint. Verify only checksums of the others.
             if best is None or not is_sound_checkpoint(path, position):
                 state = read_checkpoint(path)
                 best = best or (state if in_log else None)

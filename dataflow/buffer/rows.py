@@ -404,8 +404,8 @@ class Wiring:
         self.upstream_only = [
             self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))
         ]
-        """For each node with a quorum: nodes of its level that only this node and its downstream
-        nodes use."""
+        """For each node with a quorum: nodes of its level whose results only this node and its
+        downstream nodes use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
         ]

@@ -1,13 +1,12 @@
-"""Scratch: a run's folder on the local disk of a node. If the run may use several machines, the
-folder stores the node's segments.
+"""Scratch: a run's folder on a node's local disk, for segments if the run may use several machines.
 
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, a checksum of its directory, and a random part
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until it ends
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
 
 A daemon (`watch`) removes the folder once no process has held it for GRACE_S, however the run
-ended. A run that is restarted within that time finds its rows. A run that is restarted later must
-generate them again. The daemon runs this module, so the module imports little.
+ended. A run that restarts within that time finds its rows; a later one must generate them again.
+The daemon runs this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from ..runs.files import Disk, make_folder
 from ..safe_files import read_json
 
 NOTE = "scratch.json"
-"""Name of the file in the buffer's folder that stores the name of the run's scratch folder."""
+"""File in the buffer's folder with the name of the scratch folder."""
 IN_USE = "in_use"
 OVER = "over"
-"""Name of the file that marks a run as over, so that no process will use the folder again."""
+"""File that marks the run as over, so that no process uses the folder again."""
 GRACE_S = 30.0
-"""[s] How long to keep a run's folder after the last process released it."""
+"""[s] How long to keep a folder after the last process released it."""
 HOLD_S = 10.0
 """[s] Maximum wait for a folder that is being removed."""
 POLL_S = 0.5
-"""[s] Interval between the daemon's checks whether the folder is in use."""
+"""[s] Interval between the daemon's checks."""
 LEAST_BYTES = 1 << 30
 """[bytes] Warn if less space than this is free."""
 MOUNTS = Path("/proc/self/mounts")
@@ -49,7 +48,7 @@ NETWORK = (
     *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs"),
     *("nfs", "nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
 )
-"""Types of network file systems. Types that begin with `fuse.` also count, except `LOCAL_FUSE`."""
+"""Types of network file systems, besides all `fuse.` types except `LOCAL_FUSE`."""
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
 
 _held: dict[Path, int] = {}
@@ -57,7 +56,7 @@ _held: dict[Path, int] = {}
 
 @dataclass(frozen=True)
 class Scratch:
-    """The scratch folder of a run. It has the same name on all machines."""
+    """A run's scratch folder, with the same name on all machines."""
 
     name: str
     parent: Path | None = None
@@ -66,9 +65,8 @@ class Scratch:
 
     @classmethod
     def of(cls, buffer: Path, parent: Path | None) -> Scratch:
-        """Return the scratch folder of a run. Its name is stored in the buffer's folder, so that
-        each start of the run uses the same one. `parent` is the folder that the user chose, if
-        any."""
+        """Return a run's scratch folder in `parent`, the folder that the user chose, if any. The
+        buffer's folder stores its name, so that each start of the run uses the same one."""
         noted, made = buffer / NOTE, None
         with suppress(OSError, ValueError, LookupError, TypeError):
             found = read_json(noted)
@@ -93,7 +91,7 @@ class Scratch:
             return False
 
     def hold(self) -> Path:
-        """Create the folder, hold it until this process ends or calls `let_go`, and return its
+        """Create the folder, hold it until `let_go` or the end of this process, and return its
         path. Raises a UserError if the folder cannot be created or belongs to another user."""
         path, deadline = self.path, time.monotonic() + HOLD_S
         while path not in _held:
@@ -122,7 +120,7 @@ class Scratch:
         return path
 
     def let_go(self, *, over: bool) -> None:
-        """Release the folder. With `over`, it is removed as soon as no process holds it."""
+        """Release the folder. `over` removes it as soon as no process holds it."""
         if (descriptor := _held.pop(self.path, None)) is None:
             return
         if over and self.path.is_dir():
@@ -130,16 +128,16 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove scratch folders of earlier runs in the directory `run` that no process holds."""
+        """Remove free scratch folders of earlier runs in the directory `run`."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
-                # The daemon may have removed the folder, or a process may hold it.
+                # The daemon may have removed it, or a process may hold it.
                 with suppress(FileNotFoundError, BlockingIOError):
                     _remove_free(path)
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """Return the scratch folder on the run's first machine; None if the run has none."""
+    """Return the scratch folder on the run's first machine, if any."""
     try:
         return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -147,7 +145,7 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Return warnings if a segment folder is on a network file system or has too little space."""
+    """Return warnings about a segment folder on a network file system or with too little space."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)
@@ -164,7 +162,7 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of the file system of an existing path, such as "nfs4"; empty if unknown."""
+    """Return the type of a path's file system, such as "nfs4"; empty if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
@@ -173,14 +171,14 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     for line in lines:
         _, at, kind, *_ = line.split(" ")
         at = at.encode().decode("unicode_escape")  # a space is written as \040
-        # Of two mounts at the same path, the later one is visible.
+        # A later mount at the same path hides an earlier one.
         if path.is_relative_to(at) and len(at) >= len(best[0]):
             best = at, kind
     return best[1]
 
 
 def is_network(kind: str) -> bool:
-    """Return whether this is the type of a network file system.
+    """Return whether this is a type of network file systems.
 
     >>> [is_network(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.fuse-overlayfs")]
     [False, True, True, False]
@@ -197,7 +195,7 @@ def _prefix(run: Path) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Take a shared lock on an open file. Return False if the file is being or has been removed."""
+    """Take a shared lock on an open file. Return False if the file is being removed or gone."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -206,8 +204,8 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _remove_free(path: Path) -> None:
-    """Remove a folder if it belongs to this user. Raises a BlockingIOError if a process holds it,
-    and a FileNotFoundError if it disappears."""
+    """Remove this user's folder. Raises a BlockingIOError if a process holds it, and a
+    FileNotFoundError if it disappears."""
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         return
     in_use = path / IN_USE
@@ -223,14 +221,14 @@ def _remove_free(path: Path) -> None:
 
 
 def watch(folder: Path, grace_s: float) -> None:
-    """Wait until no process has held the folder for `grace_s` seconds, then remove it."""
+    """Remove the folder once no process has held it for `grace_s` seconds."""
     try:
         own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_use = os.open(folder / IN_USE, os.O_RDWR)
     except OSError:  # another daemon watches the folder, or the folder is gone
         return
-    # Processes hold the folder by a lock, because the kernel releases it however they end.
+    # The kernel releases a process's lock however the process ends.
     free_since: float | None = None
     while folder.exists():
         time.sleep(POLL_S)
@@ -242,29 +240,29 @@ def watch(folder: Path, grace_s: float) -> None:
         free_since = free_since or time.monotonic()
         if (folder / OVER).exists() or time.monotonic() - free_since >= grace_s:
             removed = folder.with_name(f"{folder.name}.removed-{os.getpid()}")
-            # Rename first, so that a process that starts during the removal creates a new folder.
+            # Rename first, so that a process that starts meanwhile creates a new folder.
             folder.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
             return
-        # Unlock between two checks, so that a restarted process can hold the folder.
+        # Unlock between checks, so that a restarted process can hold the folder.
         fcntl.flock(in_use, fcntl.LOCK_UN)
 
 
 def _start_watching(path: Path, grace_s: float) -> None:
-    """Start a daemon that watches the folder. If several run, all but one exit at once."""
-    # Append these folders last: the user's may have modules that shadow Python's own ones.
+    """Start a daemon that watches the folder, unless one runs."""
+    # Last, because modules in the user's folders may shadow Python's.
     folders = [folder or os.getcwd() for folder in sys.path]
     program = f"import sys; sys.path += {folders}; from {__name__} import run_daemon; run_daemon()"
     command = [sys.executable, "-P", "-c", program, str(path), str(grace_s)]
     quiet = subprocess.DEVNULL
-    # Pass no environment: it may contain secrets, and the daemon outlives this process.
+    # No environment: it may contain secrets, and the daemon outlives this process.
     subprocess.run(
         command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60
     )
 
 
 def run_daemon() -> None:
-    # Fork twice, so that the daemon leaves the parent's session and is not its child.
+    # Fork twice, so that the daemon leaves this session and is no child of its parent.
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -1,18 +1,16 @@
-"""Segments: the data plane of the sample buffer. Each node stores columns of rows in append-only
-Arrow files.
-
-A file contains messages with the same schema, and is always a valid Arrow IPC stream:
+"""Segments: each node stores columns of rows in append-only Arrow files. A file contains messages
+with one schema, and is always a valid Arrow IPC stream:
 
     schema | message | message | end-of-stream marker | free space
 
-The kernel's page cache serves as shared memory: `write` copies a message once, and consumers map
-the file. Files survive the process that wrote them. The kernel's write-back and `spill` move data
-that does not fit in memory to disk.
+The page cache serves as shared memory: `append` copies a message once, and consumers map the file.
+Files survive the process that wrote them. The kernel and `spill` move data that does not fit in
+memory to disk.
 
-Files are recycled, because overwriting the pages of an existing file is twice as fast as filling a
-new one. `SegmentStore` moves files without live rows to the folder `free`, where a `SegmentWriter`
-takes them over. Each mapping of a file holds a shared lock, and writers skip locked files.
-Therefore, arrays that a process has read never change.
+Overwriting the pages of an existing file is twice as fast as filling a new one. Therefore,
+`SegmentStore` moves files without live rows to the folder `free`, and a `SegmentWriter` reuses
+them. Each mapping of a file holds a shared lock, and writers skip locked files, so that arrays that
+a process has read never change.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class _StreamFile:
         self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """Encode a message as pieces: the buffers of its columns, not copied, and padding."""
+        """Encode a message as pieces, without copying the columns' buffers."""
         self._writer.write_batch(record)
         pieces, self._sink.pieces = self._sink.pieces, []
         return pieces
@@ -80,7 +78,7 @@ class _StreamFile:
 
 
 class _Sink:
-    """A file-like object for Arrow that collects the written pieces."""
+    """A file-like object that collects the pieces that Arrow writes."""
 
     closed = False
 
@@ -97,7 +95,7 @@ class _Sink:
 
 
 def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split pieces into chunks of at most CHUNK_BYTES. Each chunk is written by one system call."""
+    """Split pieces into chunks of at most CHUNK_BYTES, each for one system call."""
     chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
@@ -113,8 +111,7 @@ def _chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write a whole chunk at a position, even if `pwritev` writes it in parts. Return the position
-    after the chunk."""
+    """Write a whole chunk at a position. Return the position after the chunk."""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -122,12 +119,9 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
 
 
 def _new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of `capacity` bytes that begins with `start`. This is a free file that no process
-    maps, or a new one. Return its descriptor, which holds a shared lock.
-
-    The file gets its name only after `start` is written, so that readers never see other contents
-    under that name. Raises an OSError if the disk is full.
-    """
+    """Open a free file that no process maps, or a new one, with `capacity` bytes and the beginning
+    `start`. Return its descriptor, which holds a shared lock. The file gets its name last, so that
+    readers never see other contents. Raises an OSError if the disk is full."""
     make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
         try:
@@ -164,7 +158,7 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
 
 @contextmanager
 def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
-    """Extend the message of a full disk's `OSError`: who needs how many bytes in which folder."""
+    """Extend a full disk's `OSError` with who needs how many bytes in which folder."""
     try:
         yield
     except OSError as error:
@@ -178,9 +172,9 @@ def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 
 
 def delete_local(folder: Path, here: str, node: str, file: str) -> None:
-    """Remove a segment file of any node from the folder of node `here`, if it is there. A file of
-    node `here` becomes a free file; of a file of another node, the copies of messages are deleted.
-    The oldest free files beyond `MAX_FREE_BYTES` and `MAX_FREE_FILES` are deleted."""
+    """Remove a segment file of any node from the folder of node `here`. For another node's file,
+    this deletes the copies of its messages. A file of node `here` becomes a free file; the oldest
+    free files beyond `MAX_FREE_BYTES` and `MAX_FREE_FILES` are deleted."""
     if node != here:
         shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
         return
@@ -201,8 +195,7 @@ def delete_local(folder: Path, here: str, node: str, file: str) -> None:
 
 def spill(folder: Path, memory_bytes: int) -> int:
     """Evict the oldest files in a node's folder from memory until the rest fits in `memory_bytes`.
-    Return the number of evicted bytes. All files stay readable. Files on tmpfs and pages that a
-    process has mapped stay in memory."""
+    Return the number of evicted bytes. Files on tmpfs and mapped pages stay in memory."""
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
         if found := with_file(path, _resident_since):
@@ -230,7 +223,7 @@ def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def with_file(path: Path, do: Callable[[int], Any]) -> Any:
-    """Return `do(descriptor)` for a file; None if it is gone because nothing refers to it."""
+    """Return `do(descriptor)` for a file; None if the file is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -242,14 +235,14 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 
 
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
-    """Return (last write in ns, size in bytes without holes); None if it is not in memory."""
+    """Return (last write in ns, size in bytes without holes); None if not in memory."""
     status = os.fstat(descriptor)
     size = min(status.st_size, status.st_blocks * 512)
     return (status.st_mtime_ns, size) if is_resident(descriptor) else None
 
 
 def is_resident(descriptor: int) -> bool:
-    """Return whether the first page of a file is in memory. Every reader needs this page."""
+    """Return whether the first page of a file, which every reader needs, is in memory."""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
@@ -259,7 +252,7 @@ def is_resident(descriptor: int) -> bool:
         failed = _libc.mincore(
             ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(1), ctypes.byref(found)
         )
-        # A map cannot be closed while a view of it exists.
+        # A map cannot be closed while a view exists.
         del view
     return bool(failed or found.value & 1)
 
@@ -299,20 +292,19 @@ class Segment:
 
 
 RETRY_PAUSE_S = 0.5
-"""[s] Pause between two attempts to fetch a message from a node that does not answer."""
+"""[s] Pause before fetching again from a node that did not answer."""
 Fetch = Callable[[Segment, Path], None]
-"""Function that copies a message of another node to a file, as an Arrow IPC stream, unless the file
-exists (see `Peers.fetch`)."""
+"""Function that copies another node's message to a file (see `Peers.fetch`)."""
 
 
 class SegmentReader:
-    """Reads segments as batches over mapped files, without a copy. Each segment of another node is
-    fetched only once per node.
+    """Reads segments as batches over mapped files, without a copy. Each node fetches another node's
+    segment only once.
 
     Args:
-        fetch: function that fetches messages from other nodes. None if no other nodes are known.
-        retry_s: [s] how long to retry fetching from a node that does not answer, because its server
-            may be restarting. `fetch` may be replaced during that time.
+        fetch: function that fetches messages from other nodes, if there are any.
+        retry_s: [s] how long to retry fetching from a node that does not answer, such as during a
+            restart of its server. The caller may replace `fetch` meanwhile.
     """
 
     MAX_MAPPINGS = 64
@@ -328,8 +320,8 @@ class SegmentReader:
         """Read a batch. Its arrays are views of the mapped file and never change.
 
         Raises:
-            DamagedSegment: the file is missing, too short or damaged. The checksum is only verified
-                when this reader first reads the message.
+            DamagedSegment: the file is missing, too short or damaged. The reader verifies a
+                message's checksum only once.
             TimeoutError: another node did not send the message in time.
             UserError: the segment is on a node that is not a peer.
         """
@@ -337,7 +329,7 @@ class SegmentReader:
         return Batch(pa.ipc.read_record_batch(message, schema))
 
     def message(self, segment: Segment) -> tuple[pa.Buffer, pa.Schema]:
-        """Return the verified bytes and the schema of a message. Raises the errors of `read`."""
+        """Return the verified bytes and schema of a message. Raises the errors of `read`."""
         if segment.node == self.node:
             mapping = self._mapping(self.folder / segment.file, segment)
             return mapping.message(segment, segment.offset), mapping.schema
@@ -373,7 +365,7 @@ class SegmentReader:
         return mapping.message(segment, mapping.start), mapping.schema
 
     def close(self) -> None:
-        """Release the mappings. A mapping stays as long as an array uses it."""
+        """Release the mappings, except those that an array still uses."""
         with self._lock:
             self._mappings.clear()
 
@@ -390,8 +382,8 @@ class SegmentReader:
 
 
 def verify_segment(folder: Path, segment: Segment) -> None:
-    """Read a message of this node and verify its checksum, without creating a batch. Raises a
-    DamagedSegment if the message is missing or damaged."""
+    """Verify the checksum of a message of this node. Raises a DamagedSegment if the message is
+    missing or damaged."""
     path, left, position = folder / segment.file, segment.num_bytes, segment.offset
     digest = xxhash.xxh3_64()
     try:
@@ -414,19 +406,19 @@ def verify_segment(folder: Path, segment: Segment) -> None:
 
 
 def fetched_path(folder: Path, segment: Segment) -> Path:
-    """Return the path of a node's copy of another node's message, an Arrow IPC stream."""
+    """Return the path of the copy of another node's message, an Arrow IPC stream."""
     return folder / FETCHED / segment.node / segment.file / str(segment.offset)
 
 
 class _Mapping:
-    """A mapped file. It holds a shared lock as long as the mapping or an array in it exists."""
+    """A mapped file, with a shared lock while the mapping or an array in it exists."""
 
     def __init__(self, path: Path, segment: Segment) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-                # A writer may have recycled the file before this process got the lock.
+                # A writer may have taken the file before this process got the lock.
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
                 # mmap duplicates the descriptor, which keeps the lock.
@@ -447,7 +439,7 @@ class _Mapping:
         self._verified: set[tuple[int, int, int]] = set()
 
     def message(self, segment: Segment, offset: int) -> pa.Buffer:
-        # Check the size, because reading beyond the end of a mapped file kills the process.
+        # Reading beyond the end of a mapped file would kill the process.
         if offset + segment.num_bytes > (size := self._map.size()):
             raise DamagedSegment(segment, self.path, f"the file is too short: it ends at {size}")
         if offset + segment.num_bytes > len(self._map):
@@ -477,14 +469,14 @@ class SegmentWriter:
     """Appends batches to files in this node's folder.
 
     Args:
-        folder: folder of the node. It is created if missing.
+        folder: folder of the node, created if missing.
         node: name of the node.
-        name: name of the writer, unique in the cluster: letters, digits, `_` and `-`. A name can
-            only be used once, so a restarted worker needs a new one.
-        file_bytes: size of a file. A message that does not fit starts the next file. A message
-            larger than this gets a file of its own.
-        memory_bytes: maximum number of bytes of the folder to keep in memory. The rest is spilled
-            each time a file is full. None leaves this to the kernel.
+        name: name of the writer, unique in the cluster: letters, digits, `_` and `-`. A restarted
+            worker needs a new name.
+        file_bytes: size of a file. A message that does not fit starts the next file; a larger
+            message gets its own file.
+        memory_bytes: maximum size of the folder's files in memory. The writer spills the rest each
+            time a file is full. None leaves this to the kernel.
 
     Raises:
         UserError: the name has other characters, or was used in this folder before.
@@ -512,13 +504,11 @@ class SegmentWriter:
         self._lock = threading.Lock()
 
     def append(self, batch: Batch) -> Segment:
-        """Write the rows of a batch. Once this returns, they survive the death of this process.
-
-        Of a sliced batch, only the rows of the slice are written. Dictionary-encoded columns are
-        decoded.
+        """Write the rows of a batch, which then survive the death of this process. Decodes
+        dictionary-encoded columns.
 
         Raises:
-            OSError: the disk is full. The next append overwrites the partly written message.
+            OSError: the disk is full. The next append overwrites the incomplete message.
         """
         record = batch.record
         with self._lock:
@@ -545,7 +535,7 @@ class SegmentWriter:
     def _write(self, stream: _StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
         if stream.descriptor < 0 or stream.end + num_bytes + len(END_OF_STREAM) > stream.capacity:
             self._next_file(stream, num_bytes)
-        # Write the first eight bytes last, because they replace the end-of-stream marker.
+        # Write the first eight bytes last: they replace the end-of-stream marker.
         start = b"".join(pieces[:3])  # continuation marker, length, metadata
         digest = xxhash.xxh3_64(start[:8])
         position = stream.end + 8
@@ -573,7 +563,7 @@ class SegmentWriter:
 
 
 def _decoded(record: pa.RecordBatch) -> pa.RecordBatch:
-    """Decode dictionary-encoded columns, because dictionaries would be separate messages."""
+    """Decode dictionary-encoded columns: dictionaries would be separate messages."""
     for i, kind in enumerate(record.schema):
         if (plain := _plain(kind.type)) != kind.type:
             record = record.set_column(i, kind.with_type(plain), record.column(i).cast(plain))
@@ -594,17 +584,15 @@ def _plain(type: Any) -> pa.DataType:
 
 
 class SegmentStore:
-    """Tracks, in the driver, the live segments of each file. Recycles or deletes complete files
-    without live segments.
-
-    Replies of a writer arrive in order. A segment in file k + 1 of a stream therefore shows that
-    file k is complete. Segments that a checkpoint pins stay live after their rows are finished.
+    """Tracks the live segments of each file, in the driver. Recycles or deletes complete files
+    without live segments. A writer's replies arrive in order, so a segment in file k + 1 of a
+    stream shows that file k is complete. Segments that a checkpoint pins outlive their rows.
 
     Args:
         folder: folder of this process's node.
         node: name of this process's node.
-        delete_remote: called with (node, file) for each removed file, because other nodes may have
-            copies of its messages (see `Deletions`). None on a single node.
+        delete_remote: function of (node, file) that deletes other nodes' copies of a file's
+            messages (see `Deletions`). None on a single node.
     """
 
     def __init__(
@@ -614,10 +602,10 @@ class SegmentStore:
         self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and stream number
         self._ended: set[tuple[str, str]] = set()
         self._pins: dict[str, set[Segment]] = {}
-        """Segments that each checkpoint pins, keyed by checkpoint."""
+        """Maps each checkpoint to the segments that it pins."""
         self.pinned: set[Segment] = set()
         self._waiting: list[Segment] = []
-        """Segments that no row needs. They are freed once no checkpoint pins them."""
+        """Segments that no row needs, to be freed once no checkpoint pins them."""
 
     def published(self, segment: Segment) -> None:
         stream, sequence = _stream(segment.node, segment.file)
@@ -634,8 +622,8 @@ class SegmentStore:
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
-        """Note that no live row refers to these segments any more. Raises a ValueError if a segment
-        was never published or was freed before."""
+        """Free segments that no live row needs. Raises a ValueError if a segment was never
+        published or was freed before."""
         for segment in segments:
             if segment in self.pinned:
                 self._waiting.append(segment)
@@ -652,25 +640,25 @@ class SegmentStore:
                 self._delete(stream, sequence)
 
     def free_later(self, segment: Segment) -> None:
-        """Free a segment after the next checkpoint. The current log is on disk by then."""
+        """Free a segment after the next checkpoint, when the current log is on disk."""
         self._waiting.append(segment)
 
     def pin(self, checkpoint: str, segments: Iterable[Segment]) -> None:
-        """Keep the segments that a checkpoint refers to until `unpin`."""
+        """Keep the segments of a checkpoint until `unpin`."""
         self._pins[checkpoint] = set(segments)
         self.pinned |= self._pins[checkpoint]
 
     def unpin(self, checkpoints: Iterable[str]) -> None:
-        """Free the segments that only these checkpoints pin. Unknown checkpoints are ignored."""
+        """Free the segments that only these checkpoints pin. Ignores unknown checkpoints."""
         for checkpoint in checkpoints:
             self._pins.pop(checkpoint, None)
         self.pinned = set().union(*self._pins.values())
         waiting, self._waiting = self._waiting, []
-        # `freed` puts segments that are still pinned back into `_waiting`.
+        # `freed` puts pinned segments back into `_waiting`.
         self.freed(waiting)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
-        """Mark all files of a writer as complete. Call this once all its replies have arrived."""
+        """Mark all files of a writer as complete, once all its replies have arrived."""
         self._ended.add((node, writer_name))
         for stream in [s for s in self._live if s[:2] == (node, writer_name)]:
             for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
@@ -679,7 +667,7 @@ class SegmentStore:
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle this node's files without live segments. Call this before any writer starts."""
+        """Recycle this node's files without live segments, before any writer starts."""
         for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # the writer died creating it
             unfinished.unlink()
         return self._sweep("*.arrows")
@@ -711,9 +699,9 @@ class SegmentStore:
 @dataclass
 class _LiveFiles:
     offsets: dict[int, set[int]] = field(default_factory=dict)
-    """Offsets of the live segments in each file, keyed by the file's sequence number."""
+    """Maps each file's sequence number to the offsets of its live segments."""
     latest: int = -1
-    """Sequence number of the file that may still grow. Only this file may have no segments."""
+    """Sequence number of the file that may still grow, the only one that may have no segments."""
 
 
 @lru_cache(maxsize=1 << 14)  # the driver gets segments for each row, but they are in few files

@@ -1,14 +1,13 @@
-"""Program that answers one SQL query. `queries.py` runs this file as a subprocess and kills it when
-the query ends.
+"""Program that answers one SQL query, as a subprocess of `queries.py`.
 
-Queries run in a process of their own because DuckDB cannot be interrupted inside a function, the
-parser or the binder, whereas a process can always be killed. An alarm without a handler lets the
-kernel end the process in time. The process also has a memory limit.
+Queries run in their own process because DuckDB cannot be interrupted inside a function, the parser
+or the binder. An alarm without a handler lets the kernel end the process in time. The process also
+has a memory limit.
 
 The process reads one line of JSON, prints `true`, and reads the tables of the query as Arrow
-streams. Then it prints one line of JSON, and the answer as an Arrow stream. While it waits for the
-first line, it ends when the pipe is closed, or after the number of seconds in its argument. It
-imports no module of Weft.
+streams. Then it prints one line of JSON, and the answer as an Arrow stream. Until the first line
+arrives, it ends when the pipe is closed, or after the number of seconds in its argument. It imports
+no module of Weft.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Install no handler, so that the kernel ends this process even inside DuckDB.
+    # Without a handler, the kernel ends this process even inside DuckDB.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -58,7 +57,7 @@ def main() -> None:
     try:
         with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
             if asked["memory_bytes"] is not None:
-                # Set this after the tables are read, because it is relative to the current size.
+                # After reading the tables, because this is relative to the current size.
                 _bound(asked["memory_bytes"] + SPARE_BYTES)
             for name, table in tables.items():
                 connection.register(name, table)
@@ -76,7 +75,7 @@ def main() -> None:
 
 
 def _bound(more: int) -> None:
-    """Limit the address space of this process to its current size plus `more` bytes."""
+    """Limit this process's address space to its current size plus `more` bytes."""
     pages = (
         int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     )
@@ -86,7 +85,7 @@ def _bound(more: int) -> None:
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
-    """Return whether an answer of DuckDB has more than `max_rows` rows, and its first rows."""
+    """Return whether an answer has more than `max_rows` rows, and its first rows."""
     if answer is None:
         return False, pa.table({})
     table = answer.limit(max_rows + 1).to_arrow_table()
