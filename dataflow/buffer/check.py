@@ -1,5 +1,5 @@
 """`weft buffer check`: check a run's log against the rules for rows (`log_rules.py`), and the run's
-checkpoints and samples against the log. The check only reads, also while the run is active."""
+checkpoints and samples against the log. The check only reads, so the run may be active."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_log(folder: Path) -> Report:
     saved.compare(end)
     for end, found in check_records(folder, checker, damage):
         violations += found
-        # Checkpoints are between records.
+        # A checkpoint's position is between two records.
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
@@ -96,8 +96,8 @@ def check_log(folder: Path) -> Report:
 
 
 def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
-    """Feed a log to a checker, for its rows. Adds a line to `notes` for each gap in the log. Raises
-    the errors of `check_log`."""
+    """Feed a log to a checker to rebuild its rows. Adds a line to `notes` for each gap in the log.
+    Raises the errors of `check_log`."""
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 

@@ -98,11 +98,11 @@ class SegmentServer(pf.FlightServerBase):
     """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
-        folder: the node's folder, also with copies of other nodes' messages.
+        folder: the node's folder, which also contains copies of other nodes' messages.
         node: name of the node.
         host: address to listen on. Only this machine can reach the default.
         token: the secret that every caller must send.
-        certificate: certificate for TLS. None disables encryption, for a single machine.
+        certificate: certificate for TLS. None disables encryption, for use on a single machine.
 
     Raises:
         ValueError: the token is empty.
@@ -191,7 +191,7 @@ class _SegmentClient:
         location: address of the server.
         token: token of the run.
         certificate: the server's certificate (PEM), the only trusted one. None disables encryption.
-        timeout_s: [s] time limit of each call, after which it raises a TimeoutError.
+        timeout_s: [s] time limit of each call. A slower call raises a TimeoutError.
     """
 
     def __init__(
@@ -400,8 +400,8 @@ class Deletions:
 
     Args:
         timeout_s: [s] time limit of a call to a peer.
-        pause_s: [s] time to collect files before a call. It doubles after each failure, up to
-            `MAX_PAUSE_S`.
+        pause_s: [s] time to collect files before a call. The pause doubles after each failure, up
+            to `MAX_PAUSE_S`.
     """
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:

@@ -42,8 +42,8 @@ class Staleness:
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of the too old rows in `mask`. Rows that no policy generated never
-        are."""
+        """Return the places of the rows in `mask` that are too old. Rows that no policy generated
+        never become too old."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
             place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest

@@ -485,7 +485,7 @@ class Ledger:
 
         Args:
             why: reason, for the log and for errors of the holder.
-            ids: for a node that takes rows, sample ids of the only rows to requeue; the lease stays
+            ids: for a node that takes rows, sample ids to requeue instead of all; the lease stays
                 open and keeps the others.
 
         Raises:
@@ -599,8 +599,8 @@ class Ledger:
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """Release leases, and offer groups to quorums, whose deadline has passed. Return these
-        leases."""
+        """Release leases past their deadline, and offer groups to quorums past theirs. Return the
+        released leases."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)

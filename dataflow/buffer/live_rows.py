@@ -238,7 +238,7 @@ class Readiness:
         return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
-        """Return whether all remaining rows of this node are ready, so that no more will come."""
+        """Return whether all remaining rows of this node are ready, so that it need not wait."""
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
@@ -714,8 +714,8 @@ class LiveRows:
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Return whether a node that takes rows should wait before it claims, because more rows of
-        all its ready groups may arrive and no quorum waits for the node."""
+        """Return whether a node that takes rows should wait before it claims: more rows may arrive
+        for each group with ready rows, and no quorum waits for the node."""
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
@@ -768,7 +768,7 @@ class LiveRows:
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """Return how many rows were issued, and are waiting, leased, done and dropped."""
+        """Return the number of rows issued, waiting, leased, done and dropped."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])

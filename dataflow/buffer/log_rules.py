@@ -75,7 +75,7 @@ class Violation:
     rule: Rule
     text: str
     at: int | None = None
-    """Byte offset of the record that breaks the rule, if it is a single one."""
+    """Byte offset of the record that breaks the rule; None if it is not a single record."""
 
     def __str__(self) -> str:
         return self.text if self.at is None else f"byte {self.at}: {self.text}"

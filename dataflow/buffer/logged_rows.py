@@ -1,6 +1,6 @@
 """Rows in flight, rebuilt from the events of a log. This module shares no code with the ledger, so
-that a bug in one does not hide in the other. The checker (`log_rules.py`) compares the rows with
-events.
+that a bug in one does not hide in the other. The checker (`log_rules.py`) compares events with
+these rows.
 
 At each node of its level, a row in flight is in exactly one of four sets:
 
@@ -100,7 +100,7 @@ class LoggedNode:
         """Pairs (level, nodes): these nodes must be done with a row, or its ancestor on that level,
         before the row is ready."""
         self.needs_above: list[tuple[int, list[LoggedNode]]] = []
-        """Pairs of `needs` for other levels."""
+        """The pairs of `needs` for levels other than the node's own."""
         self.downstream: list[LoggedNode] = []
         self.quorums_after: list[LoggedNode] = []
         self.upstream_only: list[LoggedNode] = []

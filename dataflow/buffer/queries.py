@@ -1,5 +1,5 @@
 """`weft buffer table`, `weft buffer why` and `weft buffer sql`: list all rows of a run, explain why
-a group waits, and query a run in SQL with DuckDB. They only read, also in an active run."""
+a group waits, and query a run in SQL with DuckDB. They only read, so the run may be active."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     """Explain how a group ended or, with one line per unfinished node, what it waits for. Lines
-    about gaps in the log follow. Raises a UserError if the graph is not the group's."""
+    about gaps in the log follow. Raises a UserError if the graph is unknown or not the group's."""
     ended: list[tuple[str, str]] = []
 
     def note_end(group: LoggedGroup, rows: Mapping[int, LoggedRow]) -> None:
@@ -253,7 +253,7 @@ def ask(
 
 _lock = threading.Lock()
 _prepared: list[_QueryProcess] = []
-"""At most one process, which waits for a query."""
+"""The process that waits for a query, if there is one."""
 
 
 def prepare() -> None:
@@ -311,11 +311,12 @@ def query(
         notes: list to which to add a line for each unreadable part, and if the answer is cut.
         max_rows: maximum number of rows in the answer. Further rows are cut.
         timeout_s: [s] time limit, at most a day.
-        memory_bytes: memory limit of DuckDB. Default: DuckDB's.
-        known: maps table names to readers that replace the run's.
+        memory_bytes: [bytes] memory limit of DuckDB. Default: DuckDB's own.
+        known: readers of tables that replace the run's tables, keyed by table name.
 
     Raises:
-        UserError: DuckDB is not installed, the query fails or takes too long, or too many run.
+        UserError: DuckDB is not installed, the query fails or takes too long, or AT_ONCE other
+            queries are running.
     """
     if find_spec("duckdb") is None:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'")
@@ -353,7 +354,7 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Map each table name to a reader, which returns None if there is no table."""
+    """Map table names to readers, which return None if there is no table."""
     try:
         folder = buffer_folder(run)
     except UserError:

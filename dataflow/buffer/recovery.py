@@ -388,7 +388,7 @@ def restore(
     at: Position | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> _RestoredState:
-    """Restore the ledgers of a run from its log. Only reads, also in an active run.
+    """Restore the ledgers of a run from its log. Only reads, so the run may be active.
 
     Args:
         graphs: graphs of the run. None takes their outlines from the log, for read-only use.
@@ -485,7 +485,8 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    """Return position and records of the latest valid checkpoint, and the paths of all."""
+    """Return the latest valid checkpoint's position and records, and the paths of all valid
+    ones."""
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):
@@ -494,7 +495,7 @@ def _latest_checkpoint(
             if at is not None and position.offset > at.offset:
                 continue
             in_log = has_position(folder / LOG, position)
-            # Parse only the latest checkpoint. Verify only checksums of the others.
+            # Parse the latest checkpoint, but only verify the checksums of the others.
             if best is None or not is_sound_checkpoint(path, position):
                 state = read_checkpoint(path)
                 best = best or (state if in_log else None)

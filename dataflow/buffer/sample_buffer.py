@@ -42,8 +42,8 @@ from .segments import Segment, SegmentStore, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
 CUT_BYTES = 4 << 20
-"""[bytes] Once the log before the oldest kept checkpoint has this size, it moves to the archive. A
-smaller size creates many small files; a larger one makes the log slow to copy."""
+"""[bytes] Size at which the log before the oldest kept checkpoint moves to the archive. A smaller
+size creates many small files; a larger one makes the log slow to copy."""
 
 
 class BufferConfig(Config):
@@ -312,8 +312,8 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """Return the groups in flight with columns on nodes other than `nodes`. The result maps
-        graph name to group id to the first unreachable segment.
+        """Return the groups in flight with columns on nodes other than `nodes`: for each graph, a
+        mapping from group id to the first unreachable segment.
 
         Args:
             live: skip groups that an update has claimed, so that no group is trained on twice. The

@@ -1,4 +1,5 @@
-"""Scratch: a run's folder on a node's local disk, for segments if the run may use several machines.
+"""Scratch: a run's folder on a node's local disk. It stores the node's segments if the run may use
+several machines.
 
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, a checksum of its directory, and a random part
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until it ends
@@ -178,7 +179,7 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def is_network(kind: str) -> bool:
-    """Return whether this is a type of network file systems.
+    """Return whether this type of file system is a network file system.
 
     >>> [is_network(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.fuse-overlayfs")]
     [False, True, True, False]
@@ -262,7 +263,7 @@ def _start_watching(path: Path, grace_s: float) -> None:
 
 
 def run_daemon() -> None:
-    # Fork twice, so that the daemon leaves this session and is no child of its parent.
+    # Fork twice, so that the daemon leaves this session and is not this process's child.
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -158,7 +158,7 @@ def _new_file(path: Path, capacity: int, start: bytes) -> int:
 
 @contextmanager
 def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
-    """Extend a full disk's `OSError` with who needs how many bytes in which folder."""
+    """Add to a full disk's `OSError` who needs how many bytes in which folder."""
     try:
         yield
     except OSError as error:
@@ -302,9 +302,9 @@ class SegmentReader:
     segment only once.
 
     Args:
-        fetch: function that fetches messages from other nodes, if there are any.
-        retry_s: [s] how long to retry fetching from a node that does not answer, such as during a
-            restart of its server. The caller may replace `fetch` meanwhile.
+        fetch: function that fetches messages from other nodes. None if there are none.
+        retry_s: [s] how long to retry fetching from a node that does not answer, for example while
+            its server restarts. The caller may replace `fetch` meanwhile.
     """
 
     MAX_MAPPINGS = 64
@@ -658,7 +658,7 @@ class SegmentStore:
         self.freed(waiting)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
-        """Mark all files of a writer as complete, once all its replies have arrived."""
+        """Mark all files of a writer as complete. Call this once all its replies have arrived."""
         self._ended.add((node, writer_name))
         for stream in [s for s in self._live if s[:2] == (node, writer_name)]:
             for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
@@ -667,7 +667,7 @@ class SegmentStore:
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle this node's files without live segments, before any writer starts."""
+        """Recycle this node's files without live segments. Call this before any writer starts."""
         for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # the writer died creating it
             unfinished.unlink()
         return self._sweep("*.arrows")

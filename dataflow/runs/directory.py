@@ -68,9 +68,9 @@ FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
 """Special values of `resume`, which cannot be names of runs."""
 MAX_NAME_BYTES = 200
-"""[bytes] Maximum length of a run's name. File systems allow 255; suffixes need some."""
+"""[bytes] Maximum length of a run's name. File systems allow 255 with suffixes."""
 RECENT = 64
-"""Number of recent steps with metrics in memory, because some metrics arrive late."""
+"""Number of recent steps whose metrics stay in memory, because some metrics arrive late."""
 
 
 class RunDirectory:
@@ -136,7 +136,7 @@ class RunDirectory:
         `notes`; the run does not need them.
 
         Args:
-            step: last step whose metrics and calls to keep.
+            step: last step to keep in the metrics and the timeline.
             time_s: [s] time from the start of the run to the end of that step.
             position: log position where the run resumes.
             origin: where the run resumes and why, as text.

@@ -114,8 +114,8 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """Return the state of a run. Never writes, and raises no error for a damaged run. `last` is the
-    metrics of the last step, if the caller has read them."""
+    """Return the state of a run. Never writes, and raises no error for a damaged run. Pass `last`,
+    the metrics of the last step, if they are already known."""
     damage: list[str] = []
     life, holder = life_of(run)
     last = _last(run, damage) if last is None else last

@@ -31,7 +31,8 @@ MOST_FOOTER = 64 << 20
 
 
 class _StreamTail:
-    """Reads new rows of a stream file, which another process writes and may still create."""
+    """Reads new rows of a stream file, which another process writes and may not have created
+    yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -67,7 +67,7 @@ class Holder:
     epoch: int
     host: str
     machine: str
-    """Boot id of the kernel and pid namespace. Pids are only comparable on equal machines."""
+    """Boot id of the kernel and pid namespace. Two pids are comparable if these are equal."""
     pid: int
     started: str
     """Start time of the process, to distinguish processes with the same pid."""
@@ -131,7 +131,7 @@ class RunLock:
 
     def check(self, *, sure: bool = False) -> None:
         """Raise a TakenOverError if another process took over the run. `sure` asks the file server
-        instead of this machine's cache."""
+        instead of using this machine's cache."""
         if self._claim.is_held(sure=sure):
             return
         try:

@@ -89,7 +89,7 @@ class _PreparedCut:
     disk: Disk
 
     def drop(self) -> None:
-        """Close and remove the file, unless another writer's file has its name."""
+        """Close the file, and remove it unless another writer's file has its name."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
                 self.path.unlink()

@@ -36,7 +36,7 @@ class Position:
     """A place between two records of a log, with the checksum of all records before it."""
 
     offset: int = 0
-    """[bytes] From the beginning of the log, including its archive."""
+    """[bytes] Distance from the beginning of the log, including its archive."""
     checksum: int = 0
 
 

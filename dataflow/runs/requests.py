@@ -4,7 +4,8 @@
     runs/NAME/stacks.json    {"epoch": 3, "at": 1763851200.2, "worker": "actor[0]"}    write a worker's stack to `live.json`
 
 The driver with this epoch handles the request once. Other drivers ignore it, so that an old request
-does not stop a resumed run. A signal could reach another process that has reused the pid.
+does not stop a resumed run. Files are safer than signals, because another process may have reused
+the driver's pid.
 """
 
 from __future__ import annotations

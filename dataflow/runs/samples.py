@@ -2,8 +2,8 @@
 
     runs/NAME/samples/train_000012.57.0.arrow     rows of graph train and step 12, written under lease 57 by rank 0
 
-The recorder writes each file under a lease. Readers skip files whose lease was not finished
-according to the log, because the run was killed meanwhile or restored to an earlier point. Each row
+The recorder writes each file under a lease. If the run is killed meanwhile or restored to an
+earlier point, the log does not show the lease as finished, and readers skip the file. Each row
 therefore appears once. `weft buffer check` verifies the checksums in `checksums.RANK.txt`.
 """
 
