@@ -85,7 +85,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
-    """Return whether a rank writes its part: it does if the part is not empty and the rank is the
+    """Return whether a rank writes its part: only if the part is not empty and the rank is the
     first with an equal copy."""
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -200,8 +200,8 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
     """Return a (dp, tp) mesh of one rank with its own process groups, so that FSDP can run on a
     single rank. Also return a function that destroys these groups, and the default group if this
-    function created it and nothing else uses it. Both leave process groups of other libraries, such
-    as vLLM, alone. Raises UserError if another library has made this process one of several
+    function created it and nothing else uses it. Leaves process groups of other libraries, such as
+    vLLM, alone. Raises UserError if another library has made this process one of several
     ranks."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     made_default = not dist.is_initialized()
