@@ -44,7 +44,7 @@ class RunSettings(weft.Config):
     checkpoint_every: int = Field(default=100, ge=0)
     """Number of steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """Run to resume: "latest" for the latest run of this name (or of any, without a name), or the
+    """Run to resume: "latest" for the run of this name (or the newest, without a name), or the
     folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
     """Trackers that also get the metrics: tensorboard, wandb, mlflow, trackio, prometheus (under

@@ -51,7 +51,7 @@ class RealSettings(weft.Config):
     name: str | None = None
     """Name of the run and its directory. Default: the current time."""
     resume: str = "none"
-    """Run to resume: "latest" for the latest run of this name (or of any, without a name), or the
+    """Run to resume: "latest" for the run of this name (or the newest, without a name), or the
     folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
     """Trackers that also get the metrics: tensorboard, wandb, mlflow, trackio, prometheus (under

@@ -1,13 +1,12 @@
-"""Does asynchronous training learn as much per sample, in less time? One example, each schedule,
-three seeds.
+"""Does asynchronous training learn as much per sample, in less time? Three seeds of one example.
 
     python benchmarks/schedules/learning_curves.py                     # half an hour; the picture goes to docs/schedules.png
     python benchmarks/schedules/learning_curves.py --small             # to see that it works: not a measurement
 
 Each run is `examples/grpo_arithmetic.py`, unmodified, one after another. Runs of a seed start from
-the same model. The last line printed is one JSON object: for each mode and seed, the
-final `accuracy`, and the samples and seconds until 95 % of the synchronous run's final accuracy, as
-shares of that run's (`samples_to_goal`, `seconds_to_goal`).
+the same model. The last line printed is one JSON object: for each mode and seed, the final
+`accuracy`, and the samples and seconds until 95 % of the synchronous run's final accuracy, relative
+to the synchronous run (`samples_to_goal`, `seconds_to_goal`).
 """
 
 from __future__ import annotations

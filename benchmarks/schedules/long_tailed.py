@@ -1,8 +1,7 @@
 """The graph, schedules and workers of `schedules.py`.
 
-The workers are Weft's, with two changes. Each is pinned to its core. The length of a response
-depends only on its prompt and its index in the group, so that every schedule generates and trains
-on the same lengths.
+The workers are Weft's, each pinned to its core. The length of a response depends only on its prompt
+and its index in the group, so that every schedule generates and trains on the same lengths.
 """
 
 from __future__ import annotations
