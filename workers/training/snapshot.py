@@ -1,3 +1,16 @@
+"""Snapshots: a training group's part of a checkpoint, needed to resume training.
+
+    rank_0.json …                steps, notes and random states of each rank
+    state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
+    model/                       a Hugging Face folder of the same weights, in the dtype of passes
+
+A rank copies its part into host memory while training waits. A thread then writes the files, with
+hardly any use of the interpreter lock or the device. Rank 0 builds the model's folder from the
+files of all ranks, so no rank gathers tensors. Each part records its position in the full tensor,
+so any number of ranks can read the parts. `torch.distributed.checkpoint` can read the folder
+`state` with its `HuggingFaceStorageReader`.
+"""
+
 from __future__ import annotations
 
 import errno
@@ -150,6 +163,7 @@ class SnapshotWriter:
             work()
         except Exception as problem:
             error = problem
+            # -1 means an error without errno.
             failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
